@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skippipe_jax.connections.secret import FILE_VARIABLE, SECRET_VARIABLE, make_secret
+from skippipe_jax.connections.keys import FILE_VARIABLE, SECRET_VARIABLE, make_secret
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

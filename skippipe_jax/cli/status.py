@@ -54,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.config import parse_config
         from skippipe_jax.connections.addresses import parse_address
-        from skippipe_jax.connections.asking import NobodyListens
+        from skippipe_jax.connections.asking import NobodyListens, observe
         from skippipe_jax.connections.keys import Keys
-        from skippipe_jax.connections.observer import observe
         from skippipe_jax.reporting.status import status_text
 
     for address in arguments.address:

@@ -173,8 +173,7 @@ def _keep_template(
     name: str | None, folder: Path, sources: Sequence[DocumentSource], tokenizer: Tokenizer
 ) -> None:
     """Write the template that is named beside the tokenizer in `folder`; warn where none is."""
-    from skippipe_jax.data.chat import template_warning
-    from skippipe_jax.data.chat_template import template_text
+    from skippipe_jax.data.chat import template_text, template_warning
 
     if name is not None and folder.is_dir():
         text = template_text(name, "--chat-template")

@@ -19,9 +19,14 @@ from skippipe_jax import log
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.attendance import Attendance
 from skippipe_jax.cluster.board import NOBODY, Board
-from skippipe_jax.cluster.ending import LINGER_S, LOST_HOST_EXIT_CODE, REASON_CHARACTERS, Phase
+from skippipe_jax.cluster.ending import (
+    LINGER_S,
+    LOST_HOST_EXIT_CODE,
+    REASON_CHARACTERS,
+    Phase,
+    may_stem_from_a_peer,
+)
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Counted, Succession
 from skippipe_jax.cluster.team import Team

@@ -20,9 +20,8 @@ from skippipe_jax.connections.addresses import join_address, listening_socket
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, refuse
 from skippipe_jax.connections.jax_relay import serve_jax
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.links import LINE_BYTES, Link, each_in_a_task
+from skippipe_jax.connections.links import ALERT, IN_CLEAR, LINE_BYTES, Link, each_in_a_task
 from skippipe_jax.connections.reception import GUESTS
-from skippipe_jax.connections.seal import ALERT, IN_CLEAR
 from skippipe_jax.errors import TlsMismatch
 
 STRANGERS = 32

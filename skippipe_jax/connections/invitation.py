@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from skippipe_jax.connections.addresses import require_numeric
-from skippipe_jax.connections.checked import (
+from skippipe_jax.connections.hello import (
     HostCount,
     HostNumber,
     ShortText,

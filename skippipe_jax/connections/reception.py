@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import checked
 from skippipe_jax.connections.directory import Directory
-from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol
+from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, texts
 from skippipe_jax.connections.invitation import Files, Invitation, Place
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
@@ -180,7 +179,7 @@ def _unlike(
             return other_protocol(protocol, own.host)
         case [_, dict(given)]:
             try:
-                theirs = checked.texts(given)
+                theirs = texts(given)
             except ValueError:
                 theirs = {}
             versions = own.run.versions

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from skippipe_jax.connections.checked import MOST_HOSTS, HostNumber, ShortText
+from skippipe_jax.connections.hello import MOST_HOSTS, HostNumber, ShortText
 from skippipe_jax.connections.invitation import MOST_STAGES, Stages
 
 MOST_LINKS = 1 << 10

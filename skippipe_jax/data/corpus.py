@@ -21,8 +21,7 @@ from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.data import token_shards
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document, local_path, read_documents
-from skippipe_jax.data.learnt import Learnt
-from skippipe_jax.data.rows import TokenizedDocuments
+from skippipe_jax.data.rows import Learnt, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, token_dtype
 
 GROUP_BYTES = 1 << 20
@@ -179,3 +178,48 @@ def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
         token_shards.open_part(folder, part, index, field) for part in token_shards.PARTS
     )
     return Corpus(training, held_out, index.parts["training"].digest)
+
+
+PRIORS_SHARE = 0.25
+"""About which share of the held-out documents priors are estimated on."""
+
+
+def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
+    """Return the documents of the part `priors` or `scores`, as a copy in memory.
+
+    A document belongs to one part as a whole, by a hash of its tokens alone, so equal ones are in
+    the same part, whatever the seeds of a run. Where that would leave one of the parts empty, the
+    nearest documents move, as among all that are held out. A document that is alone, or has only
+    copies beside it, is cut in two at a token; its beginning is for priors.
+    """
+    ends = np.asarray(documents.ends)
+    starts = ends - np.diff(ends, prepend=0)
+    keys = [
+        _digest(documents.tokens[start:end])
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
+    if len(set(keys)) == 1:
+        size = int(ends[0])
+        cuts = starts + min(max(round(size * PRIORS_SHARE), 1), size - 1)
+        return _spans(documents, *((starts, cuts) if part == "priors" else (cuts, ends)))
+    chosen = held_out_of(keys, PRIORS_SHARE, seed=0) == (part == "priors")
+    return _spans(documents, starts[chosen], ends[chosen])
+
+
+def _digest(tokens: Integer[np.ndarray, " token"]) -> bytes:
+    # Not as they lie there: tokens on disk may have another dtype than those of a text.
+    return hashlib.blake2b(tokens.astype(np.int32).data, digest_size=16).digest()
+
+
+def _spans(
+    documents: TokenizedDocuments,
+    starts: Int64[np.ndarray, " span"],
+    ends: Int64[np.ndarray, " span"],
+) -> TokenizedDocuments:
+    """Spans of the tokens, each as a document."""
+    each = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    learnt = None
+    if documents.learnt is not None:
+        learnt = Learnt.where(np.concatenate([documents.learnt.of(*span) for span in each]))
+    tokens = np.concatenate([documents.tokens[start:end] for start, end in each])
+    return TokenizedDocuments(tokens, np.cumsum(ends - starts), learnt)

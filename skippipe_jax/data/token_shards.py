@@ -22,8 +22,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.data import TOKENS_INDEX
-from skippipe_jax.data.learnt import Learnt
-from skippipe_jax.data.rows import TokenizedDocuments
+from skippipe_jax.data.rows import Learnt, TokenizedDocuments
 
 PARTS = ("training", "held_out")
 FORMAT, VERSION = "skippipe-tokens", 1

@@ -352,7 +352,7 @@ class RunDir:
 
     def keep_chat_template(self, config: DataConfig) -> None:
         """Write the template that is given beside the tokenizer, in place of its own."""
-        from skippipe_jax.data.chat_template import template_text
+        from skippipe_jax.data.chat import template_text
 
         name, own = config.chat_template, self.path / TOKENIZER_FOLDER
         if name is not None and own.is_dir():

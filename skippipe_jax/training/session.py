@@ -21,8 +21,7 @@ from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
-from skippipe_jax.data.batches import Batch
-from skippipe_jax.data.read_ahead import ReadAhead
+from skippipe_jax.data.batches import Batch, ReadAhead
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded
 from skippipe_jax.optim.update_rule import updates_made
 from skippipe_jax.runtime.outer_steps import from_own_states

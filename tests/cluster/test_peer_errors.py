@@ -6,7 +6,7 @@ import jax
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.peer_errors import may_stem_from_a_peer
+from skippipe_jax.cluster.ending import may_stem_from_a_peer
 from skippipe_jax.errors import PeerFailed, PeerTimeout
 
 ILLEGAL = "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"

@@ -13,11 +13,10 @@ import psutil
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Hello, Run
-from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret
 from skippipe_jax.connections.links import LINE_BYTES, Link, reach
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.reception import Reception
-from skippipe_jax.connections.secret import Secret
 from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, RunStatus
 
 RUN = Run({"run_dir": "runs/a", "model": "0123"}, {"train": "4567"}, {"jax": "1.0"})

@@ -14,9 +14,9 @@ import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections import channel
-from skippipe_jax.connections.calls import Calls
 from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.links import TAKES_NOTHING, Link, reach
+from skippipe_jax.connections.mesh import Calls
 from skippipe_jax.connections.pulse import BEATS, BEATS_OF_LINK
 from tests.connections.meshes import (
     KEYS,
@@ -352,7 +352,7 @@ def test_a_host_that_does_not_answer_is_called_less_and_less_often(
             pauses.append(delay_s)
             await sleep(0)
 
-        monkeypatch.setattr("skippipe_jax.connections.calls.asyncio.sleep", pause)
+        monkeypatch.setattr("skippipe_jax.connections.mesh.asyncio.sleep", pause)
         calls = Calls(fails, 60.0)
         calls.begin(3)
         calls.begin(3)  # It is being called.

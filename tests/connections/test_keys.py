@@ -13,15 +13,17 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, derived
-from skippipe_jax.connections.seal import Seal
-from skippipe_jax.connections.secret import (
+from skippipe_jax.connections.keys import (
     FILE_VARIABLE,
+    LOOPBACK_ONLY,
     SECRET_VARIABLE,
+    Keys,
     Secret,
+    derived,
     make_secret,
     read_secret,
 )
+from skippipe_jax.connections.links import Seal
 
 TEXT = "a" * 40
 

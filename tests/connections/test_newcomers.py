@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import newcomer, reception
+from skippipe_jax.connections import asking, reception
 from skippipe_jax.connections.addresses import join_address
-from skippipe_jax.connections.asking import NobodyListens
+from skippipe_jax.connections.asking import Newcomer, NobodyListens
 from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.invitation import (
     MOST_BYTES,
@@ -27,7 +27,6 @@ from skippipe_jax.connections.invitation import (
     Place,
 )
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.newcomer import Newcomer
 from skippipe_jax.connections.pauses import Pauses
 from tests.connections.meshes import (
     KEYS,
@@ -79,7 +78,7 @@ def address_of(host: Host) -> str:
 
 @pytest.fixture(autouse=True)
 def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomer, "versions", lambda: RUN.versions)
+    monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
 def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():

@@ -16,13 +16,11 @@ import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cli.main import main
-from skippipe_jax.connections import observer
+from skippipe_jax.connections import asking
 from skippipe_jax.connections.addresses import join_address
-from skippipe_jax.connections.asking import NobodyListens
+from skippipe_jax.connections.asking import NobodyListens, observe
 from skippipe_jax.connections.hello import PROTOCOL
-from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.observer import observe
-from skippipe_jax.connections.secret import Secret, make_secret
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secret
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
 from tests.connections.meshes import (
     KEYS,
@@ -39,7 +37,7 @@ from tests.ports import free_port
 @pytest.fixture(autouse=True)
 def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts have no jax of the observer's version, which is no matter."""
-    monkeypatch.setattr(observer, "versions", lambda: {"skippipe-jax": None, "jax": "2.0"})
+    monkeypatch.setattr(asking, "versions", lambda: {"skippipe-jax": None, "jax": "2.0"})
 
 
 def address_of(host: Host) -> str:

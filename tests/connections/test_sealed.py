@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import door, links
-from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, _context, derived
-from skippipe_jax.connections.links import LINE_BYTES, Link, answered, reach
-from skippipe_jax.connections.seal import ALERT, HANDSHAKE, Seal
-from skippipe_jax.connections.secret import Secret
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, _context, derived
+from skippipe_jax.connections.links import ALERT, HANDSHAKE, LINE_BYTES, Link, Seal, answered, reach
 from tests.connections.meshes import (
     KEYS,
     OTHER_KEYS,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.connections import newcomer, reception, ways
+from skippipe_jax.connections import asking, reception, ways
+from skippipe_jax.connections.asking import Newcomer
 from skippipe_jax.connections.links import Link
-from skippipe_jax.connections.newcomer import Newcomer
 from tests.connections.meshes import KEYS, RUN, line
 from tests.connections.test_newcomers import (
     Run,
@@ -22,7 +22,7 @@ from tests.connections.test_newcomers import (
 
 @pytest.fixture(autouse=True)
 def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomer, "versions", lambda: RUN.versions)
+    monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
 def test_a_newcomer_measures_the_ways_to_those_that_answer(monkeypatch: pytest.MonkeyPatch):

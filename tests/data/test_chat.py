@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Tokenizers
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from skippipe_jax.config import DataConfig, DocumentSource, parse_config, to_yaml
-from skippipe_jax.data import chat_template
+from skippipe_jax.data import chat
 from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
 from skippipe_jax.data.chat import (
     encode_conversation,
@@ -227,7 +227,7 @@ SAYS_ITSELF = """\
 def test_a_template_that_writes_for_ever_is_refused(
     with_template: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(chat, "MOST_CHARACTERS", 1000)
     forever = "{% for i in range(99999) %}{% for j in range(99999) %}more{% endfor %}{% endfor %}"
     (with_template / "chat_template.jinja").write_text(forever)
     with pytest.raises(InputError, match="writes more than 1,000 characters"):
@@ -356,7 +356,7 @@ def test_a_template_needs_a_tokenizer_with_its_tokens_and_ends_answers_by_one(
         assert (refused.value.field, refused.value.value) == ("data.chat_template", name)
         assert refused.value.remedy.startswith("Write plain")
         add_tokens(with_template, end)
-    (with_template / "chat_template.jinja").write_text(chat_template.TEMPLATES[name])
+    (with_template / "chat_template.jinja").write_text(chat.TEMPLATES[name])
     tokenizer = load_tokenizer(str(with_template))
     learnt, _ = encode_conversation(conversation(MESSAGES), source, tokenizer)
     prompt = encode_prompt(MESSAGES[:2], tokenizer, "2026-11-22")

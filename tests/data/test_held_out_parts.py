@@ -15,9 +15,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.data.batches import document_starts, held_out_batches, load_corpora
-from skippipe_jax.data.held_out_parts import part_of
-from skippipe_jax.data.learnt import Learnt
-from skippipe_jax.data.rows import NOT_COUNTED, TokenizedDocuments
+from skippipe_jax.data.corpus import part_of
+from skippipe_jax.data.rows import NOT_COUNTED, Learnt, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe_jax.data.learnt import Learnt
+from skippipe_jax.data.rows import Learnt
 
 
 @given(st.lists(st.booleans(), max_size=40), st.data())

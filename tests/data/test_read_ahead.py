@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from skippipe_jax.data.read_ahead import ReadAhead
+from skippipe_jax.data.batches import ReadAhead
 
 
 def threads() -> int:

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skippipe_jax.data.learnt import Learnt
 from skippipe_jax.data.rows import (
     NOT_COUNTED,
     Interleaving,
+    Learnt,
     PackedDocuments,
     TokenizedDocuments,
     cut,

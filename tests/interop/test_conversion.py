@@ -33,7 +33,7 @@ from skippipe_jax.config import (
     to_yaml,
 )
 from skippipe_jax.config.parsing import CONFIG
-from skippipe_jax.data.chat_template import TEMPLATES
+from skippipe_jax.data.chat import TEMPLATES
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.data.tokenizing import train_bpe

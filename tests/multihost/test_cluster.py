@@ -23,7 +23,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
-from skippipe_jax.connections.secret import SECRET_VARIABLE
+from skippipe_jax.connections.keys import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.local.hosts import PORTS
 from tests.multihost.processes import Processes

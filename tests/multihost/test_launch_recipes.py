@@ -28,8 +28,7 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 from skippipe_jax import Run
 from skippipe_jax.cli import join, train
 from skippipe_jax.config.parsing import CONFIG
-from skippipe_jax.connections.keys import derived
-from skippipe_jax.connections.secret import SECRET_VARIABLE, Secret, make_secret
+from skippipe_jax.connections.keys import SECRET_VARIABLE, Secret, derived, make_secret
 from skippipe_jax.local.hosts import PORTS
 from skippipe_jax.storage.run_dir import RunDir
 from tests.fork_server import fork_server

@@ -15,9 +15,8 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections import waiting
-from skippipe_jax.connections.asking import NobodyListens
+from skippipe_jax.connections.asking import Newcomer, NobodyListens
 from skippipe_jax.connections.invitation import Files, Invitation, Place
-from skippipe_jax.connections.newcomer import Newcomer
 from skippipe_jax.connections.reception import RUN_ENDED
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.run_lock import RunLock

@@ -23,11 +23,10 @@ from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.config.resume import identity, settings
-from skippipe_jax.connections.asking import NobodyListens
+from skippipe_jax.connections.asking import Newcomer, NobodyListens
 from skippipe_jax.connections.hello import Run
 from skippipe_jax.connections.invitation import Invitation, Place
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.newcomer import Newcomer
 from skippipe_jax.connections.pauses import LONGEST_S
 from skippipe_jax.connections.reception import JOINING, RUN_ENDED
 from skippipe_jax.connections.waiting import telling
