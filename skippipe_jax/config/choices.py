@@ -1,4 +1,4 @@
-"""Keys whose text is one of a few words: the choices stand at the key's type, as ``Choice``."""
+"""Sections of a configuration: the words and numbers that a key may hold stand at its type."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from skippipe_sched import fields
+from skippipe_sched.errors import InputError
 
 
 class Choice(tuple[str, ...]):
@@ -17,33 +18,103 @@ class Choice(tuple[str, ...]):
     __slots__ = ()
 
 
+class Whole(NamedTuple):
+    """The least and the greatest whole number that a key may hold, in ``Annotated[int, ...]``."""
+
+    least: int
+    most: int = fields.LARGEST_WHOLE
+
+
+class Real(NamedTuple):
+    """The numbers that a key may hold: from `least` on or above it, to `most` or below `end`."""
+
+    least: float = 0.0
+    above: bool = False
+    most: float | None = None
+    end: float | None = None
+
+
+Bounds = Choice | Whole | Real
 DTYPES = Choice(("float32", "bfloat16"))
+Count = Annotated[int, Whole(1)]
+Seed = Annotated[int, Whole(0, fields.LARGEST_SEED)]
+NonNegative = Annotated[float, Real()]
+Positive = Annotated[float, Real(above=True)]
+
+
+class Section:
+    """A section: a frozen dataclass, whose values are held against their types when it is made.
+
+    A subclass that refuses more calls `__post_init__` of this first.
+    """
+
+    NAME: ClassVar[str] = ""
+
+    def __init_subclass__(cls, name: str | None = None, **others: Any):
+        """Take the name by which errors call the section: empty for the outermost."""
+        super().__init_subclass__(**others)
+        if name is not None:
+            cls.NAME = name
+
+    def __post_init__(self) -> None:
+        """Refuse what is none of a key's words, or out of its range.
+
+        Raises:
+            InputError: for the first such key.
+        """
+        require_values(self, self.NAME)
+
+
+def require_values(section: Any, name: str) -> None:
+    """Refuse what is none of its key's words or out of its range, in a section of this name.
+
+    Raises:
+        InputError: for the first such key.
+    """
+    for key, bounds in _bounds_of(type(section)).items():
+        value = getattr(section, key)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None:
+                _require_within(one, f"{name}.{key}".lstrip("."), bounds)
 
 
 @functools.cache
 def choices_of(kind: Any) -> Mapping[str, Choice]:
     """Return the choices of each key of a section that has some."""
+    return {key: own for key, own in _bounds_of(kind).items() if isinstance(own, Choice)}
+
+
+@functools.cache
+def _bounds_of(kind: Any) -> Mapping[str, Bounds]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
         field.name: found
         for field in dataclasses.fields(kind)
-        if (found := _choice_within(hints[field.name])) is not None
+        if (found := _bounds_within(hints[field.name])) is not None
     }
 
 
-def require_choices(section: Any, name: str) -> None:
-    """Refuse text that is none of its key's choices, in a section of this name.
-
-    Raises:
-        InputError: for the first such key.
-    """
-    for key, choices in choices_of(type(section)).items():
-        value = getattr(section, key)
-        if value is not None:
-            fields.text(value, f"{name}.{key}".lstrip("."), choices)
-
-
-def _choice_within(hint: Any) -> Choice | None:
-    own = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Choice)]
-    within = map(_choice_within, typing.get_args(hint))
+def _bounds_within(hint: Any) -> Bounds | None:
+    own = [
+        one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Choice | Whole | Real)
+    ]
+    within = map(_bounds_within, typing.get_args(hint))
     return next((found for found in (*own, *within) if found is not None), None)
+
+
+def _require_within(value: Any, name: str, bounds: Bounds) -> None:
+    match bounds:
+        case Whole(least, most):
+            fields.integer(value, name, least, most)
+        case Real(least, above, most, end):
+            fields.number(value, name, least, above=above)
+            if most is not None and value > most:
+                bound = f"at most {most:g}"
+            elif end is not None and value >= end:
+                bound = f"less than {end:g}"
+            else:
+                return
+            remedy = f"Write a number from {least:g} on that is {bound}"
+            raise InputError(name, value, f"must be {bound}", remedy)
+        case Choice():
+            fields.text(value, name, bounds)

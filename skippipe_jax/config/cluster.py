@@ -7,18 +7,18 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.choices import Choice, Count, NonNegative, Positive, Section, Whole
 
 AUTO, INDEPENDENT, DISTRIBUTED = RUNTIMES = Choice(("auto", "independent", "distributed"))
+LAST_PORT = (1 << 16) - 1
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Section, name="cluster"):
     """Which host serves which node, and when hosts give each other up.
 
     Attributes:
@@ -66,14 +66,14 @@ class ClusterConfig:
     rejoin_s: float = 600.0
     grace_s: float = 30.0
     bind_address: str | None = None
-    transfer_port: int | None = None
+    transfer_port: Annotated[int, Whole(1, LAST_PORT)] | None = None
     secret: str | None = None
     insecure: bool = False
     insecure_transfers: bool = False
 
     def __post_init__(self) -> None:
         """Refuse timeouts that no host could keep, and what is no runtime, address or port."""
-        require_choices(self, "cluster")
+        super().__post_init__()
         for field in ("heartbeat_timeout_s", "connect_timeout_s", "rejoin_s", "grace_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
@@ -82,8 +82,6 @@ class ClusterConfig:
                 )
         if self.bind_address is not None:
             require_one_interface(self.bind_address, "cluster.bind_address")
-        if self.transfer_port is not None:
-            fields.integer(self.transfer_port, "cluster.transfer_port", 1, LAST_PORT)
         if self.secret is not None and self.insecure:
             remedy = "write cluster.secret alone, or cluster.insecure alone"
             raise InputError("cluster.insecure", True, "there is a cluster.secret", remedy)
@@ -116,9 +114,6 @@ class ClusterConfig:
         return max(0, min(spare, most - hosts))
 
 
-LAST_PORT = (1 << 16) - 1
-
-
 def require_one_interface(address: str, field: str) -> None:
     """Refuse what is no IP address, or stands for every interface."""
     remedy = "give an IP address of this host, such as 10.0.0.1"
@@ -134,7 +129,7 @@ MOST_PLACES = 1 << 10
 
 
 @dataclass(frozen=True)
-class JoinConfig:
+class JoinConfig(Section, name="join"):
     """Which hosts may come to a run of independent hosts while it lives.
 
     Attributes:
@@ -145,13 +140,8 @@ class JoinConfig:
             single host serves the stage.
     """
 
-    places: int = 4
-    horizon: float = 3600.0
-
-    def __post_init__(self):
-        """Refuse what is no number of hosts, and a time below 0."""
-        fields.integer(self.places, "join.places", 0, MOST_PLACES)
-        fields.number(self.horizon, "join.horizon", 0.0)
+    places: Annotated[int, Whole(0, MOST_PLACES)] = 4
+    horizon: NonNegative = 3600.0
 
 
 REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
@@ -160,7 +150,7 @@ REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
 
 
 @dataclass(frozen=True)
-class RecoveryConfig:
+class RecoveryConfig(Section, name="recovery"):
     """How a run of independent hosts goes on when some are lost.
 
     Where a replica of every stage is left, the others take over the paths of what is lost at once.
@@ -181,16 +171,11 @@ class RecoveryConfig:
     """
 
     lost_stage: Annotated[str, LOST_STAGE] = REWIND
-    buddy_every: int = 10
-
-    def __post_init__(self):
-        """Refuse what is no way to go on, and copies that are never made."""
-        require_choices(self, "recovery")
-        fields.integer(self.buddy_every, "recovery.buddy_every", 1)
+    buddy_every: Count = 10
 
 
 @dataclass(frozen=True)
-class ReplanConfig:
+class ReplanConfig(Section, name="replan"):
     """How a run of independent hosts gets a better plan when its hosts have changed.
 
     At once it goes on by a quick plan. In the background, one host searches for a better one, which
@@ -207,14 +192,6 @@ class ReplanConfig:
     """
 
     method: Annotated[str, Choice(METHODS)] = DEFAULT_METHOD
-    budget_s: float = DEFAULT_BUDGET_S
-    gain: float = 0.03
-    drift: float | None = None
-
-    def __post_init__(self):
-        """Refuse what is no method, and times and shares below 0."""
-        require_choices(self, "replan")
-        fields.number(self.budget_s, "replan.budget_s", 0.0)
-        fields.number(self.gain, "replan.gain", 0.0)
-        if self.drift is not None:
-            fields.number(self.drift, "replan.drift", 0.0, above=True)
+    budget_s: NonNegative = DEFAULT_BUDGET_S
+    gain: NonNegative = 0.03
+    drift: Positive | None = None

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.choices import Choice, Count, Section, Seed
 from skippipe_jax.config.extras import require
 
 BYTES = "bytes"
@@ -194,7 +194,7 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, name="data"):
     """Which text is trained on, and how it is cut.
 
     Attributes:
@@ -245,15 +245,15 @@ class DataConfig:
     today: str | None = None
     packing: Annotated[str, PACKING] = "windows"
     too_long: Annotated[str, TOO_LONG] | None = None
-    sequence_length: int = 256
-    microbatch_size: int = 4
+    sequence_length: Count = 256
+    microbatch_size: Count = 4
     held_out: float = 0.05
-    shuffle_seed: int = 0
+    shuffle_seed: Seed = 0
     prefetch: bool = True
 
     def __post_init__(self):
         """Check the values; the files are looked at when they are read."""
-        require_choices(self, "data")
+        super().__post_init__()
         if (self.source == "mixture") != (self.mixture is not None):
             problem = f"does not go with data.source: {self.source}"
             remedy = "Write both source: mixture and mixture: [{source: ..., weight: ...}, ...]"
@@ -281,8 +281,6 @@ class DataConfig:
             if not has_chat:
                 problem = "has no effect: only chat templates ask for the date"
                 raise InputError("data.today", self.today, problem, "Remove it")
-        fields.integer(self.sequence_length, "data.sequence_length", 1)
-        fields.integer(self.microbatch_size, "data.microbatch_size", 1)
         if not 0 < self.held_out < 1:
             problem = "must lie between 0 and 1, or one of the two parts is empty"
             raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
@@ -291,7 +289,6 @@ class DataConfig:
             problem = "does not go with tokens: what is held out was decided when they were made"
             remedy = "Remove it, or tokenize the text again with --held-out"
             raise InputError("data.held_out", self.held_out, problem, remedy)
-        fields.integer(self.shuffle_seed, "data.shuffle_seed", 0, fields.LARGEST_SEED)
         self.shares()
 
     def _check_source(self, source: DocumentSource) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.choices import Choice, Count, NonNegative, Positive, Section
 from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.model import ModelConfig
 
@@ -73,7 +72,7 @@ ONE_DEVICE = NodeMesh()
 
 
 @dataclass(frozen=True)
-class NodeConfig:
+class NodeConfig(Section, name="node"):
     """Of which devices of its host a node consists: a mesh of `fsdp` times `tensor` of them.
 
     `node: auto` is short for `node: {fsdp: null}`. A node in a case may have a `mesh` of its own,
@@ -94,16 +93,9 @@ class NodeConfig:
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"fsdp": None}}
 
-    fsdp: int | None = 1
-    tensor: int = 1
+    fsdp: Count | None = 1
+    tensor: Count = 1
     gather: Annotated[str, GATHER] = AUTO
-
-    def __post_init__(self):
-        """Refuse what is no mesh."""
-        require_choices(self, "node")
-        if self.fsdp is not None:
-            fields.integer(self.fsdp, "node.fsdp", 1)
-        fields.integer(self.tensor, "node.tensor", 1)
 
     @property
     def mesh(self) -> NodeMesh | None:
@@ -139,7 +131,7 @@ ROUNDED = Choice(("bfloat16",))
 
 
 @dataclass(frozen=True)
-class NetworkConfig:
+class NetworkConfig(Section, name="network"):
     """How nodes exchange arrays, or how a network between them is emulated.
 
     `network: emulate` is short for `network: {mode: emulate}`.
@@ -172,19 +164,17 @@ class NetworkConfig:
 
     mode: Annotated[str, MODES] = "real"
     emulate_compute: bool = False
-    jitter: float = 0.0
+    jitter: NonNegative = 0.0
     averaging: Annotated[str, AVERAGING] = "auto"
     activation_dtype: Annotated[str, HOPS] | None = None
     gradient_dtype: Annotated[str, HOPS] | None = None
     gradient_rounding: Annotated[str, ROUNDING] = "nearest"
     averaging_dtype: Annotated[str, ROUNDED] | None = None
-    deadline_s: float = 300.0
+    deadline_s: Positive = 300.0
 
     def __post_init__(self):
         """Refuse what has no effect."""
-        require_choices(self, "network")
-        fields.number(self.jitter, "network.jitter", 0.0)
-        fields.number(self.deadline_s, "network.deadline_s", 0.0, above=True)
+        super().__post_init__()
         for name in ("emulate_compute", "jitter"):
             if getattr(self, name) and self.mode == "real":
                 raise InputError(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import DTYPES, Choice, require_choices
+from skippipe_jax.config.choices import DTYPES, Choice, Count, Positive, Section
 
 AUTO, XLA, BLOCKWISE, CUDNN, SPLASH = "auto", "xla", "blockwise", "cudnn", "splash"
 ATTENTION = Choice((AUTO, XLA, BLOCKWISE, CUDNN, SPLASH))
@@ -123,7 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(Section, name="model.rope_scaling"):
     """Llama 3's stretching of rotary wavelengths beyond the context that it was trained with.
 
     Attributes:
@@ -134,21 +134,20 @@ class RopeScaling:
         original_context: positions that the model was first trained with.
     """
 
-    factor: float = 8.0
+    factor: Positive = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
-    original_context: int = 8192
+    original_context: Count = 8192
 
     def __post_init__(self):
         """Refuse what would divide by zero."""
-        fields.number(self.factor, "model.rope_scaling.factor", 0.0, above=True)
+        super().__post_init__()
         fields.number(
             self.high_frequency_factor,
             "model.rope_scaling.high_frequency_factor",
             self.low_frequency_factor,
             above=True,
         )
-        fields.integer(self.original_context, "model.rope_scaling.original_context", 1)
 
 
 class StageCut(tuple[int, ...]):
@@ -163,7 +162,7 @@ class StageCut(tuple[int, ...]):
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, name="model"):
     """Shape and numerics of the model.
 
     Attributes:
@@ -198,18 +197,18 @@ class ModelConfig:
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
-    vocabulary_size: int = 259
-    width: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 4
-    ffn_width: int = 704
-    context: int = 256
-    rope_theta: float = 10000.0
+    vocabulary_size: Count = 259
+    width: Count = 256
+    layers: Count = 4
+    heads: Count = 4
+    kv_heads: Count = 4
+    ffn_width: Count = 704
+    context: Count = 256
+    rope_theta: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
     tied_head: bool = False
-    norm_epsilon: float = 1e-6
-    initial_deviation: float | None = None
+    norm_epsilon: Positive = 1e-6
+    initial_deviation: Positive | None = None
     stage_layers: tuple[int, ...] | None = None
     parameter_dtype: Annotated[str, DTYPES] = "float32"
     compute_dtype: Annotated[str, DTYPES] = "float32"
@@ -219,13 +218,7 @@ class ModelConfig:
 
     def __post_init__(self):
         """Refuse shapes and names that fit no model."""
-        for name in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "ffn_width"):
-            fields.integer(getattr(self, name), f"model.{name}", 1)
-        fields.integer(self.context, "model.context", 1)
-        fields.number(self.rope_theta, "model.rope_theta", 0.0, above=True)
-        fields.number(self.norm_epsilon, "model.norm_epsilon", 0.0, above=True)
-        if self.initial_deviation is not None:
-            fields.number(self.initial_deviation, "model.initial_deviation", 0.0, above=True)
+        super().__post_init__()
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise InputError(
                 "model.heads",
@@ -240,7 +233,6 @@ class ModelConfig:
                 f"{self.heads} heads do not share it evenly",
                 "Choose a divisor of model.heads",
             )
-        require_choices(self, "model")
 
     @property
     def deviation(self) -> float:

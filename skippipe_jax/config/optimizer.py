@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import (
     DEFAULTS,
@@ -17,15 +16,25 @@ from skippipe_sched.problem.averaging import (
     parse_averaging,
 )
 
-from skippipe_jax.config.choices import DTYPES, Choice, require_choices
+from skippipe_jax.config.choices import (
+    DTYPES,
+    Choice,
+    Count,
+    NonNegative,
+    Positive,
+    Real,
+    Section,
+    Whole,
+)
 
 # More iterations than the delay, so that nobody waits for totals, which are sent after changes.
 BEHIND = 4
+Decay = Annotated[float, Real(end=1.0)]
 OF_OUTER_OPTIMIZER = ("rate", "momentum", "exact_steps")
 
 
 @dataclass(frozen=True)
-class AveragingConfig:
+class AveragingConfig(Section, name="averaging"):
     """When the replicas of a stage average, and what.
 
     All keys beside `mode` are of `outer`. What training means then, the page on training says in
@@ -54,13 +63,13 @@ class AveragingConfig:
     fragments: int = DEFAULTS["fragments"]
     delay: int = DEFAULTS["delay"]
     dtype: Annotated[str, Choice(WIDTHS)] = DEFAULTS["dtype"]
-    rate: float = 0.7
-    momentum: float = 0.9
-    exact_steps: int = 0
+    rate: Positive = 0.7  # At 0 nothing is ever learnt.
+    momentum: Decay = 0.9
+    exact_steps: Annotated[int, Whole(0)] = 0
 
     def __post_init__(self):
         """Refuse what the planner refuses, an outer optimizer that is none, and what is unused."""
-        require_choices(self, "averaging")
+        super().__post_init__()
         given = {key: getattr(self, key) for key in DEFAULTS}
         if self.is_outer:
             parse_averaging({"mode": self.mode, **given}, "averaging")
@@ -74,17 +83,6 @@ class AveragingConfig:
                         "is of mode: outer, and this is exact, in which every iteration averages",
                         "Remove it, or write averaging.mode: outer",
                     )
-        # At rate 0 nothing is ever learnt.
-        fields.number(self.rate, "averaging.rate", 0.0, above=True)
-        fields.number(self.momentum, "averaging.momentum", 0.0)
-        if self.momentum >= 1.0:
-            raise InputError(
-                "averaging.momentum",
-                self.momentum,
-                "must be less than 1",
-                "Write a number from 0 on that is less than 1",
-            )
-        fields.integer(self.exact_steps, "averaging.exact_steps", 0)
 
     @property
     def is_outer(self) -> bool:
@@ -162,7 +160,7 @@ NAMES = Choice((ADAMW, MUON))
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, name="optimizer"):
     """The rule of updates, its schedule, and what it takes for a good gradient.
 
     Attributes:
@@ -199,63 +197,29 @@ class OptimizerConfig:
     """
 
     name: Annotated[str, NAMES] = ADAMW
-    learning_rate: float = 3e-4
+    learning_rate: NonNegative = 3e-4
     schedule: Annotated[str, SCHEDULES] = "cosine"
-    warmup_steps: int = 10
-    decay_steps: int | None = None
-    decay_fraction: float = 0.2
+    warmup_steps: Annotated[int, Whole(0)] = 10
+    decay_steps: Count | None = None
+    decay_fraction: Annotated[float, Real(above=True, most=1.0)] = 0.2
     decay_shape: Annotated[str, DECAY_SHAPES] = "linear"
-    final_ratio: float = 0.1
-    muon_momentum: float = 0.95
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
+    final_ratio: Annotated[float, Real(most=1.0)] = 0.1
+    muon_momentum: Decay = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: Positive = 1e-8  # At 0 it divides 0 by 0 where a gradient is 0.
+    weight_decay: NonNegative = 0.1
     decay_embeddings: bool = True
     decay_head: bool = True
     moment_dtype: Annotated[str, DTYPES] = "float32"
     state_memory: Annotated[str, MEMORIES] = "device"
-    clip_norm: float | None = 1.0
-    skip_above_norm: float | None = None
-    z_loss: float = 0.0
+    clip_norm: Positive | None = 1.0  # At 0 it stops all learning.
+    skip_above_norm: Positive | None = None
+    z_loss: NonNegative = 0.0
 
     def __post_init__(self):
-        """Refuse values outside their ranges."""
-        fields.integer(self.warmup_steps, "optimizer.warmup_steps", 0)
-        if self.decay_steps is not None:
-            fields.integer(self.decay_steps, "optimizer.decay_steps", 1)
-        require_choices(self, "optimizer")
-        for name in (
-            "learning_rate",
-            "final_ratio",
-            "muon_momentum",
-            "beta1",
-            "beta2",
-            "weight_decay",
-            "z_loss",
-        ):
-            fields.number(getattr(self, name), f"optimizer.{name}", 0.0)
-        # At 0 a clip norm stops all learning.
-        for name in ("clip_norm", "skip_above_norm"):
-            if getattr(self, name) is not None:
-                fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
-        # At 0 epsilon divides 0 by 0 where a gradient is 0.
-        for name in ("epsilon", "decay_fraction"):
-            fields.number(getattr(self, name), f"optimizer.{name}", 0.0, above=True)
-        for name, in_range, bound in (
-            ("muon_momentum", self.muon_momentum < 1.0, "less than 1"),
-            ("beta1", self.beta1 < 1.0, "less than 1"),
-            ("beta2", self.beta2 < 1.0, "less than 1"),
-            ("final_ratio", self.final_ratio <= 1.0, "at most 1"),
-            ("decay_fraction", self.decay_fraction <= 1.0, "at most 1"),
-        ):
-            if not in_range:
-                raise InputError(
-                    f"optimizer.{name}",
-                    getattr(self, name),
-                    f"must be {bound}",
-                    f"Write a number from 0 on that is {bound}",
-                )
+        """Refuse values outside their ranges, and what has no effect."""
+        super().__post_init__()
         for name in ("decay_fraction", "decay_shape"):
             given = getattr(self, name)
             if self.schedule == "cosine" and given != getattr(OptimizerConfig, name):

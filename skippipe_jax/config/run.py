@@ -15,9 +15,10 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.choices import Choice, Count, Positive, Real, Section, Seed, Whole
 from skippipe_jax.config.cluster import (
     DISTRIBUTED,
+    LAST_PORT,
     REWIND,
     STOP,
     ClusterConfig,
@@ -33,7 +34,7 @@ from skippipe_jax.config.pretrained import RUN, origin_of
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, name="checkpoint"):
     """When to save, and where to hold on to which checkpoints.
 
     Attributes:
@@ -45,30 +46,27 @@ class CheckpointConfig:
             whose folder is lost is resumed from there.
     """
 
-    every: int = 50
-    keep: int = 3
-    keep_every: int | None = None
+    every: Count = 50
+    keep: Count = 3
+    keep_every: Count | None = None
     copy_to: str | None = None
 
     def __post_init__(self):
         """Refuse intervals that never come, and a run that holds on to nothing."""
-        fields.integer(self.every, "checkpoint.every", 1)
-        fields.integer(self.keep, "checkpoint.keep", 1)
-        if self.keep_every is not None:
-            fields.integer(self.keep_every, "checkpoint.keep_every", 1)
-            if self.keep_every % self.every:
-                raise InputError(
-                    "checkpoint.keep_every",
-                    self.keep_every,
-                    f"is no multiple of checkpoint.every = {self.every}, so some are never saved",
-                    "Choose a multiple",
-                )
+        super().__post_init__()
+        if self.keep_every is not None and self.keep_every % self.every:
+            raise InputError(
+                "checkpoint.keep_every",
+                self.keep_every,
+                f"is no multiple of checkpoint.every = {self.every}, so some are never saved",
+                "Choose a multiple",
+            )
         if self.copy_to is not None:
             fields.text(self.copy_to, "checkpoint.copy_to")
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(Section, name="plan"):
     """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
 
     `plan: auto` is short for `plan: {measure: true}`, and what a single host does where no plan is
@@ -95,8 +93,8 @@ class PlanConfig:
     case: str | dict | None = None
     measure: bool = False
     method: Annotated[str, Choice(METHODS)] = DEFAULT_METHOD
-    seed: int = 0
-    budget_s: float = DEFAULT_BUDGET_S
+    seed: Seed = 0
+    budget_s: Positive = DEFAULT_BUDGET_S
 
     @property
     def is_missing(self) -> bool:
@@ -105,9 +103,7 @@ class PlanConfig:
 
     def __post_init__(self):
         """Refuse a plan from two places, or from none."""
-        require_choices(self, "plan")
-        fields.integer(self.seed, "plan.seed", 0, fields.LARGEST_SEED)
-        fields.number(self.budget_s, "plan.budget_s", 0.0, above=True)
+        super().__post_init__()
         if self.file is not None and self.case is not None:
             problem = "plan.case is given too, and a plan holds its case"
             remedy = "Set plan.case=null to take the plan, or plan.file=null to plan for the case"
@@ -159,7 +155,7 @@ PRESETS: dict[str, tuple[Phase, ...]] = {
 
 
 @dataclass(frozen=True)
-class RecipeConfig:
+class RecipeConfig(Section, name="recipe"):
     """Changes of paths while a run trains.
 
     Attributes:
@@ -176,21 +172,15 @@ class RecipeConfig:
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
-    full_every: int | None = None
+    full_every: Count | None = None
     phases: tuple[Phase, ...] | None = None
-    redraw_every: int | None = None
-    redraws: int = 1
-    longest_redraw: float | None = 1.03
+    redraw_every: Count | None = None
+    redraws: Count = 1
+    longest_redraw: Annotated[float, Real(1.0)] | None = 1.03
 
     def __post_init__(self):
         """Refuse phases that are out of order, and what has no effect."""
-        require_choices(self, "recipe")
-        fields.integer(self.redraws, "recipe.redraws", 1)
-        if self.longest_redraw is not None:
-            fields.number(self.longest_redraw, "recipe.longest_redraw", 1.0)
-        for name in ("full_every", "redraw_every"):
-            if getattr(self, name) is not None:
-                fields.integer(getattr(self, name), f"recipe.{name}", 1)
+        super().__post_init__()
         if self.preset is not None and self.phases is not None:
             raise InputError(
                 "recipe.phases",
@@ -307,7 +297,7 @@ NO_RECIPE = RecipeConfig()
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section, name="train"):
     """The length of training, and where the run can be watched.
 
     Attributes:
@@ -316,18 +306,12 @@ class TrainConfig:
             on the address on which it listens for the other hosts. null: no host does.
     """
 
-    steps: int = 100
-    metrics_port: int | None = None
-
-    def __post_init__(self):
-        """Refuse a run without iterations, and a port that is none."""
-        fields.integer(self.steps, "train.steps", 1)
-        if self.metrics_port is not None:
-            fields.integer(self.metrics_port, "train.metrics_port", 1, 65535)
+    steps: Count = 100
+    metrics_port: Annotated[int, Whole(1, LAST_PORT)] | None = None
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Section, name="log"):
     """What a run tells besides metrics.jsonl, whose lines every tracker gets.
 
     Attributes:
@@ -339,12 +323,7 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb: str | None = None
-    profile_steps: tuple[int, ...] | None = None
-
-    def __post_init__(self):
-        """Refuse steps that are none."""
-        for step in self.profile_steps or ():
-            fields.integer(step, "log.profile_steps", 1)
+    profile_steps: tuple[Count, ...] | None = None
 
     def profiles(self, step: int) -> bool:
         """Tell whether the iteration that leads to `step` is traced by the profiler."""
@@ -352,7 +331,7 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(Section, name="validation"):
     """Held-out loss of the full model, every stage in order, while it trains.
 
     The checkpoint with the lowest is kept whatever `checkpoint.keep` says; only steps that are
@@ -366,19 +345,14 @@ class ValidationConfig:
             it trains all its steps.
     """
 
-    every: int | None = None
-    sequences: int = 64
-    patience: int | None = None
+    every: Count | None = None
+    sequences: Count = 64
+    patience: Count | None = None
 
     def __post_init__(self):
         """Refuse what would validate nothing."""
-        if self.every is not None:
-            fields.integer(self.every, "validation.every", 1)
-        fields.integer(self.sequences, "validation.sequences", 1)
-        if self.patience is None:
-            return
-        fields.integer(self.patience, "validation.patience", 1)
-        if self.every is None:
+        super().__post_init__()
+        if self.patience is not None and self.every is None:
             raise InputError(
                 "validation.patience",
                 self.patience,
@@ -392,7 +366,7 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section, name=""):
     """Everything that decides a run. Relative paths start at the current directory.
 
     Attributes:
@@ -429,7 +403,7 @@ class Config:
     """
 
     run_dir: str = "runs/default"
-    seed: int = 0
+    seed: Seed = 0
     init_from: str | None = None
     execution: Annotated[str, Choice(("strict", "ready-first"))] = "strict"
     trace: str = "never"
@@ -466,7 +440,7 @@ class Config:
 
     def __post_init__(self):
         """Refuse what the sections say against each other, and values out of range."""
-        fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
+        super().__post_init__()
         if self.init_from is not None:
             origin = origin_of(self.init_from)
             same = os.path.realpath(origin.folder) == os.path.realpath(self.run_dir)
@@ -484,7 +458,6 @@ class Config:
                 "is no local folder",
                 "Name one that all hosts share, and let checkpoint.copy_to name the URL of a copy",
             )
-        require_choices(self, "")
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
             raise InputError(
                 "trace", self.trace, "says no interval", "Write never, or every 10, or the like"

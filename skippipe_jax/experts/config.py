@@ -13,7 +13,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import MixtureConfig
-from skippipe_jax.config.choices import Choice, require_choices
+from skippipe_jax.config.choices import Choice, Count, Positive, Section, Seed, require_values
 from skippipe_jax.config.parsing import load_as
 from skippipe_jax.config.pretrained import SHAPES
 
@@ -35,7 +35,7 @@ FILE_NAME = r"\w[\w .+-]{0,59}"
 
 
 @dataclass(frozen=True)
-class SeedsConfig:
+class SeedsConfig(Section, name="seeds"):
     """The models from which experts branch, one of each size that is asked for.
 
     Attributes:
@@ -44,17 +44,13 @@ class SeedsConfig:
         init_from: of sizes whose model is there already, what `init_from` of a run takes.
     """
 
-    steps: int = 300
+    steps: Count = 300
     run: dict = field(default_factory=dict)
     init_from: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self):
-        """Refuse seeds that learn nothing."""
-        fields.integer(self.steps, "seeds.steps", 1)
-
 
 @dataclass(frozen=True)
-class ProbeConfig:
+class ProbeConfig(Section, name="probe"):
     """How hard a domain is: the loss, on text for priors, of a seed that has trained on it briefly.
 
     Attributes:
@@ -63,11 +59,7 @@ class ProbeConfig:
     """
 
     size: str | None = None
-    steps: int = 20
-
-    def __post_init__(self):
-        """Refuse a probe that learns nothing."""
-        fields.integer(self.steps, "probe.steps", 1)
+    steps: Count = 20
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class ArmConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Section, name="evaluation"):
     """On how much held-out text, and how experts are mixed.
 
     Attributes:
@@ -109,22 +101,21 @@ class EvaluationConfig:
         batch_size: sequences at once.
     """
 
-    sequences: int = 64
-    prior_sequences: int = 100
+    sequences: Count = 64
+    prior_sequences: Count = 100
     decay: float = 0.3
-    batch_size: int = 16
+    batch_size: Count = 16
 
     def __post_init__(self):
         """Refuse what would evaluate nothing."""
-        for name in ("sequences", "prior_sequences", "batch_size"):
-            fields.integer(getattr(self, name), f"evaluation.{name}", 1)
+        super().__post_init__()
         if not 0 < self.decay < 1:
             problem = "must lie between 0 and 1"
             raise InputError("evaluation.decay", self.decay, problem, "Write 0.3, say")
 
 
 @dataclass(frozen=True)
-class NodesConfig:
+class NodesConfig(Section, name="nodes"):
     """Machines that the lanes of an arm share: each lane trains on some of its own, side by side.
 
     Attributes:
@@ -135,17 +126,17 @@ class NodesConfig:
     """
 
     case: str | dict = ""
-    budget_s: float = 60.0
+    budget_s: Positive = 60.0
 
     def __post_init__(self):
         """Refuse a search that has no time."""
-        fields.number(self.budget_s, "nodes.budget_s", 0.0, above=True)
+        super().__post_init__()
         if not self.case:
             raise InputError("nodes.case", self.case, "is missing", "Name the file of a case")
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(Section, name=""):
     """Experts, the seeds from which they branch, and the arms that are compared.
 
     Attributes:
@@ -169,9 +160,9 @@ class ExpertsConfig:
     """
 
     folder: str = "runs/experts"
-    seed: int = 0
+    seed: Seed = 0
     prepare: str | None = None
-    at_once: int = 2
+    at_once: Count = 2
     run: dict = field(default_factory=dict)
     domains: tuple[MixtureConfig, ...] = ()
     outside: tuple[str, ...] = ()
@@ -186,8 +177,7 @@ class ExpertsConfig:
 
     def __post_init__(self):
         """Refuse what sections say against each other; the text is looked at later."""
-        fields.integer(self.seed, "seed", 0, fields.LARGEST_SEED)
-        fields.integer(self.at_once, "at_once", 1)
+        super().__post_init__()
         for name, tree in (
             ("run", self.run),
             ("experts", self.experts),
@@ -280,7 +270,7 @@ class ExpertsConfig:
 
     def _require_arm(self, name: str, arm: ArmConfig) -> None:
         where = f"arms.{name}"
-        require_choices(arm, where)
+        require_values(arm, where)
         for key in (one.name for one in dataclasses.fields(arm)):
             value = getattr(arm, key)
             if key not in _KEYS_OF_KIND[arm.kind] and value != getattr(_NO_ARM, key):
