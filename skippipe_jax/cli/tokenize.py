@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default=BYTES,
         metavar="PATH",
-        help="tokenizer.json, SentencePiece tokenizer.model, or a folder with one (%(default)s)",
+        help="tokenizer.json, or a folder with one (%(default)s)",
     )
     own.add_argument(
         "--train-bpe",

@@ -61,6 +61,7 @@ class Attendance:
         name: of this host, for readers.
         process: a number that no other process has.
         is_outside: whether the others go on with a run of which this host was lost.
+        control: its part in what is decided together, once the run outlives its hosts.
         training: what this host tells observers of its training; None before it trains.
         last_words, reception: see `Membership`.
     """
@@ -81,14 +82,9 @@ class Attendance:
         self._verdict: asyncio.Future[Verdict]
         self._is_failing = self._was_stopped = False
         self._last_beat_s = math.inf
-        self._control: Control | None = None
+        self.control: Control | None = None
 
     # Any thread may call these.
-
-    @property
-    def control(self) -> Control | None:
-        """This host's part in what is decided together, once the run outlives its hosts."""
-        return self._control
 
     @property
     def address(self) -> str:
@@ -107,7 +103,7 @@ class Attendance:
     @property
     def missed(self) -> frozenset[int]:
         """The hosts that are gone or silent, or whose processes ask to be taken in."""
-        waiting = () if self._control is None else self._control.waiting
+        waiting = () if self.control is None else self.control.waiting
         return self._mesh.missed.union(waiting)
 
     def broadcast(self, *message: Any) -> None:
@@ -227,7 +223,7 @@ class Attendance:
         )
 
     def _status(self) -> RunStatus:
-        mesh, control = self._mesh, self._control
+        mesh, control = self._mesh, self.control
         state = None if control is None else control.state
         return status_of(mesh.directory, mesh.connected, mesh.left, state, self.training)
 
@@ -243,13 +239,13 @@ class Attendance:
             case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
                 return self._hears_verdict(source, culprit, text[:REASON_CHARACTERS], code)
             case ["control", list(given)]:
-                return self._control is None or self._control.received(source, given)
+                return self.control is None or self.control.received(source, given)
             case _:
                 return False
         return True
 
     def _hears_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
-        is_lost, control = code == LOST_HOST_EXIT_CODE, self._control
+        is_lost, control = code == LOST_HOST_EXIT_CODE, self.control
         is_a_host = 0 <= culprit < self._mesh.directory.hello.places
         if control is not None and (is_lost or control.goes_on_without(source)):
             log.info(f"{text}. The others go on.")  # Its process ends, which they notice.
@@ -258,19 +254,19 @@ class Attendance:
         return is_a_host
 
     def _misses(self, host: int, how: str) -> None:
-        if self._control is not None:
-            self._control.is_missed(host)
+        if self.control is not None:
+            self.control.is_missed(host)
         elif not self._mesh.directory.outlives:
             # One that was stopped may find the others gone before it reads their verdict.
             culprit = self._index if self._was_stopped or self._has_overslept() else host
             self._judge(culprit, f"{self._mesh.directory.names[culprit]} is lost: {how}")
 
     def _finds(self, host: int) -> None:
-        if self._control is not None:
-            self._control.is_there(host)
+        if self.control is not None:
+            self.control.is_there(host)
 
     def _goes_on_without(self, host: int) -> bool:
-        return self._control is not None and self._control.goes_on_without(host)
+        return self.control is not None and self.control.goes_on_without(host)
 
     def _judge(self, culprit: int, text: str, code: int = LOST_HOST_EXIT_CODE) -> None:
         """End because of a host, by the first verdict that there is, and pass it on."""
@@ -304,9 +300,9 @@ class Attendance:
         self, state: State, follow: Callable[[Decision], None], store: Store
     ) -> None:
         self._mesh.directory.outlives = True
-        self._control = Control(state, self._mesh.send, follow, store, DaemonThreads())
+        self.control = Control(state, self._mesh.send, follow, store, DaemonThreads())
         for host in self._mesh.missed:
-            self._control.is_missed(host)
+            self.control.is_missed(host)
 
     async def _end(self, verdict: Verdict) -> NoReturn:
         mesh = self._mesh if self._count > 1 else None

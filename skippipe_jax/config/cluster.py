@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 from skippipe_jax.config.choices import Choice, Count, NonNegative, Positive, Section, Whole
@@ -182,7 +181,6 @@ class ReplanConfig(Section, name="replan"):
     is taken after a step, and stages move to the nodes where that has them.
 
     Attributes:
-        method: the planner's method.
         budget_s: seconds that a search may take, besides compiling it once on a machine. 0: never.
         gain: a plan is taken by which an iteration is shorter by more than this share, and only if
             that saves more time, in what is left of the run, than moving the states takes.
@@ -191,7 +189,6 @@ class ReplanConfig(Section, name="replan"):
             nodes are corrected by what they were measured to compute. null: never.
     """
 
-    method: Annotated[str, Choice(METHODS)] = DEFAULT_METHOD
     budget_s: NonNegative = DEFAULT_BUDGET_S
     gain: NonNegative = 0.03
     drift: Positive | None = None

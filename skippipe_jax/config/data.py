@@ -18,7 +18,6 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.choices import Choice, Count, Section, Seed
-from skippipe_jax.config.extras import require
 
 BYTES = "bytes"
 """What stands for `ByteTokenizer` where a path is asked for."""
@@ -32,7 +31,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 """The file beside a tokenizer that says how conversations are written."""
 
 
-HUGGING_FACE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
+TOKENIZER = "tokenizer.json"
 
 TOKENS_INDEX = "index.json"
 """The file by which a folder of tokenized text says what it holds."""
@@ -40,12 +39,17 @@ TOKENS_INDEX = "index.json"
 
 def has_tokenizer(folder: Path) -> bool:
     """Tell whether a folder holds a tokenizer that `load_tokenizer` finds."""
-    return any((folder / name).is_file() for name in (HUGGING_FACE, SENTENCE_PIECE))
+    return (folder / TOKENIZER).is_file()
 
 
-def tokenizer_files(path: Path) -> list[Path]:
-    """Return where the file of a tokenizer may be whose path, or whose folder's path, is given."""
-    return [path / HUGGING_FACE, path / SENTENCE_PIECE] if path.is_dir() else [path]
+def named_tokenizer(path: Path) -> Path:
+    """Return the tokenizer.json that a path means: its own, its folder's, or a SentencePiece's.
+
+    A tokenizer.model of SentencePiece means the tokenizer.json beside it.
+    """
+    if path.suffix == ".model":
+        return path.with_name(TOKENIZER)
+    return path / TOKENIZER if path.is_dir() else path
 
 
 def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
@@ -53,33 +57,23 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
 
     None: it names no tokenizer or tokenized text, or one that is not here or damaged, which whoever
     reads it finds out.
-
-    Raises:
-        InputError: if the package that reads a SentencePiece model is not installed.
     """
     try:
         named = data.get("tokenizer")
         if named is not None:
             if named == BYTES:
                 return None
-            files = tokenizer_files(Path(named).expanduser())
-            return _tokens_of(next(file for file in files if file.is_file()))
+            return _tokens_of(named_tokenizer(Path(named).expanduser()))
         for source in (data, *(data.get("mixture") or ())):
             if source.get("source") == "tokens":
                 index = Path(source["path"]).expanduser() / TOKENS_INDEX
                 return int(json.loads(index.read_text(encoding="utf-8"))["vocabulary_size"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass
     return None
 
 
 def _tokens_of(file: Path) -> int:
-    if file.suffix == ".model":
-        package = require("sentencepiece", "hf", "data.tokenizer", str(file))
-        try:
-            return package.SentencePieceProcessor(model_proto=file.read_bytes()).vocab_size()
-        except RuntimeError as error:
-            raise ValueError from error
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     # Of a Unigram model it is a list, in the order of the tokens.
@@ -208,9 +202,8 @@ class DataConfig(Section, name="data"):
         text_field: for ``jsonl`` and ``parquet``, the key or column of the text.
         mixture: sources with weights, of each of which every sequence comes once in an epoch of
             its own.
-        tokenizer: ``bytes``; or the path of a tokenizer.json, of a SentencePiece tokenizer.model,
-            or of a folder with one of them. The default is the one that ``tokens`` were made
-            with, or else ``bytes``.
+        tokenizer: ``bytes``; or the path of a tokenizer.json, or of the folder with one. The
+            default is the one that ``tokens`` were made with, or else ``bytes``.
         chat_template: for conversations, how they are written, instead of by the tokenizer's own
             template: the path of a Jinja file, or ``chatml``, ``llama3``, whose tokens the
             tokenizer must have, or ``plain``, which needs no tokens but the tokenizer's begin and
@@ -231,7 +224,6 @@ class DataConfig(Section, name="data"):
         held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
             document it is the share at the end. Of ``tokens`` it was decided when they were made.
         shuffle_seed: decides the order of training and which documents are held out.
-        prefetch: make the batches of the next iteration while the current one runs.
 
     Raises `InputError` for a value outside its range.
     """
@@ -249,7 +241,6 @@ class DataConfig(Section, name="data"):
     microbatch_size: Count = 4
     held_out: float = 0.05
     shuffle_seed: Seed = 0
-    prefetch: bool = True
 
     def __post_init__(self):
         """Check the values; the files are looked at when they are read."""

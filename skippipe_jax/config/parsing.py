@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
+from skippipe_sched.methods import DEFAULT_METHOD
 
 from skippipe_jax.config.data import has_tokenizer, vocabulary_size_of
 from skippipe_jax.config.model import PRESETS, ModelConfig
@@ -56,6 +57,16 @@ FORMER_KEYS: Mapping[str, FormerKey] = {
         "worse",
         "Remove it; recipe: {preset: quality} is what keeps the quality of full paths",
         nothing="none",
+    ),
+    "data.prefetch": FormerKey(
+        "is no key any more: the batches of the next iteration are always made while one runs",
+        "Remove it",
+        nothing=True,
+    ),
+    "replan.method": FormerKey(
+        f"is no key any more: {DEFAULT_METHOD} searches for the better plan",
+        "Remove it",
+        nothing=DEFAULT_METHOD,
     ),
 }
 """By their places in the configuration."""

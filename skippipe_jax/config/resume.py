@@ -13,14 +13,13 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.parsing import to_tree
 from skippipe_jax.config.run import Config
 
-# How the model is drawn at first, cut into stages and computed, and when batches are made ready;
-# neither the parameters of a run that has begun nor its batches depend on these.
+# How the model is drawn at first, cut into stages and computed: the parameters of a run that has
+# begun do not depend on these.
 FREE_TO_CHANGE = (
     "model.initial_deviation",
     "model.stage_layers",
     "model.recompute",
     "model.attention",
-    "data.prefetch",
 )
 OF_THE_RUN = ("seed", "init_from", "model", "data")
 """The sections that make a run this one, but for what is free to change in them."""
@@ -29,7 +28,6 @@ LONGEST_TEXT = 200
 DIFFERS_BY_HOST = (
     "compilation_cache",
     "data.path",
-    "data.prefetch",
     "train.metrics_port",
     "cluster.bind_address",
     "cluster.secret",
@@ -45,8 +43,8 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
     Model, first parameters and data must be as they were. The plan, the recipe, how the model is
     cut into stages, how replicas average and the optimizer goes on, how long to train, how often to
     save, and on which hosts to run may change. Returns what has changed in how the model is cut and
-    computed, data made ready, replicas average and the optimizer goes on, which a default of
-    another version may have changed: key, new and old value.
+    computed, replicas average and the optimizer goes on, which a default of another version may
+    have changed: key, new and old value.
     """
     new, old = to_tree(config), to_tree(saved)
     changes = [

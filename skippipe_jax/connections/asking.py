@@ -6,7 +6,6 @@ off goes on where it was, and one that waits for a place asks for nothing but th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -93,7 +92,7 @@ async def asking(
     (who, versions), (kind, read) = question, answer
     try:
         link.send(who, PROTOCOL, dict(versions))
-        said = await heard(link, timeout_s)
+        said = await link.heard(timeout_s)
         if (refusal := refusal_in(said)) is not None:
             raise refusal
         match said:
@@ -117,15 +116,6 @@ def _with_own_remedy(error: InputError, keys: Keys) -> InputError:
     if keys.has_secret:
         return error
     return InputError(error.field, error.value, error.problem, GIVE_SECRET)
-
-
-async def heard(link: Link, timeout_s: float) -> Any:
-    """Read the next message; None once the connection has ended, or if none comes in time."""
-    try:
-        return await asyncio.wait_for(link.receive(), timeout_s)
-    except TimeoutError:
-        link.ending = f"nothing came for {timeout_s:g} s"
-        return None
 
 
 async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple[str, RunStatus]:
@@ -210,7 +200,7 @@ class Newcomer:
         content = bytearray()
         for number in range(file.pieces):
             link.send("piece", place, number)
-            match await heard(link, ASKS_S):
+            match await link.heard(ASKS_S):
                 case ["piece", of_file, of_number, piece] if (of_file, of_number) == (
                     place,
                     number,

@@ -216,6 +216,14 @@ class Link:
             self.ending = SENT_NONSENSE
         return None
 
+    async def heard(self, timeout_s: float) -> Any:
+        """Read the next message; None also if none comes in time."""
+        try:
+            return await asyncio.wait_for(self.receive(), timeout_s)
+        except TimeoutError:
+            self.ending = f"nothing came for {timeout_s:g} s"
+            return None
+
     async def hello(self, context: ssl.SSLContext | None = None) -> Any:
         """Read the first message of a caller, one line that comes in time; None if it does not.
 

@@ -144,7 +144,7 @@ async def _give(
     )
     link.send("invitation", told.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
-        match await _next(link):
+        match await link.heard(ASKS_S):
             case ["piece", file, number]:
                 try:
                     piece = files.piece(file, number)
@@ -157,14 +157,6 @@ async def _give(
                     return None
             case _:
                 return None
-
-
-async def _next(link: Link) -> Any:
-    """Read what a newcomer asks for next; None if it does not in time."""
-    try:
-        return await asyncio.wait_for(link.receive(), ASKS_S)
-    except TimeoutError:
-        return None
 
 
 def _unlike(

@@ -393,10 +393,9 @@ class ReadAhead(Generic[Item]):
     ready. What it could not make is raised where the item is asked for.
     """
 
-    def __init__(self, read: Callable[[int], Item], active: bool):
-        """`read` makes an item; where not `active`, it does so when the item is asked for."""
+    def __init__(self, read: Callable[[int], Item]):
+        """Make nothing yet; `read` makes an item."""
         self._read = read
-        self._active = active
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
         self._announced: dict[int, Future[Item]] = {}
 
@@ -407,8 +406,6 @@ class ReadAhead(Generic[Item]):
 
     def announce(self, numbers: Iterable[int]) -> None:
         """Begin to make the items that will be asked for next; forget those announced before."""
-        if not self._active:
-            return
         for future in self._announced.values():
             future.cancel()
         self._announced = {number: self._thread.submit(self._read, number) for number in numbers}

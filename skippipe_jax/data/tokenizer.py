@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or whatever a Hugging Face or SentencePiece tokenizer makes of a text."""
+"""Tokenizers: bytes, or whatever a Hugging Face tokenizer makes of a text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.data import (
     BYTES,
     CHAT_TEMPLATE,
-    HUGGING_FACE,
-    SENTENCE_PIECE,
-    tokenizer_files,
+    TOKENIZER,
+    named_tokenizer,
 )
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.pretrained import how_to_fetch
@@ -195,67 +194,10 @@ class HuggingFaceTokenizer:
         return self._tokenizer.token_to_id(text)
 
 
-class SentencePieceTokenizer:
-    """A tokenizer.model of SentencePiece."""
-
-    chat_template: str | None = None
-    special_tokens: Mapping[str, str] = {}
-
-    def __init__(self, file: Path, field: str):
-        """Read the file; `field` names where the path was given.
-
-        Raises:
-            InputError: if it cannot be read, or no token marks the end of a document.
-        """
-        package = require("sentencepiece", "hf", field, str(file))
-        try:
-            content = file.read_bytes()
-            self._processor = package.SentencePieceProcessor(model_proto=content)
-        except (OSError, RuntimeError) as error:
-            raise InputError(
-                field, str(file), f"is no SentencePiece model: {error}", "Name another file"
-            ) from error
-        begin, end, padding = (
-            token if token >= 0 else None
-            for token in (
-                self._processor.bos_id(),
-                self._processor.eos_id(),
-                self._processor.pad_id(),
-            )
-        )
-        if end is None:
-            raise InputError(
-                field, str(file), "no token marks the end of a document", "Train it with an eos_id"
-            )
-        self.end = end
-        self.begin = end if begin is None else begin
-        self.padding = end if padding is None else padding
-        self.vocabulary_size = self._processor.vocab_size()
-        self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-
-    def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """Return the tokens of a text."""
-        return np.array(self._processor.encode(text), np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """Return the tokens of each text, on all cores."""
-        return [np.array(one, np.int32) for one in self._processor.encode(list(texts))]
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens, marks and numbers that are no token left out."""
-        return self._processor.decode(_within(tokens, self.vocabulary_size))
-
-    def token_of(self, text: str) -> int | None:
-        """Return the token that a whole text is; None if it is none."""
-        token = self._processor.piece_to_id(text)
-        return None if token == self._processor.unk_id() else token
-
-
 def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer:
     """Return the tokenizer that `name` stands for.
 
-    `bytes` or None is `ByteTokenizer`; a path is that of a tokenizer.json, of a SentencePiece
-    tokenizer.model, or of a folder with one of them (the first, where it has both).
+    `bytes` or None is `ByteTokenizer`; a path is that of a tokenizer.json, or of its folder.
 
     Raises:
         InputError: naming `field`, if there is none, or what reads it is not installed.
@@ -290,8 +232,7 @@ def _digest(file: Path) -> bytes | None:
 @functools.lru_cache(maxsize=4)
 def _read(files: _Files) -> Tokenizer:
     """Read a tokenizer once: a large vocabulary takes a while."""
-    kind = SentencePieceTokenizer if files.file.suffix == ".model" else HuggingFaceTokenizer
-    return kind(files.file, files.named)
+    return HuggingFaceTokenizer(files.file, files.named)
 
 
 def tokenizer_file(name: str, field: str) -> Path:
@@ -301,25 +242,30 @@ def tokenizer_file(name: str, field: str) -> Path:
         InputError: naming `field`, if there is none.
     """
     path = Path(name).expanduser()
-    candidates = tokenizer_files(path)
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
-        problem = f"there is no {' and no '.join(str(file) for file in candidates)}"
-        remedy = "Write bytes, or name a local tokenizer.json or tokenizer.model, or its folder"
-        if not path.is_dir():
+    file = named_tokenizer(path)
+    if not file.is_file():
+        problem = f"there is no {file}"
+        remedy = f"Write bytes, or name a local {TOKENIZER} or its folder"
+        if next(file.parent.glob("*.model"), None):
+            problem += ", and a SentencePiece model is not read"
+            folder = f'"{file.parent}"'
+            remedy = (
+                f"Convert it by transformers, with sentencepiece: AutoTokenizer.from_pretrained("
+                f"{folder}).save_pretrained({folder}) writes {TOKENIZER} beside it"
+            )
+        elif not path.is_dir():
             problem += " here, and nothing is downloaded"
             remedy += how_to_fetch(name, "*token*", "*.jinja")
         raise InputError(field, name, problem, remedy)
-    return found
+    return file
 
 
 def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> None:
     """Copy the files of a tokenizer to `folder`, where `load_tokenizer` then finds them."""
     file = tokenizer_file(name, field)
     folder.mkdir(parents=True, exist_ok=True)
-    own_name = SENTENCE_PIECE if file.suffix == ".model" else HUGGING_FACE
     beside = [file.parent / settings for settings in SETTINGS]
-    for source, target in [(file, own_name), *((other, other.name) for other in beside)]:
+    for source, target in [(file, TOKENIZER), *((other, other.name) for other in beside)]:
         if source.is_file() and source.absolute() != (folder / target).absolute():
             shutil.copyfile(source, folder / target)
 
@@ -349,7 +295,7 @@ def write_byte_tokenizer(folder: Path, field: str) -> None:
 
 def write_tokenizer(tokenizer: Any, folder: Path, **settings: Any) -> None:
     """Write a tokenizer of the package tokenizers that has our `MARKS`, and what `settings` say."""
-    tokenizer.save(str(folder / HUGGING_FACE))
+    tokenizer.save(str(folder / TOKENIZER))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **MARKS, **settings}
     (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 

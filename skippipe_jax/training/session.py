@@ -178,7 +178,7 @@ class Session:
             self._validator = Validator(config, setup.held_out, count, runtime, group)
         self._reader = None
         if setup.data is not None:
-            self._reader = ReadAhead(setup.data.__getitem__, config.data.prefetch)
+            self._reader = ReadAhead(setup.data.__getitem__)
             opened.enter_context(closing(self._reader))
         opened.enter_context(closing(self._metrics))
         cut = config.model.layers_of_stages(len(setup.plan.stages))

@@ -99,7 +99,7 @@ def test_only_a_host_that_a_lost_one_could_end_waits_to_find_out_which_it_is(
     monkeypatch.setattr(membership.time, "sleep", waited_s.append)
     host = Membership(ClusterConfig(heartbeat_timeout_s=100.0), 1, 3)
     if outlives:
-        monkeypatch.setattr(host._attendance, "_control", object())
+        monkeypatch.setattr(host._attendance, "control", object())
     host.explain(ConnectionResetError("it has gone"))
     assert (sum(waited_s) < 10.0) == outlives
 

@@ -196,7 +196,7 @@ def test_former_keys_are_keys_no_more():
     for path, told in FORMER_KEYS.items():
         section, _, key = path.rpartition(".")
         assert section in {own.name for own in sections()}
-        error = refused(functools.reduce(lambda tree, name: {name: tree}, [key, section], 1))
+        error = refused(functools.reduce(lambda tree, name: {name: tree}, [key, section], 2))
         assert (error.field, error.remedy) == (path, told.remedy)
 
 

@@ -20,7 +20,7 @@ def test_what_was_announced_is_made_before_it_is_asked_for():
         made[number].set()
         return number * number
 
-    reader = ReadAhead(read, active=True)
+    reader = ReadAhead(read)
     reader.announce([1, 2])
     assert made[1].wait(10)
     assert made[2].wait(10)
@@ -42,7 +42,7 @@ def test_what_was_announced_last_is_all_that_is_made():
         made.append(number)
         return number
 
-    reader = ReadAhead(read, active=True)
+    reader = ReadAhead(read)
     reader.announce(range(1000))
     assert began.wait(10)
     reader.announce([5000])
@@ -56,19 +56,9 @@ def test_an_error_is_raised_where_the_item_is_asked_for_and_no_thread_is_left():
     def read(number: int) -> int:
         raise ValueError(f"no item {number}")
 
-    reader = ReadAhead(read, active=True)
+    reader = ReadAhead(read)
     reader.announce([1, 2])
     with pytest.raises(ValueError, match="no item 1"):
         reader[1]
     reader.close()
-    assert threads() == 0
-
-
-def test_inactive_it_makes_nothing_ahead():
-    made = []
-    reader = ReadAhead(made.append, active=False)
-    reader.announce([1])
-    reader[1]
-    reader.close()
-    assert made == [1]
     assert threads() == 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import NOT_COUNTED
 from skippipe_jax.data.tokenizer import (
     ByteTokenizer,
-    HuggingFaceTokenizer,
     copy_tokenizer,
     encode_documents,
     load_tokenizer,
@@ -35,20 +33,6 @@ def trained(tmp_path_factory) -> Path:
     """The folder of a byte-level BPE."""
     folder = tmp_path_factory.mktemp("trained") / "tokenizer"
     train_bpe([(Document("text", b"", TEXT.encode()), SOURCE)], 300, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sentence_piece(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=60,
-        model_type="bpe",
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
     return folder
 
 
@@ -83,24 +67,12 @@ def test_a_trained_tokenizer_takes_any_text(trained, tmp_path):
     assert load_tokenizer(str(tmp_path / "other")).digest != tokenizer.digest
 
 
-def test_sentence_piece(sentence_piece):
-    for name in (sentence_piece, sentence_piece / "tokenizer.model"):
-        tokenizer = load_tokenizer(str(name))
-        text = TEXT.splitlines()[0]
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-        assert (tokenizer.begin, tokenizer.end) == (1, 2)
-        assert tokenizer.padding == tokenizer.end
-        assert tokenizer.vocabulary_size > max(tokenizer.encode(text))
-
-
-def test_the_model_has_as_many_tokens_as_its_tokenizer(
-    trained: Path, sentence_piece: Path, tmp_path: Path
-):
+def test_the_model_has_as_many_tokens_as_its_tokenizer(trained: Path, tmp_path: Path):
     unigram = tokenizers.models.Unigram([("u", -1.0), ("x", -2.0)], unk_id=0)
     tokenizer = tokenizers.Tokenizer(unigram)
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for path in (trained, trained / "tokenizer.json", sentence_piece, tmp_path):
+    for path in (trained, trained / "tokenizer.json", tmp_path):
         own = load_tokenizer(str(path)).vocabulary_size
         data = {"source": "text", "path": "text", "tokenizer": str(path)}
         for model in ({}, {"preset": "tiny"}):
@@ -111,10 +83,15 @@ def test_the_model_has_as_many_tokens_as_its_tokenizer(
     assert parse_config(missing).model.vocabulary_size == 32000
 
 
-def test_both_in_one_folder_means_the_first(trained, sentence_piece, tmp_path):
-    shutil.copytree(trained, tmp_path / "both")
-    shutil.copy(sentence_piece / "tokenizer.model", tmp_path / "both")
-    assert isinstance(load_tokenizer(str(tmp_path / "both")), HuggingFaceTokenizer)
+def test_a_sentence_piece_model_means_the_tokenizer_beside_it(trained: Path, tmp_path: Path):
+    model = tmp_path / "tokenizer.model"
+    model.touch()
+    for name in (model, tmp_path):
+        with pytest.raises(InputError, match="a SentencePiece model is not read") as caught:
+            load_tokenizer(str(name))
+        assert f'from_pretrained("{tmp_path}")' in caught.value.remedy
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    assert load_tokenizer(str(model)).digest == load_tokenizer(str(trained)).digest
 
 
 @pytest.mark.parametrize(
@@ -174,13 +151,10 @@ def test_a_name_on_the_hub_is_no_tokenizer_and_how_to_fetch_it_is_said(tmp_path)
         assert "hf download" not in caught.value.remedy
 
 
-def test_a_copy_is_the_same_tokenizer(trained, sentence_piece, tmp_path):
-    shutil.copy(sentence_piece / "tokenizer.model", tmp_path / "own.model")
-    for number, name in enumerate([trained, tmp_path / "own.model"]):
-        copy_tokenizer(str(name), tmp_path / str(number))
-        copied = load_tokenizer(str(tmp_path / str(number)))
-        original = load_tokenizer(str(name))
-        assert (copied.digest, copied.begin) == (original.digest, original.begin)
+def test_a_copy_is_the_same_tokenizer(trained: Path, tmp_path: Path):
+    copy_tokenizer(str(trained), tmp_path)
+    copied, original = load_tokenizer(str(tmp_path)), load_tokenizer(str(trained))
+    assert (copied.digest, copied.begin) == (original.digest, original.begin)
 
 
 def test_documents_stand_between_marks(trained):

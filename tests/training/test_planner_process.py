@@ -59,7 +59,7 @@ def test_who_waits_for_a_process_that_is_closed_or_has_ended_is_told_how_it_ende
 
 def test_a_process_that_has_ended_is_started_again(as_a_shell_does: Any):
     as_a_shell_does("read line; echo 0")
-    planner = WarmPlanner("joint")
+    planner = WarmPlanner()
     first = planner.process()
     assert planner.process() is first
     assert first.run(["a"]) == 0
@@ -78,7 +78,7 @@ def test_hosts_prepare_one_after_another_and_only_the_first_stay_ready():
 
     plans: list[Any] = [*range(4)]
     view: Any = None
-    hosts = [PlannerWarmup(Watched("joint"), plans[place], place, clock) for place in range(4)]
+    hosts = [PlannerWarmup(Watched(), plans[place], place, clock) for place in range(4)]
     for now_s in range(0, 200, 5):
         clock.now = partial(float, now_s)
         for host in hosts:

@@ -25,7 +25,7 @@ from tests.sched.examples import plan_of
 from tests.step_metrics import metrics_of
 
 MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=256)
-REPLAN = ReplanConfig(method="balanced", budget_s=1.0)
+REPLAN = ReplanConfig(budget_s=1.0)
 CONFIG = Config(model=MODEL, replan=REPLAN, train=TrainConfig(steps=100))
 PATIENCE_S = 120.0
 
@@ -56,7 +56,7 @@ class Leader:
 
     def __init__(self, config: Config, standing: Plan, generation: Generation = SECOND):
         self.wished: list[Wish] = []
-        self.plans, self.planner = SharedPlans(), WarmPlanner(config.replan.method)
+        self.plans, self.planner = SharedPlans(), WarmPlanner()
         self.view: Any = SimpleNamespace(step=20)
         given = standing, OWN, [0, 1, 2, 3], self.planner, self.wished.append
         self.replanning = Replanner(config, team_of(generation), self.plans, *given)
@@ -80,7 +80,9 @@ class Leader:
 
 
 @pytest.fixture
-def leaders() -> Iterator[list[Leader]]:
+def leaders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Leader]]:
+    # It compiles nothing, and finds the same each time.
+    monkeypatch.setattr(planner_process, "DEFAULT_METHOD", "balanced")
     leaders: list[Leader] = []
     yield leaders
     for leader in leaders:

@@ -114,7 +114,7 @@ class ElasticRunner:
         run.callbacks.of_run += (self.metrics_tail, self.recoveries)
         self.plans = SharedPlans()
         self._store = RunDir(run.run_dir).propose
-        self._planner = WarmPlanner(run.config.replan.method)
+        self._planner = WarmPlanner()
         self._lock = RunLock(run.run_dir)
         # The last generation in which this host has led, and so written the metrics.
         self._led = 0

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from skippipe_sched.methods import path_length_of
+from skippipe_sched.methods import DEFAULT_METHOD, path_length_of
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan, load_plan
 
@@ -111,9 +111,8 @@ class PlannerProcess:
 class WarmPlanner:
     """The search process of a host, which is kept from one generation of hosts to the next."""
 
-    def __init__(self, method: str):
-        """Prepare for searches by a method; start nothing yet."""
-        self._method = method
+    def __init__(self):
+        """Start nothing yet."""
         self._kept: PlannerProcess | None = None
         self._others: list[PlannerProcess] = []
         self._has_prepared = False
@@ -141,7 +140,7 @@ class WarmPlanner:
             with tempfile.TemporaryDirectory(prefix="skippipe-prepare-") as folder:
                 path = Path(folder, "case.yaml")
                 # If that fails, the search that is needed will say why.
-                process.run(_search_of(plan.case, path, self._method, SHORTEST_BUDGET_S))
+                process.run(_search_of(plan.case, path, SHORTEST_BUDGET_S))
             if not stays:
                 process.close()
 
@@ -177,8 +176,8 @@ class PlanSearch:
         self._cases = [Path(folder.name, f"case{number}.yaml") for number in range(len(cases))]
         commands: list[list[str]] = []
         for path, case in zip(self._cases, cases, strict=True):
-            words = [*_search_of(case, path, config.method, budget_s), "--seed", str(seed)]
-            if standing.fits(case, path_length_of(config.method, case)):
+            words = [*_search_of(case, path, budget_s), "--seed", str(seed)]
+            if standing.fits(case, path_length_of(DEFAULT_METHOD, case)):
                 standing.save(Path(folder.name, "standing"))
                 words += ["--begin", str(Path(folder.name, "standing"))]
             commands.append(words)
@@ -213,11 +212,11 @@ class PlanSearch:
             self._process.interrupt()
 
 
-def _search_of(case: Case, path: Path, method: str, budget_s: float) -> list[str]:
+def _search_of(case: Case, path: Path, budget_s: float) -> list[str]:
     """Write a case to a path, and make the command that puts a plan for it beside it."""
     path.write_text(json.dumps(dict(case.source)), encoding="utf-8")
     where = [str(path), "-o", str(path.with_suffix(".json"))]
-    return ["plan", *where, "--method", method, "--budget", f"{budget_s:g}", "--compiled"]
+    return ["plan", *where, "--method", DEFAULT_METHOD, "--budget", f"{budget_s:g}", "--compiled"]
 
 
 class PlannerWarmup(Callback):
