@@ -93,7 +93,8 @@ def agree(
     first = min(range(host.count) if hosts is None else hosts)
     if host.index == first:
         tell(host, name, lambda: value)
-    elif hear(host, name, [first], timeout_s)[first] != _as_heard(value):
+    # A tuple becomes a list on its way, and a number among keys a text.
+    elif hear(host, name, [first], timeout_s)[first] != json.loads(json.dumps(value)):
         raise differing(first)
 
 
@@ -114,7 +115,7 @@ def tell(host: Host, name: str, make: Callable[[], Any]) -> Any:
     Raises:
         Exception: the error of `make`.
     """
-    key = _key(name, host.index)
+    key = f"{name}/{host.index}"
     try:
         text = json.dumps({"value": make()})
     except Exception as error:
@@ -134,18 +135,9 @@ def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[
     end = time.monotonic() + timeout_s
     heard = {}
     for source in hosts:
-        key = _key(name, source)
-        message = json.loads(host.get(key, max(0.0, end - time.monotonic()), source))
+        left_s = max(0.0, end - time.monotonic())
+        message = json.loads(host.get(f"{name}/{source}", left_s, source))
         if "error" in message:
             raise PeerFailed(f"host {source} has failed at {name!r}: {message['error']}")
         heard[source] = message["value"]
     return heard
-
-
-def _key(name: str, source: int) -> str:
-    return f"{name}/{source}"
-
-
-def _as_heard(value: Any) -> Any:
-    """Convert a value as JSON does: a tuple becomes a list, and a number among keys a text."""
-    return json.loads(json.dumps(value))

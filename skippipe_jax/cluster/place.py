@@ -44,7 +44,8 @@ def find_place(
     if (coordinator, hosts, host_id) != (None, None, None):
         return _given_place(coordinator, hosts, host_id, spare)
     if distributed or _is_launched_with_others():
-        return _detected_place(config)
+        address, count, index = jax_runtime.detect(config)
+        return Place(index, count, parse_address("the detected coordinator", address))
     return None
 
 
@@ -99,8 +100,3 @@ def _is_launched_with_others() -> bool:
         return True
     addresses = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
     return addresses is not None and "," in addresses
-
-
-def _detected_place(config: ClusterConfig) -> Place:
-    address, count, index = jax_runtime.detect(config)
-    return Place(index, count, parse_address("the detected coordinator", address))

@@ -331,7 +331,10 @@ class DataConfig(Section, name="data"):
         names: list[str] = []
         for name, source in zip(given, self.sources(), strict=True):
             if name is None:
-                name = _derived_name(source)
+                parts = reversed(PurePosixPath(source.path or "").parts)
+                is_no_name = ("/", "..", "~")
+                named = (one for one in parts if not (glob.has_magic(one) or one in is_no_name))
+                name = next(named, source.kind)
                 numbered = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
                 name = next(one for one in numbered if one not in (*given, *names))
             names.append(name)
@@ -358,13 +361,3 @@ class DataConfig(Section, name="data"):
                 "Write weights with fewer digits",
             )
         return tuple(share // common for share in shares)
-
-
-def _derived_name(source: DocumentSource) -> str:
-    """Return the last part of a source's path that is no pattern, or else its kind."""
-    parts = PurePosixPath(source.path or "").parts
-    return next((part for part in reversed(parts) if _is_name(part)), source.kind)
-
-
-def _is_name(part: str) -> bool:
-    return not glob.has_magic(part) and part not in ("/", "..", "~")

@@ -66,7 +66,11 @@ def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
             name=field.name,
             path=f"{name}.{field.name}".lstrip("."),
             hint=hints[field.name],
-            default=_default(field),
+            default=to_tree(
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+            ),
             about=told_of_keys[field.name],
             choices=choices.get(field.name),
         )
@@ -118,12 +122,6 @@ def _in_words(hint: Any, section: str, choices: Choice | None) -> str:
     if typing.get_origin(hint) is tuple:
         return f"list of {inner[0]}"
     return ", ".join(inner[:-1]) + f" or {inner[-1]}" if inner else NAMES[hint]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return to_tree(field.default_factory())
-    return to_tree(field.default)
 
 
 # The last two are of a case that leaves stages or path lengths open.

@@ -312,7 +312,9 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     origin, hints = origin_of(init_from), typing.get_type_hints(ModelConfig)
     folder = origin.folder
     if origin.kind == RUN:
-        file, of_weights = folder / CONFIG, _model_of_run(folder)
+        # It has them all, so they are not looked for where it began itself, which may be gone.
+        tree = _saved_tree(folder, "init_from")
+        file, of_weights = folder / CONFIG, _parse_saved(folder, tree, ["init_from=null"]).model
     else:
         file = folder / MODEL_CONFIG
         of_weights = read_model(folder, "init_from")
@@ -348,12 +350,6 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
     tree = _saved_tree(folder, field)
     saved = _parse_saved(folder, tree)
     return parse_config(tree, overrides) if overrides else saved
-
-
-def _model_of_run(folder: Path) -> ModelConfig:
-    """Return the shapes of a run that another begins with."""
-    # It has them all, so they are not looked for where it began itself, which may be gone.
-    return _parse_saved(folder, _saved_tree(folder, "init_from"), ["init_from=null"]).model
 
 
 def _saved_tree(folder: Path, field: str) -> Any:

@@ -27,7 +27,7 @@ from skippipe_jax.consensus.generations import (
     Told,
     Writes,
 )
-from skippipe_jax.consensus.leaving import is_the_end
+from skippipe_jax.consensus.next_generation import is_the_end
 
 TICK_S = 0.5
 """How often what may have been lost is sent again."""

@@ -64,9 +64,8 @@ from skippipe_jax.consensus.generations import (
     Writes,
 )
 from skippipe_jax.consensus.holders import entered_with, served
-from skippipe_jax.consensus.leaving import going
 from skippipe_jax.consensus.lost_stages import is_left_out_rightly
-from skippipe_jax.consensus.next_generation import next_generation
+from skippipe_jax.consensus.next_generation import going, next_generation
 
 
 def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:

@@ -97,9 +97,12 @@ def covers(
 
 def are_held(rules: Rules, held: Held, left_out: Collection[int] = ()) -> bool:
     """Tell whether some host holds each of the stages, but for those that are left out."""
-    return all(
-        holding or stage in left_out for stage, holding in enumerate(holders_of(rules, held))
-    )
+    return {*lost(rules, held)} <= {*left_out}
+
+
+def lost(rules: Rules, held: Held) -> tuple[int, ...]:
+    """List the stages whose state nobody holds."""
+    return tuple(stage for stage, holding in enumerate(holders_of(rules, held)) if not holding)
 
 
 def holders_of(rules: Rules, held: Held) -> tuple[tuple[int, ...], ...]:

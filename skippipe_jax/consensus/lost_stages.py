@@ -27,11 +27,6 @@ from skippipe_jax.consensus.holders import Held, covers, holders_of, serving_und
 from skippipe_jax.errors import RebuildImpossible
 
 
-def lost(rules: Rules, held: Held) -> tuple[int, ...]:
-    """List the stages whose state nobody holds."""
-    return tuple(stage for stage, holding in enumerate(holders_of(rules, held)) if not holding)
-
-
 def remade(
     rules: Rules, following: Generation, held: Held, promises: Mapping[int, Promise]
 ) -> Generation:

@@ -1,4 +1,9 @@
-"""What the next generation is, once enough members of the last have promised."""
+"""What the next generation is, once enough members of the last have promised.
+
+A host may be told to leave. A notice of preemption may come to one host or to all of them, and not
+at one moment. So a host goes only when its notice is some beats old, at the end of a step. If by
+then so many were told that the rest could not go on, none of them goes, and the run ends.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,39 @@ from skippipe_jax.consensus.holders import (
     covering,
     held_after,
     holders_of,
+    lost,
     serving_under,
 )
-from skippipe_jax.consensus.leaving import going
 from skippipe_jax.errors import RebuildImpossible
+
+ENOUGH = 4
+"""So often a host that was told to leave has to be heard of before the others do without it."""
+
+
+def going(state: State) -> frozenset[int]:
+    """List those that the next generation does without, once others hold what they do."""
+    if is_the_end(state):
+        return frozenset()
+    return frozenset(host for host in _told(state) if state.leaving[host] >= ENOUGH)
+
+
+def is_the_end(state: State) -> bool:
+    """Tell whether so many are told to leave that the run has to end."""
+    told = _told(state)
+    if not told or state.generation is None:
+        return False
+    staying = frozenset(state.members) - told
+    apart = {*state.generation.apart, *state.textless}
+    most_go = 2 * len(told) > len(state.members)
+    # Those that are apart could not save what they train.
+    if most_go or staying <= {*state.generation.apart}:
+        return True
+    left_out = state.generation.left_out
+    return covering(state.rules, state.generation.placement, staying, apart, left_out) is None
+
+
+def _told(state: State) -> frozenset[int]:
+    return frozenset(state.leaving) & frozenset(state.members)
 
 
 def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation:
@@ -79,7 +113,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     if choice is not None and not (is_unread and is_moved):
         return following
     if choice is None:
-        following = replace(following, lost=lost_stages.lost(rules, held))
+        following = replace(following, lost=lost(rules, held))
         try:
             if rules.leaves_out:
                 return lost_stages.without_lost(rules, last, following, held)

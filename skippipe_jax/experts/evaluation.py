@@ -88,11 +88,8 @@ def _together(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.
 
 def training_flops(place: Place, members: Iterable[Member]) -> float:
     """Operations of training these runs, each once, without what they begin with."""
-    return float(sum(_own_flops(place, run) for run in _each_once(members)))
-
-
-def _each_once(members: Iterable[Member]) -> list[Member]:
-    return list({own.digest: own for own in members}.values())
+    each_once = {own.digest: own for own in members}.values()
+    return float(sum(_own_flops(place, run) for run in each_once))
 
 
 def _own_flops(place: Place, member: Member) -> float:

@@ -95,15 +95,10 @@ def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
 def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
     """The case with its link table in it; what it leaves open follows from the model it is of."""
     told = next(iter(Members(config).probes().values())).config()
-    return candidates_of(told, *_case(nodes))[0].source
-
-
-def _case(nodes: NodesConfig) -> tuple[Mapping[str, Any], Path]:
-    """Return the case as YAML gives it, and the folder in which its link table would lie."""
-    given = nodes.case
-    if isinstance(given, str):
-        return fields.load_yaml(Path(given), "nodes.case"), Path(given).parent
-    return given, Path()
+    case, folder = nodes.case, Path()
+    if isinstance(case, str):
+        case, folder = fields.load_yaml(Path(case), "nodes.case"), Path(case).parent
+    return candidates_of(told, case, folder)[0].source
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:

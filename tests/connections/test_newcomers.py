@@ -27,7 +27,7 @@ from skippipe_jax.connections.invitation import (
     Place,
 )
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.pauses import Pauses
+from skippipe_jax.connections.reception import Pauses
 from tests.connections.meshes import (
     KEYS,
     OTHER_KEYS,

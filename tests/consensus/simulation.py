@@ -39,7 +39,7 @@ from skippipe_jax.consensus.generations import (
     Wish,
     Writes,
 )
-from skippipe_jax.consensus.leaving import ENOUGH
+from skippipe_jax.consensus.next_generation import ENOUGH
 
 STAGES = 2
 Placement = Mapping[int, frozenset[int]]

@@ -27,7 +27,7 @@ from skippipe_jax.consensus.generations import (
     WentBack,
     Wish,
 )
-from skippipe_jax.consensus.leaving import ENOUGH, is_the_end
+from skippipe_jax.consensus.next_generation import ENOUGH, is_the_end
 from tests.consensus.simulation import (
     KINDS,
     Simulation,

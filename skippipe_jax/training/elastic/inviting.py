@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.connections.invitation import Files, Place
-from skippipe_jax.connections.pauses import Pauses
+from skippipe_jax.connections.reception import Pauses
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.joined_folder import contents_of, state_of_files
 

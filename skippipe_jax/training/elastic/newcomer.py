@@ -27,8 +27,7 @@ from skippipe_jax.connections.asking import Newcomer, NobodyListens
 from skippipe_jax.connections.hello import Run
 from skippipe_jax.connections.invitation import Invitation, Place
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.pauses import LONGEST_S
-from skippipe_jax.connections.reception import JOINING, RUN_ENDED
+from skippipe_jax.connections.reception import JOINING, LONGEST_S, RUN_ENDED
 from skippipe_jax.connections.waiting import telling
 from skippipe_jax.connections.ways import Way
 from skippipe_jax.storage.joined_folder import configurations, keep, known_before, name_of_run
