@@ -8,7 +8,6 @@ its number: how many have been read is the only state there is, and it can be sa
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.data import BYTES, HELD_OUT_PARTS, TOKENIZER_FOLDER
-from skippipe_jax.data.corpus import KEPT_SOURCES, Corpus, part_of, read_corpus
+from skippipe_jax.data.corpus import Corpus, part_of, read_corpus
 from skippipe_jax.data.documents import local_path, require_apart
 from skippipe_jax.data.rows import (
     NOT_COUNTED,
@@ -40,9 +39,6 @@ from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 # A thread that reads ahead would only compete for the interpreter with who waits for the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-
-
-_require_apart = functools.lru_cache(maxsize=KEPT_SOURCES)(require_apart)
 
 
 def tokenizer_of(config: DataConfig) -> str:
@@ -87,7 +83,7 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
         replace(source, path=source.path and local_path(source.path)) for source in config.sources()
     )
     if len(sources) > 1:
-        _require_apart(sources)
+        require_apart(sources)
     tokenizer = load_tokenizer(tokenizer_of(config))
     division = config.held_out, config.shuffle_seed
     corpora = tuple(read_corpus(source, tokenizer, *division) for source in sources)
@@ -219,11 +215,17 @@ def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> 
     if domain is not None:
         fields.text(domain, "domain", config.domains())
     each = zip(config.domains(), config.sources(), load_corpora(config), strict=True)
-    return [
-        _held_out_rows(config, source, corpus.held_out, part, name)
-        for name, source, corpus in each
-        if domain in (None, name)
-    ]
+    rows = []
+    for name, source, corpus in each:
+        if domain not in (None, name):
+            continue
+        documents, told = corpus.held_out, "held-out"
+        if part != "all":
+            documents, of = part_of(documents, part), f"for {part} of the domain {name}"
+            _require_a_sequence(config, f"the held-out text {of}", documents)
+            told = f"held-out, {of}"
+        rows.append(_rows(config, source, told, documents))
+    return rows
 
 
 def held_out_batches(
@@ -283,17 +285,6 @@ def what_is_too_long(config: DataConfig) -> list[str]:
     both = zip(config.sources(), load_corpora(config), strict=True)
     told = (_told(config, source, corpus) for source, corpus in both)
     return [line for line in told if line is not None]
-
-
-def _held_out_rows(
-    config: DataConfig, source: DocumentSource, held_out: TokenizedDocuments, part: str, domain: str
-) -> Rows:
-    if part == "all":
-        return _rows(config, source, "held-out", held_out)
-    documents = part_of(held_out, part)
-    text = f"the held-out text for {part} of the domain {domain}"
-    _require_a_sequence(config, text, documents)
-    return _rows(config, source, f"held-out, for {part} of the domain {domain}", documents)
 
 
 def _rows(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import glob
 import itertools
 import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -75,7 +76,8 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
             ) from error
 
 
-def require_apart(sources: Sequence[DocumentSource]) -> None:
+@functools.lru_cache(maxsize=64)  # Files are looked at once per process, as text is read once.
+def require_apart(sources: tuple[DocumentSource, ...]) -> None:
     """Refuse a file that is a document of two sources, unless these are alike.
 
     Each tells by the file's name in its own folder whether it is held out, so one might train on

@@ -120,7 +120,7 @@ def _inputs(
 ) -> tuple[Inputs, Callable[[Document], bool]]:
     """Return the documents of each source, and what tells whether one of them is held out."""
     if len(sources) > 1:
-        require_apart(sources)
+        require_apart(tuple(sources))
     every = ((source, one) for source in sources for one in read_documents(source))
     first = list(itertools.islice(every, 2))
     if len(first) == 1 and first[0][0].kind != "chat":

@@ -23,6 +23,8 @@ from skippipe_jax.storage.files import atomic_write
 from skippipe_jax.storage.run_dir import RunDir
 
 SPECIFICATION, DONE = "asked.json", "done.json"
+STARTING = 30.0
+"""The work that it takes to start a process, in iterations."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Scored:
-    """A model that scores all domains: a run, or the mean of several.
+    """A model that scores all domains: a run, or the mean of several, for which it is a task.
 
     Attributes:
         members: the runs.
@@ -92,7 +94,29 @@ class Scored:
         """Of all that its scores come from."""
         return digest_of([[own.digest for own in self.members], self.asked])
 
-    def is_scored(self) -> bool:
+    @property
+    def needs(self) -> Collection[str]:
+        """The runs."""
+        return tuple(own.name for own in self.members)
+
+    @property
+    def work(self) -> float:
+        """What starting costs."""
+        return STARTING
+
+    def environment(self) -> Mapping[str, str]:
+        """Its share of the cores."""
+        return threads_each(self.place.config.at_once)
+
+    def commands(self) -> Sequence[Callable[[], Command]]:
+        """Return the scoring."""
+        return [self.scoring]
+
+    def found(self) -> str:
+        """Of how many runs it is the mean."""
+        return f"scored the mean of {len(self.members)} runs"
+
+    def is_done(self) -> bool:
         """Tell whether its scores of all domains are there."""
         done = self.folder / DONE
         return done.exists() and fields.load_json(done, str(done))["digest"] == self.digest
@@ -135,7 +159,7 @@ class Training:
     @property
     def work(self) -> float:
         """Its iterations, and what starting costs."""
-        return self.member.steps + 30.0
+        return self.member.steps + STARTING
 
     @property
     def model(self) -> Scored:
@@ -144,7 +168,7 @@ class Training:
 
     def is_done(self) -> bool:
         """Tell whether it has been trained, and has scored what it is asked."""
-        return self.model.is_scored() if self.scored else self._is_trained()
+        return self.model.is_done() if self.scored else self._is_trained()
 
     def environment(self) -> Mapping[str, str]:
         """Its share of the cores."""
@@ -178,44 +202,6 @@ class Training:
         if self.member.hosts > 1:
             return ["skippipe_jax", "launch", *given, "--hosts", str(self.member.hosts)]
         return ["skippipe_jax.train", *given]
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """The mean of several runs that scores all domains."""
-
-    model: Scored
-
-    @property
-    def name(self) -> str:
-        """How its files are called."""
-        return self.model.name
-
-    @property
-    def needs(self) -> Collection[str]:
-        """The runs."""
-        return tuple(own.name for own in self.model.members)
-
-    @property
-    def work(self) -> float:
-        """What starting costs."""
-        return 30.0
-
-    def is_done(self) -> bool:
-        """Tell whether its scores are there."""
-        return self.model.is_scored()
-
-    def environment(self) -> Mapping[str, str]:
-        """Its share of the cores."""
-        return threads_each(self.model.place.config.at_once)
-
-    def commands(self) -> Sequence[Callable[[], Command]]:
-        """Return the scoring."""
-        return [self.model.scoring]
-
-    def found(self) -> str:
-        """Of how many runs it is."""
-        return f"scored the mean of {len(self.model.members)} runs"
 
 
 def asked_of(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.errors import CorruptCheckpoint
 from skippipe_jax.experts.members import Member
-from skippipe_jax.experts.tasks import Averaging, Place, Scored, Training
+from skippipe_jax.experts.tasks import Place, Scored, Training
 from skippipe_jax.models.planned_case import is_of_case
 from skippipe_jax.storage.checkpoint import committed_steps, open_checkpoint
 from skippipe_jax.storage.loading import load_data_state
@@ -35,7 +35,7 @@ class Texts:
     held_out: Mapping[tuple[str, str], str]
 
 
-def require_unchanged(place: Place, tasks: Sequence[Training | Averaging], texts: Texts) -> None:
+def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: Texts) -> None:
     """Refuse to go on where tasks have left something of another text or another case.
 
     A run counts so, too, that began with such a one. Each task comes after those that it needs.
@@ -52,8 +52,8 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Averaging], texts
             if folder.exists() and (is_changed or _has_changed(place, task.member, texts)):
                 changed[task.name] = folder
             is_changed = task.name in changed
-        model = task.model
-        if model.is_scored() and (is_changed or _were_of_others(model, texts)):
+        model = task.model if isinstance(task, Training) else task
+        if model.is_done() and (is_changed or _were_of_others(model, texts)):
             scores[task.name] = model.folder
     if changed or scores:
         folders = *changed.values(), *scores.values()

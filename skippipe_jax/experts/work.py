@@ -25,7 +25,7 @@ from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
 from skippipe_jax.experts.nodes import kept_division, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
-from skippipe_jax.experts.tasks import Averaging, Place, Training, data_of
+from skippipe_jax.experts.tasks import Place, Scored, Training, data_of
 from skippipe_jax.experts.unchanged import Texts, require_unchanged
 from skippipe_jax.inference.scores import text_of
 from skippipe_jax.interop.conversion import to_huggingface
@@ -216,9 +216,9 @@ def probings(place: Place) -> list[Training]:
     return trainings_of(place, Members(place.config).probes().values())
 
 
-def averagings(place: Place, arms: Iterable[Arm]) -> list[Averaging]:
+def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
     """Return the models that are means of others."""
-    return [Averaging(averaged_model(place, arm)) for arm in arms if arm.averages]
+    return [averaged_model(place, arm) for arm in arms if arm.averages]
 
 
 def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_a_mean_of_parameters_is_scored_as_a_model_of_its_own(place: Place, arms
     # What it needs is among the tasks that it is run with.
     names = {task.name for task in work.trainings(place, arms)}
     assert experts <= names
-    asked = asked_of(averaged.model.folder / "asked.json")
+    asked = asked_of(averaged.folder / "asked.json")
     assert asked["runs"] == [str(place.run_dir(own)) for own in arms[0].members.values()]
 
 
@@ -237,13 +237,13 @@ def test_what_is_asked_names_every_domain_and_part(place: Place, arms: list[Arm]
 
 def test_scores_that_are_asked_anew_are_none_until_all_are_there(place: Place, arms: list[Arm]):
     [model, *_] = scored_models(place, arms[0]).values()
-    assert model.is_scored()
+    assert model.is_done()
     config = replace(place.config, evaluation=replace(place.config.evaluation, sequences=7))
     other = scored_models(Place(config, place.folder), arms[0])["prose"]
     assert other.folder == model.folder
-    assert not other.is_scored()
+    assert not other.is_done()
     other.scoring()  # It is killed then, and the former is asked again.
-    assert not model.is_scored()
+    assert not model.is_done()
 
 
 def test_models_that_have_scored_different_texts_are_not_compared(place: Place, arms: list[Arm]):
