@@ -38,8 +38,7 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.connections.meeting import Meeting
-from skippipe_jax.connections.mesh import Mesh
+from skippipe_jax.connections.mesh import Meeting, Mesh
 from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.reception import Reception
 from skippipe_jax.connections.status import RunStatus, TrainingStatus

@@ -310,19 +310,13 @@ class DataConfig(Section, name="data"):
 
     def sources(self) -> tuple[DocumentSource, ...]:
         """Return where documents come from, one source or those of the mixture."""
-        if self.mixture is None:
-            of_chat = self.today, self.chat_template
-            return (DocumentSource(self.source, self.path, self.text_field, "data", *of_chat),)
+        each = {"data": self}
+        if self.mixture is not None:
+            each = {f"data.mixture[{number}]": one for number, one in enumerate(self.mixture)}
+        of_chat = self.today, self.chat_template
         return tuple(
-            DocumentSource(
-                one.source,
-                one.path,
-                one.text_field,
-                f"data.mixture[{number}]",
-                self.today,
-                self.chat_template,
-            )
-            for number, one in enumerate(self.mixture)
+            DocumentSource(one.source, one.path, one.text_field, field, *of_chat)
+            for field, one in each.items()
         )
 
     def domains(self) -> tuple[str, ...]:

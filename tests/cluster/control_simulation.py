@@ -26,7 +26,7 @@ from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.succession import Succession
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
-from skippipe_jax.connections import door, meeting
+from skippipe_jax.connections import door, mesh
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
@@ -504,7 +504,7 @@ def simulated(
         errors.append(AssertionError(f"host {OWN.get().host} ends: {verdict.reason}"))
 
     monkeypatch.setattr(door, "listening_socket", listening_socket)
-    monkeypatch.setattr(meeting, "require_free", lambda *_: None)
+    monkeypatch.setattr(mesh, "require_free", lambda *_: None)
     monkeypatch.setattr(attendance, "DaemonThreads", lambda: simulation.storage)
     monkeypatch.setattr(attendance, "say_and_exit", say_and_exit)
     monkeypatch.setattr(attendance, "exit_by_fault", lambda error, *_: errors.append(error))
