@@ -7,12 +7,15 @@ users' are. With `-n 2` two workers take the tests by files, those first that to
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -49,8 +52,10 @@ def print_at_once() -> None:
     log.configure = lambda: None
 
 
-# Linux allows a process 65,530 memory maps, of which a compiled program takes several.
+# A process keeps what it has compiled, and the C library the memory of what it has dropped. Linux
+# allows a process 65,530 memory maps, too, of which a compiled program takes several.
 MAX_MEMORY_MAPS = 30_000
+MAX_RESIDENT_BYTES = 3 * 2**30
 MEMORY_MAPS = Path("/proc/self/maps")
 
 
@@ -62,14 +67,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bound_memory_maps() -> Iterator[None]:
-    """Drop what was compiled before a process has too many memory maps."""
+def bound_memory() -> Iterator[None]:
+    """Drop what was compiled before a process holds too much of it."""
     yield
     if not MEMORY_MAPS.exists():
         return
     with MEMORY_MAPS.open() as maps:
         number = sum(1 for _ in maps)
-    if number > MAX_MEMORY_MAPS:
+    if number > MAX_MEMORY_MAPS or psutil.Process().memory_info().rss > MAX_RESIDENT_BYTES:
         import jax
 
         jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,7 @@
-"""A run that was stopped, killed or cut in two goes on bit for bit as if it had not been."""
+"""A run that was stopped or cut in two goes on bit for bit as if it had not been."""
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,18 +121,6 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
     assert "Traceback" not in output
     run.processes.really = False
     assert run.train("--resume")[0] == 0
-    assert_same_run(run, finished)
-
-
-@pytest.mark.nightly
-def test_a_run_that_was_killed_goes_on(run: Run, finished: Run):
-    kill_at = random.Random(0).randrange(1, 12)
-    run.start()
-    run.processes.wait_until(lambda: steps_done(run.folder) >= kill_at, PATIENCE_S)
-    run.processes.processes[0].kill()
-    assert run.processes.exit_code(0, PATIENCE_S) == -signal.SIGKILL, f"killed at step {kill_at}"
-    code, output = run.train("--resume")
-    assert code == 0, f"killed at step {kill_at}\n{output}"
     assert_same_run(run, finished)
 
 
