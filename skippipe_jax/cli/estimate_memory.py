@@ -12,7 +12,8 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import DEFAULT_CONFIG, add_config_arguments, config_of
 
 EPILOG = """\
-No host is started and no data is read. If the case leaves stages or path lengths open, the
+No host is started and no data is read. If no plan is named, or it is auto, one machine with one
+device is estimated. If the case leaves stages or path lengths open, the
 candidate that looks best without a search is estimated.
 
 Before there is a case: --model 8b --devices 3x24GB says into how few stages the model can be cut on
@@ -48,12 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
         return _tell_cut(arguments)
     config = config_of(arguments)
     with loading():
-        from skippipe_jax.models.estimate import table, to_json, what_is_planned
+        from skippipe_jax.models.estimate import is_for_one_host, table, to_json, what_is_planned
         from skippipe_jax.models.footprint import traffic
         from skippipe_jax.models.in_flight import short_of_memory
         from skippipe_jax.models.node_memory import least_memory_bytes, memory_of_stages
 
     case, visits = what_is_planned(config, arguments.config.parent)
+    if is_for_one_host(config):
+        log.info(
+            "the plan is made when the run starts: this is for one machine with one device. For "
+            "several machines measure first (skippipe measure -o case.yaml), and give "
+            "--set plan='{case: case.yaml}'"
+        )
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
     sent = traffic(config, case, visits)
     if arguments.json:

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for what is downloaded (default: one here with the name of the run's own); "
         "files that are there already are not downloaded again",
     )
+    parser.add_argument(
+        "--anyway",
+        action="store_true",
+        help="join as an extra host although the time that it saves does not make up for the "
+        "transfer of state, as far as was measured beside the traffic of the run",
+    )
     add_overrides(parser, "override a key on this host, such as data.path; repeatable")
     add_log_level(parser)
     parser.set_defaults(interrupted=INTERRUPTED)
@@ -56,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     for address in arguments.address:
         parse_address("ADDRESS", address)
     given = arguments.address, arguments.run_dir, arguments.set
-    with joined_by_address(*given) as (config, host):
+    with joined_by_address(*given, anyway=arguments.anyway) as (config, host):
         host.last_words = lambda: "Join again, if the run goes on."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
     log.output(how_it_ended(Path(config.run_dir), host.leader_named, result))

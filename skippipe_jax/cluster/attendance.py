@@ -123,10 +123,10 @@ class Attendance:
         self._loop.call_soon_threadsafe(self._verdict.cancel)
         self._thread.join(ANSWERS_S)
 
-    def tell_failure(self, reason: str, code: int) -> None:
-        """Tell the others that this host ends by its own fault, and why."""
+    def tell_failure(self, what: str, code: int) -> None:
+        """Tell the others that this host ends by itself, and what has happened to it."""
         with suppress(PeerTimeout):
-            self._done(self._tell_failure(f"{self.name} failed: {reason}", code))
+            self._done(self._tell_failure(f"{self.name} {what}", code))
 
     def end(self, reason: str) -> NoReturn:
         """End the process because of something that this host has found."""

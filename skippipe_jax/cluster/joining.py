@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from skippipe_sched.errors import TemporaryError, as_input_error
+from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
 
 from skippipe_jax import log
 from skippipe_jax.cluster.ending import (
@@ -157,8 +158,12 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
         traceback.print_exception(error)
         if words:
             log.error(words)
-    ending = as_input_error(error) or error
-    reason = f"{type(ending).__name__}: {ending}".removesuffix(": ")
-    membership.fail(reason, decision.code_of_peers)
+    if isinstance(error, KeyboardInterrupt):
+        by = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        what = f"was interrupted ({by.name})"
+    else:
+        ending = as_input_error(error) or error
+        what = f"failed: {type(ending).__name__}: {ending}".removesuffix(": ")
+    membership.fail(what, decision.code_of_peers)
     # Not by raising: at exit JAX waits for collectives and hosts that will never come.
     exit_at_once(decision.code)

@@ -286,21 +286,22 @@ class Membership(Group):
                     return  # The others have come to the end without this host.
                 self.next_team(team.generation.number, self._config.connect_timeout_s)
 
-    def fail(self, reason: str, code: int = LOST_HOST_EXIT_CODE) -> None:
-        """Tell the others that this host ends by its own fault; they name it and end by `code`.
+    def fail(self, what: str, code: int = LOST_HOST_EXIT_CODE) -> None:
+        """Tell the others that this host ends by itself; they name it and end by `code`.
 
+        `what` has happened to it, as "failed: the disk is full": it follows the host's name.
         Returns when they know, or after two seconds. The caller must then end the process by
         `os._exit`, as `joined` does: an ordinary exit waits for hosts that have gone.
         """
         if self.count > 1:
-            self._attendance.tell_failure(reason[:REASON_CHARACTERS], code)
+            self._attendance.tell_failure(what[:REASON_CHARACTERS], code)
 
     def stop(self, reason: str) -> NoReturn:
         """End this process by `LOST_HOST_EXIT_CODE` and one message that gives this host's reason.
 
         The others stop too and name it. If they stop because of another host, so does this one.
         """
-        self.fail(reason)
+        self.fail(f"failed: {reason}")
         self._attendance.end(reason)
 
     def explain(self, error: BaseException) -> None:

@@ -57,7 +57,11 @@ def status_of(
         stages=tuple(
             tuple(host for host in serve if states[host] == "present") for serve in serving
         ),
-        links=() if training is None else training.links,
+        links=tuple(
+            link
+            for link in (() if training is None else training.links)
+            if states[link.source] == states[link.target] == "present"
+        ),
         links_are_measured=training is not None and training.links_are_measured,
     )
 

@@ -338,7 +338,7 @@ class ValidationConfig(Section, name="validation"):
     saved can be it, so let `every` and `checkpoint.every` meet.
 
     Attributes:
-        every: compute it after every so many iterations. null: never.
+        every: compute it after every so many iterations, and after the last. null: never.
         sequences: over so many held-out sequences, rounded up to whole microbatches, or over as
             many as there are.
         patience: the run ends after so many validations in a row without a new lowest loss. null:
@@ -359,10 +359,6 @@ class ValidationConfig(Section, name="validation"):
                 "counts validations, and there are none",
                 "Write validation.every too, or remove it",
             )
-
-    def validates(self, step: int) -> bool:
-        """Tell whether the held-out loss is computed after `step`."""
-        return self.every is not None and step % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -565,3 +561,8 @@ class Config(Section, name=""):
     def traces(self, iteration: int) -> bool:
         """Tell whether the timeline of an iteration, counted from 0, is recorded."""
         return self.trace != "never" and (iteration + 1) % int(self.trace.split()[1]) == 0
+
+    def validates(self, step: int) -> bool:
+        """Tell whether the held-out loss is computed after `step`; the first step is 1."""
+        every = self.validation.every
+        return every is not None and (step % every == 0 or step == self.train.steps)

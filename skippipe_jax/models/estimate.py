@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import load_plan
 
-from skippipe_jax.config import Config
+from skippipe_jax.config import Config, PlanConfig
 from skippipe_jax.config.cluster import BUDDY
 from skippipe_jax.models.footprint import (
     COPIES_OF_BUDDY,
@@ -31,15 +31,39 @@ from skippipe_jax.models.planned_case import cases_of
 FULL_PATHS = ("full", "full-joint")
 
 
+ONE_NODE = {
+    "nodes": 1,
+    "locations": ["host 0"],
+    "links": [],
+    "stages": [1],
+    "path_length": 1,
+    "microbatches": 2,
+    "memory": 2,
+    "forward_s": 1.0,
+    "hop_overhead_s": 0.0,
+}
+"""The case of a host that is alone, as far as nothing of it is measured."""
+
+
+def is_for_one_host(config: Config) -> bool:
+    """Tell whether `what_is_planned` is for one host: all is left to what is measured."""
+    plan = config.plan
+    return plan.is_missing or (plan.measure and plan.case is None and plan.file is None)
+
+
 def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
     """The case that a configuration is planned for, and how many visits to stages it asks for.
 
-    No plan is searched.
+    No plan is searched. What is measured when the run starts is taken for one host with one node,
+    which sends nothing, so no visits are counted.
 
     Raises:
-        InputError: if it has none, or measures it when the run starts.
+        InputError: if hosts are measured when the run starts of which a template says something.
     """
-    if config.plan.measure or config.plan.is_missing:
+    if is_for_one_host(config):
+        of_one = replace(config, plan=PlanConfig(case=dict(ONE_NODE)))
+        return cases_of(of_one, config_folder)[0], 0
+    if config.plan.measure:
         raise InputError(
             "plan",
             "auto",

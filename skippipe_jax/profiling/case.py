@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import yaml
 from skippipe_sched import fields
 from skippipe_sched.figures.amounts import size_text
@@ -74,7 +75,8 @@ class HostReport:
 
     `links` lead to this host. `copy_s` are the seconds of a byte and of an activation from node to
     node within the host, if it has several. `memory_bytes`, which a node may fill, and `processors`
-    are of each of its nodes. `timings` are those of the stages on each processor that this host has
+    are of each of its nodes, as is the kind of its first device in `devices`, which records of
+    earlier versions lack. `timings` are those of the stages on each processor that this host has
     timed.
     """
 
@@ -84,6 +86,7 @@ class HostReport:
     memory_bytes: Sequence[float]
     processors: Sequence[str]
     timings: Mapping[str, Sequence[StageTimings]]
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write the case to `path`, and all figures in full beside it, as NAME.measured.json."""
-        in_full = path.with_suffix(".measured.json")
+        in_full = _in_full(path)
         in_full.write_text(json.dumps(self.measured, indent=1) + "\n", encoding="utf-8")
         names = dict.fromkeys(report["name"] for report in self.measured["hosts"])
         head = [
@@ -145,13 +148,59 @@ class Profile:
         return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
 
 
-def profile_of(config: Config, host_of: Sequence[int], reports: Sequence[HostReport]) -> Profile:
-    """Make the case for the planner, and keep all figures in full."""
+def _in_full(path: Path) -> Path:
+    """Return where all figures lie that the case at `path` was made of."""
+    return path.with_suffix(".measured.json")
+
+
+def read_measured(path: Path) -> dict[str, Any] | None:
+    """Read the figures that `Profile.save` has written beside the case at `path`; None without any.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    in_full = _in_full(path)
+    return fields.load_json(in_full, str(in_full)) if in_full.exists() else None
+
+
+def profile_again(config: Config, measured: Mapping[str, Any], hosts: int) -> Profile | None:
+    """Make a profile of figures that `read_measured` has read; None where they are of other stages.
+
+    What `plan.case` says besides may have changed since they were measured, and so may the sizes of
+    what is sent.
+
+    Raises:
+        InputError: if `plan.case` leads to no case, or hosts and nodes do not fit.
+    """
+    if len(measured["hosts"]) != hosts:
+        return None
+    host_of = check_template(config, hosts)
+    found = measured["host_of_node"], measured["model"], measured.get("node")
+    if found != ([*host_of], to_tree(config.model), to_tree(config.node)):
+        return None
+    reports = msgspec.convert(measured["hosts"], list[HostReport])
+    stages = stage_count(config, len(host_of))
+    if any(len(timed) != stages for report in reports for timed in report.timings.values()):
+        return None
+    return profile_of(config, host_of, reports, at=measured["at"])
+
+
+def profile_of(
+    config: Config,
+    host_of: Sequence[int],
+    reports: Sequence[HostReport],
+    at: str | None = None,
+) -> Profile:
+    """Make the case for the planner, and keep all figures in full.
+
+    They were measured `at` a time, as ISO 8601 writes it; now by default.
+    """
     case = case_of(config, host_of, reports)
     with_any_memory, *_ = candidates(case | {"memory": 1})
     measured = {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": at or datetime.now(UTC).isoformat(timespec="seconds"),
         "model": to_tree(config.model),
+        "node": to_tree(config.node),
         **{size: case[size] for size in SIZES_OF_HOPS if size in case},
         "memory": _reason(config),
         "host_of_node": host_of,

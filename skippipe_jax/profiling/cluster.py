@@ -43,6 +43,13 @@ class HostHardware:
     processors: Sequence[str]
 
 
+def name_and_devices(config: Config, host: Host) -> list[str]:
+    """Return the name of this machine, and the kind of the first device of each of its nodes."""
+    nodes = check_template(config, host.count).count(host.index)
+    own = spreads_of_nodes(config.node, nodes, host.index)
+    return [socket.gethostname(), *(here.devices[0].device_kind for here in own)]
+
+
 def measure(
     config: Config, host: Host, links: Mapping[int, HostLink], say: Callable[[str], None]
 ) -> Profile | None:
@@ -92,6 +99,7 @@ def measure(
         memory_bytes=memory_bytes,
         processors=hardware.processors,
         timings=_time_stages(config, own, of_hosts, host),
+        devices=[device.device_kind for device in devices],
     )
     tell(host, "measure/report", lambda: msgspec.to_builtins(report))
     if host.index != 0:

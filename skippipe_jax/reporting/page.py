@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from skippipe_sched import fields
+from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import seconds_text, size_text
 from skippipe_sched.figures.flows import flows_map
 from skippipe_sched.figures.gantt import gantt_series
@@ -18,6 +19,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import Flow, link_name, link_traffic
 
+from skippipe_jax.config import Config
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.models.footprint import bytes_per_link, stage_parameters
 from skippipe_jax.program.schedule import OWN, timeline_of
@@ -72,6 +74,7 @@ def report(folder: Path) -> str:
         name=folder.resolve().name,
         evaluate=f"skippipe evaluate --run {shlex.quote(str(folder))}",
         config=config,
+        conversations=conversations(run, config),
         configuration=fields.read_text(folder / CONFIG, CONFIG),
         parameters=_count_text(
             stage_parameters(config.model, config.model.layers, is_data_stage=True)
@@ -100,6 +103,42 @@ def report(folder: Path) -> str:
         idle=_idle_shares(newest_timeline, metrics, predicted.nodes),
         expected_idle=_idle_of(predicted),
     )
+
+
+def conversations(run: RunDir, config: Config) -> str:
+    """Say how many conversations a run trains on, what of them is learnt, and who writes them.
+
+    It is "" for a run without conversations. What cannot be told is left out: the counts where the
+    text is not here.
+    """
+    if not {"chat", "tokens"} & {source.kind for source in config.data.sources()}:
+        return ""
+    # They load JAX, and a page of other text does without.
+    from skippipe_jax.data.batches import load_corpora, tokenizer_of
+    from skippipe_jax.data.chat import learns_answers
+    from skippipe_jax.data.tokenizer import load_tokenizer
+
+    data = run.located(run.with_tokenizer(config.data))
+    if not learns_answers(data):
+        return ""
+    try:
+        tokenizer = load_tokenizer(tokenizer_of(data))
+        corpora = load_corpora(data)
+    except InputError:  # They are on another machine, or gone.
+        return "the text is not here"
+    count = tokens = learnt = 0
+    for own in (corpus.training for corpus in corpora):
+        if own.learnt is not None:
+            count, tokens = count + len(own.ends), tokens + own.tokens.size
+            learnt += int((own.learnt.ends - own.learnt.starts).sum())
+    told = (
+        f"{count:,} to train on, of {tokens:,} tokens; of these {learnt:,} ({learnt / tokens:.0%}) "
+        "are the assistant's, which alone are learnt"
+    )
+    if all(source.kind == "tokens" for source in data.sources()):
+        return told  # The template was chosen when they were tokenized.
+    by_tokenizer = "none" if tokenizer.chat_template is None else "the tokenizer's own"
+    return f"{told}; chat template: {config.data.chat_template or by_tokenizer}"
 
 
 def _template() -> Any:

@@ -273,7 +273,7 @@ class Session:
             RunFailed: if its loss is no finite number; nothing is saved then.
         """
         step, config = self.step, self._config
-        validates = self._validator is not None and config.validation.validates(step)
+        validates = self._validator is not None and config.validates(step)
         saves = step % config.checkpoint.every == 0
         # Both wait for the parameters anyway, and come after all that is known of the steps.
         self.emit_metrics(0 if validates or saves else self._metrics_lag)

@@ -44,8 +44,8 @@ from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.attention import fault_of, implementation_of
 from skippipe_jax.models.in_flight import short_of_memory
 from skippipe_jax.models.planned_case import differing_sizes
-from skippipe_jax.profiling.case import Profile, check_template
-from skippipe_jax.profiling.cluster import measure
+from skippipe_jax.profiling.case import Profile, check_template, profile_again, read_measured
+from skippipe_jax.profiling.cluster import measure, name_and_devices
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
@@ -161,14 +161,8 @@ def setup_run(
     # A cluster that is not described is measured, by its own links.
     transfers, profile = None, None
     if config.plan.measure:
-        patience_s = config.cluster.connect_timeout_s + (0.0 if url is None else COPYING_S)
-        claim = partial(_claim_to_measure, config, lock, claim_run_dir, resume=resume)
-        claimed = from_host_0(host, "claim", claim, patience_s)
-        if not leads:
-            require_same_start(config, host, claimed["config"])
-        needs_planning = claimed["needs_planning"]
-        if needs_planning:
-            transfers, profile = _measure_cluster(config, host)
+        claim = partial(_claim_to_measure, config, host, lock, claim_run_dir, resume=resume)
+        needs_planning, transfers, profile = _measure_or_reuse(config, host, claim)
     else:
         needs_planning = leads and claim_run_dir()
     # Host 0 makes the plans, or reads those of the run; the others go on when it has written them.
@@ -215,6 +209,45 @@ def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
     except BaseException:
         transfers.close()
         raise
+
+
+def _measure_or_reuse(
+    config: Config, host: Membership, claim: Callable[[], dict[str, Any]]
+) -> tuple[bool, Transfers | None, Profile | None]:
+    """Measure the cluster, unless the run that is resumed was measured on these hosts.
+
+    All hosts call this together, and host 0 claims the folder of the run. Returns whether plans are
+    to be made, the transfer servers if links were measured, and on host 0 the profile to plan for.
+    """
+    timeout_s = config.cluster.connect_timeout_s
+    patience_s = timeout_s + (0.0 if config.checkpoint.copy_to is None else COPYING_S)
+    claimed = from_host_0(host, "claim", claim, patience_s)
+    if host.index != 0:
+        require_same_start(config, host, claimed["config"])
+    needs_planning, before = claimed["needs_planning"], claimed["measured"]
+    if before is not None:
+        nodes = check_template(config, host.count).count(host.index)
+        _give_threads(config, host, nodes, None)
+        own = partial(name_and_devices, config, host)
+        now = gather(host, "claim/devices", own, timeout_s)
+        say = partial(log.on_leader, host.index, tell=log.output)
+        if [*now.values()] != before["hosts"]:
+            say(f"measured anew: hosts or devices are others than those measured at {before['at']}")
+            needs_planning = True
+        elif before["is_usable"] or not needs_planning:
+            plan = "a new plan is made" if needs_planning else "the plan is that of the run"
+            say(f"not measured anew: {plan}, for the hosts as measured at {before['at']}")
+            makes_plan = needs_planning and host.index == 0
+            return needs_planning, None, _recorded(config, host)[1] if makes_plan else None
+    if not needs_planning:
+        return False, None, None
+    return True, *_measure_cluster(config, host)
+
+
+def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | None, Profile | None]:
+    """Return what was measured for the run, and the profile that it gives under `config`."""
+    measured = read_measured(Path(config.run_dir) / CASE)
+    return measured, None if measured is None else profile_again(config, measured, host.count)
 
 
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
@@ -507,13 +540,32 @@ def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resu
 
 
 def _claim_to_measure(
-    config: Config, lock: RunLock, claim_run_dir: Callable[[], bool], *, resume: bool
+    config: Config,
+    host: Membership,
+    lock: RunLock,
+    claim_run_dir: Callable[[], bool],
+    *,
+    resume: bool,
 ) -> dict[str, Any]:
-    """Claim the folder of the run, which is there then, and tell by what host 0 was started."""
+    """Claim the folder of the run, which is there then, and tell by what host 0 was started.
+
+    Tells also when and on which hosts the run was measured, if it was, and whether that may be used
+    for a new plan.
+    """
     needs_planning = claim_run_dir()
+    told = {"needs_planning": needs_planning, "config": settings(config), "measured": None}
     if not resume:
         lock.acquire()
-    return {"needs_planning": needs_planning, "config": settings(config)}
+        return told
+    measured, profile = _recorded(config, host)
+    # Earlier versions did not record devices.
+    if measured is not None and all("devices" in of for of in measured["hosts"]):
+        told["measured"] = {
+            "at": measured["at"],
+            "hosts": [[of["name"], *of["devices"]] for of in measured["hosts"]],
+            "is_usable": profile is not None,
+        }
+    return told
 
 
 def require_same_start(config: Config, host: Membership, theirs: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import Hello, Run
-from skippipe_jax.connections.status import HostPresence, Progress, TrainingStatus
+from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, TrainingStatus
 from skippipe_jax.consensus.generations import Generation, Rules, State
 
 # Hosts 0 and 1 serve stage 0, host 2 stage 1, and host 3, which may come, none yet.
@@ -89,3 +89,13 @@ def test_where_hosts_are_always_the_same_training_tells_who_serves_what():
     assert (told.phase, told.generation, told.leader) == ("training", None, 0)
     assert told.stages == ((0, 1), (2,))
     assert [own.stages for own in told.hosts] == [(0,), (0,), (1,)]
+
+
+def test_links_are_shown_of_hosts_that_are_present():
+    pairs = ((0, 1), (1, 0), (0, 2), (2, 1))
+    links = tuple(LinkStatus(source, target, 0.01, 1e6) for source, target in pairs)
+    training = replace(TRAINING, links=links)
+    there = status_of(directory(), {1, 2}, set(), state(FIRST), training)
+    assert there.links == links
+    lost = status_of(directory(), {1}, set(), state(LATER), training)
+    assert lost.links == links[:2]

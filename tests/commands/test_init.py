@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.init import NEXT, TEMPLATES
 from skippipe_jax.cli.main import parser
@@ -28,6 +29,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+BUDGET = ("--set", "plan.budget_s=4")
 SMALL = ("model.width=16", "model.layers=1", "model.heads=2", "model.kv_heads=1")
 
 
@@ -84,6 +86,28 @@ def test_text_alone_is_trained_on_and_shown(
     assert "planning for" not in trained.err + trained.out, "a single node has one plan"
     assert "</html>" in Path("runs/default/report.html").read_text()
     expect_one_error(command("train", "--data", "text", *small), "holds a run already")
+
+    # Resumed, it goes on by what was measured, also under another plan; on another device it is
+    # measured anew.
+    def measured(*_: object) -> None:
+        raise InputError("test", "", "it is measured", "Stop here")
+
+    monkeypatch.setattr("skippipe_jax.training.setup.measure", measured)
+    again = ("train", "--data", "text", *small, "--resume", "--set", "train.steps=3")
+    resumed = command(*again)
+    assert resumed.code == 0, resumed.err
+    assert "not measured anew: the plan is that of the run, for the hosts as" in resumed.out
+    replanned = command(*again, "--set", "plan.budget_s=3")
+    assert replanned.code == 0, replanned.err
+    assert "not measured anew: a new plan is made, for the hosts as measured at 20" in replanned.out
+    expect_one_error(command(*again, "--set", "model.recompute=stage", *BUDGET), "it is measured")
+    figures = Path("runs/default/case.measured.json")
+    recorded = json.loads(figures.read_text())
+    recorded["hosts"][0]["devices"] = ["abacus"]
+    figures.write_text(json.dumps(recorded))
+    other = command(*again)
+    assert "measured anew: hosts or devices are others than those measured at 20" in other.out
+    expect_one_error(other, "it is measured")
 
 
 def test_text_that_is_missing_is_told_before_the_machine_is_measured(

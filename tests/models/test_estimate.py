@@ -154,8 +154,7 @@ def test_a_plan_counts_by_its_own_paths(command: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"plan": "auto"}, "plan"),
-        ({"plan": {}}, "plan"),
+        ({"plan": {"measure": True, "case": {"stages": [1, 1]}}}, "plan"),
         ({"plan": {"case": "nowhere.yaml"}}, "case"),
         ({"model": MODEL | {"layers": 3}}, "model.layers"),
         ({"plan": {"case": SMALL_CASE | {"memory": "auto"}}}, "case.memory_bytes"),
@@ -299,3 +298,13 @@ def test_rounded_gradients_are_not_what_outer_averaging_sends(command: Any):
     )
     assert with_rounded == plain
     assert [2 * size for size in exact["case"]["stage_bytes"]] == plain["case"]["stage_bytes"]
+
+
+@pytest.mark.parametrize("plan", [{}, {"plan": "auto"}])
+def test_without_a_plan_one_machine_is_estimated_as_it_is_planned_for(command: Any, plan: Any):
+    code, said, note = command({"model": MODEL, "data": CONFIG["data"]} | plan)
+    assert code == 0
+    assert "0 (data)       4      1 " in said
+    assert "an iteration of 2 microbatches sends 0 B of activations and gradients" in said
+    assert "this is for one machine with one device" in note
+    assert "skippipe measure -o case.yaml" in note

@@ -137,22 +137,27 @@ def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("by", "code", "reason", "own_words"),
+    ("by", "code", "what", "own_words"),
     [
         # To be started again would not help.
-        ("input", 2, "InputError: data.path = 'text': ran out. Give more", "error: data.path = "),
-        ("full disk", 75, "TemporaryError: disk = 'run/metrics.jsonl'", "error: disk = "),
+        (
+            "input",
+            2,
+            "failed: InputError: data.path = 'text': ran out. Give more",
+            "error: data.path = ",
+        ),
+        ("full disk", 75, "failed: TemporaryError: disk = 'run/metrics.jsonl'", "error: disk = "),
         # By a second Ctrl-C, which comes to one of them first.
-        ("interrupt", 130, "KeyboardInterrupt", "interrupted at once"),
+        ("interrupt", 130, "was interrupted (SIGINT)", "interrupted at once"),
     ],
 )
 def test_others_end_like_a_host_that_ends_for_all(
-    run: Run, by: str, code: int, reason: str, own_words: str
+    run: Run, by: str, code: int, what: str, own_words: str
 ):
     run.start_workers(2, *PATIENT, last=("--fail-at", "5", "--by", by))
     assert [run.exit_code(host, START_S) for host in range(2)] == [code] * 2, run.outputs()
     assert own_words in run.output(1)
-    assert f"{run.name(1)} failed: {reason}" in run.output(0)
+    assert f"{run.name(1)} {what}" in run.output(0)
     assert f"stops, exit code {code}." in run.output(0)
     assert ("Resume" in run.output(0)) == (code != 2)
     assert "Traceback" not in run.outputs()

@@ -81,7 +81,9 @@ def test_hosts_that_resume_in_the_middle_of_averaging_equal_one_process(
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     for line, other in zip(lines, others, strict=True):
         assert abs(line["loss"] - other["loss"]) < 1e-5
-        assert line["validation_loss"] == other["validation_loss"]
+        # These hosts ended once after step 9, and validated there, too.
+        if line["step"] != RESUMED_AT:
+            assert line["validation_loss"] == other["validation_loss"]
     assert lines[-1]["loss"] < lines[0]["loss"]
     # Validated is what is saved: the outer parameters.
     outer_loss = evaluate_run(hosts, STEPS, HELD_OUT).loss

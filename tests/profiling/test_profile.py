@@ -19,7 +19,15 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.models.planned_case import cases_of
-from skippipe_jax.profiling.case import HostReport, case_of, check_template, left_aside, profile_of
+from skippipe_jax.profiling.case import (
+    HostReport,
+    case_of,
+    check_template,
+    left_aside,
+    profile_again,
+    profile_of,
+    read_measured,
+)
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.profiling.links import MeasuredLink, measure_copy, rounds
 from skippipe_jax.profiling.stages import (
@@ -264,6 +272,30 @@ def test_a_node_with_room_for_none_is_warned_of_and_the_case_is_written():
     assert found.summary().endswith(f"warning: {warning}")
     asked = config_of(plan=to_measure(stages=[1, 2], memory="auto"))
     assert len(profile_of(asked, (0, 1, 2), reports).warnings) == 1
+
+
+def test_what_was_measured_gives_the_same_case_again_or_one_for_another_template(tmp_path: Path):
+    config, path = config_of(plan=to_measure(stages=[1, 2])), tmp_path / "case.yaml"
+    assert read_measured(path) is None
+    profile_of(config, (0, 1, 2), reports_of(3)).save(path)
+    first, measured = path.read_text(), read_measured(path)
+    assert measured is not None
+    again = profile_again(config, measured, 3)
+    assert again is not None
+    again.save(path)
+    assert (path.read_text(), read_measured(path)) == (first, measured)
+
+    longer = profile_again(config_of(plan=to_measure(stages=[2, 1], path_length=1)), measured, 3)
+    assert longer is not None
+    assert (longer.case["stages"], longer.case["path_length"]) == ([2, 1], 1)
+    assert longer.case["links"] == again.case["links"]
+    for other in (
+        config_of(plan=to_measure(stages=[3])),
+        config_of(plan=to_measure(stages=[1, 2]), model=MODEL | {"recompute": "stage"}),
+        config_of(plan=to_measure(stages=[1, 2]), node={"fsdp": 2}),
+    ):
+        assert profile_again(other, measured, 3) is None
+    assert profile_again(config, measured, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from skippipe_sched.timing.traffic import link_traffic
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import RecipeConfig, parse_config
 from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.data.corpus import read_corpus
 from skippipe_jax.models.footprint import bytes_per_link
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting import page as page_of_run
@@ -532,3 +533,30 @@ def test_a_recording_of_another_plan_ends_with_code_2(tmp_path, monkeypatch, cap
     small_plan(PATHS[::-1]).save(folder / "plan.json")
     assert run_main(folder) == 2
     assert "is no operation of this plan" in capsys.readouterr().err
+
+
+def test_the_page_tells_of_conversations_and_of_what_is_learnt_of_them(tmp_path: Path):
+    chats, folder = tmp_path / "chats.jsonl", tmp_path / "run"
+    answer = {"role": "assistant", "content": "So."}
+    asked = [{"role": "user", "content": f"Why {number}?"} for number in range(10, 50)]
+    lines = [json.dumps({"messages": [question, answer]}) for question in asked]
+    chats.write_text("\n".join(lines) + "\n")
+    config = {
+        "run_dir": str(folder),
+        "model": {"layers": 3},
+        "data": {"source": "chat", "path": str(chats), "packing": "documents", "held_out": 0.5},
+    }
+    RunDir(folder).create(parse_config(config), Schedule(RecipeConfig(), {OWN: PLAN}))
+    # Between the marks of a document; what is learnt is the answer and its end.
+    size = 1 + len("<|user|>\nWhy 10?\n<|assistant|>\n") + len("So.") + 1
+    found = re.search(r"<dt>Conversations</dt><dd>(.*?)</dd>", report(folder))
+    assert found is not None
+    counts = re.match(r"(\d+) to train on, of (\d+) tokens; of these (\d+) \(", found[1])
+    assert counts is not None
+    count, tokens, learnt = map(int, counts.groups())
+    assert (tokens, learnt) == (count * size, count * 4)
+    assert found[1].endswith("are the assistant&#39;s, which alone are learnt; chat template: none")
+    chats.unlink()
+    read_corpus.cache_clear()
+    assert "<dt>Conversations</dt><dd>the text is not here</dd>" in report(folder)
+    assert "<dt>Conversations</dt>" not in report(start_run(tmp_path / "text"))

@@ -51,6 +51,8 @@ def test_a_slow_host_saves_nothing():
     found = coming((0, 1, 2), forward_s=1e3)
     assert found.saved == 0.0
     assert not found.pays(1e9)
+    assert "join --anyway comes all the same" in found.why(1e9)
+    assert found.pays(1e9, anyway=True)
 
 
 def test_a_stage_of_a_single_host_is_always_worth_another():
@@ -69,6 +71,7 @@ def test_it_never_pays_where_no_host_is_reached_that_has_the_state(
     found = coming(members)
     assert found.transfer_s == math.inf
     assert not found.pays(1e9)
+    assert not found.pays(1e9, anyway=True)
     assert "has reached none of those that have the state" in found.why(1e9)
 
 

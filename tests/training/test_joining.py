@@ -50,6 +50,10 @@ def test_who_finds_its_place_taken_looks_for_the_next(
     refusal: InputError, ends: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     search, tried, left = Search(tmp_path, Place(2, (1,)), Place(3, (1,))), list[int](), list[int]()
+    insists: list[bool] = []
+
+    def why_not(*_: object, anyway: bool) -> None:
+        insists.append(anyway)
 
     @contextmanager
     def joined(
@@ -65,7 +69,8 @@ def test_who_finds_its_place_taken_looks_for_the_next(
     monkeypatch.setattr(joining, "Seeking", lambda *given: search)
     monkeypatch.setattr(joining, "keep_programs", lambda folder: None)
     monkeypatch.setattr(joining, "_prepare", lambda *given: Measured())
-    coming = joined_by_address(["10.0.0.1:1"], None, [])
+    monkeypatch.setattr(joining, "_why_not", why_not)
+    coming = joined_by_address(["10.0.0.1:1"], None, [], anyway=True)
     if ends:
         with pytest.raises(type(refusal)), coming:
             pass
@@ -74,3 +79,4 @@ def test_who_finds_its_place_taken_looks_for_the_next(
     with coming as (_, host):
         assert (host.index, left) == (3, [])
     assert (tried, left) == ([2, 3], [3])
+    assert insists == [True, True]

@@ -27,7 +27,7 @@ from skippipe_jax.data.batches import NOT_COUNTED, Batch, TrainingBatches
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
 from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
-from skippipe_jax.storage.run_dir import BEST, METRICS, RunDir
+from skippipe_jax.storage.run_dir import BEST, METRICS, VALIDATION, RunDir
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.trackers import (
     flatten_scalars,
@@ -66,7 +66,7 @@ PLAN = {
 MODEL = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 # Not a multiple of what one microbatch holds for each of the two data nodes.
 SEQUENCES = 10
-# Saved at 3 and 6, and where a part of the run ends; validated at 2, 4 and 6.
+# Saved at 3 and 6, validated at 2, 4 and 6, and both where a part of the run ends.
 WATCHED: dict[str, Any] = {
     "checkpoint": {"every": 3, "keep": 1},
     "validation": {"every": 2, "sequences": SEQUENCES},
@@ -88,10 +88,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that ended after step 4 and was resumed to step 6."""
+    """A run that ended after step 5 and was resumed to step 6."""
     folder = tmp_path_factory.mktemp("watched")
     config = write_config(folder, plan=PLAN, model=MODEL, **WATCHED)
-    train_here(config, folder / "run", train__steps=4)
+    train_here(config, folder / "run", train__steps=5)
     train_here(config, folder / "run", resume=True, train__steps=6)
     return folder / "run"
 
@@ -102,7 +102,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_held_out_loss_is_that_of_evaluation(watched: Path):
     lines = Run(watched).metrics
     losses = {line["step"]: line["validation_loss"] for line in lines}
-    assert [step for step, loss in losses.items() if loss is not None] == [2, 4, 6]
+    assert [step for step, loss in losses.items() if loss is not None] == [2, 4, 5, 6]
+    records = (watched / VALIDATION).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in records] == [2, 4, 5, 6], "each once"
     for step in committed_steps(watched):
         assert losses[step] == pytest.approx(evaluate_run(watched, step, SEQUENCES).loss, rel=1e-6)
     assert losses[6] != losses[4]
@@ -261,7 +263,7 @@ def test_tensorboard_has_the_numbers_of_metrics(watched: Path):
     assert found == pytest.approx(expected, rel=1e-6)
     # What a part of the run writes takes the place of later steps.
     starts = [event.step for event in events if event.HasField("session_log")]
-    assert starts == [1, 5]
+    assert starts == [1, 6]
 
 
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -37,9 +37,10 @@ class Admission:
     saved: float
     is_spare: bool
 
-    def pays(self, horizon_s: float) -> bool:
-        """Tell whether the host is to come."""
-        return self.transfer_s < (self.saved * horizon_s if self.is_spare else math.inf)
+    def pays(self, horizon_s: float, *, anyway: bool = False) -> bool:
+        """Tell whether the host is to come; `anyway`, it is if a host with the state is reached."""
+        is_asked = self.is_spare and not anyway
+        return self.transfer_s < (self.saved * horizon_s if is_asked else math.inf)
 
     def why(self, horizon_s: float) -> str:
         """Explain why a host is not to come."""
@@ -48,7 +49,8 @@ class Admission:
         return (
             f"it does not pay to join: the others would wait for {self.transfer_s:.3g} s, and "
             f"iterations that are {self.saved:.2%} shorter save "
-            f"{self.saved * horizon_s:.3g} s in join.horizon = {horizon_s:g} s"
+            f"{self.saved * horizon_s:.3g} s in join.horizon = {horizon_s:g} s (join --anyway "
+            "comes all the same)"
         )
 
 

@@ -36,12 +36,17 @@ from skippipe_jax.training.setup import with_run_tokenizer
 
 @contextmanager
 def joined_by_address(
-    addresses: Sequence[str], run_dir: Path | None, overrides: Sequence[str]
+    addresses: Sequence[str],
+    run_dir: Path | None,
+    overrides: Sequence[str],
+    *,
+    anyway: bool = False,
 ) -> Iterator[tuple[Config, Membership]]:
     """Be one more host of a run, or a lost one's successor, for a block; say what that takes.
 
     The host `is_outside` until `Membership.ask_in`, as `Trainer` calls it. However the block ends,
     it ends no other host. What it is given is that host, and what it is told by its own folder.
+    It comes `anyway` where that does not pay.
 
     Raises:
         InputError: if the folder is another's, this host is refused, or told what has to be the
@@ -61,7 +66,7 @@ def joined_by_address(
                 log.output(
                     f"the place of host {place.host} is no longer free, or no longer the first"
                 )
-            elif (why := _why_not(seeking, place, measured)) is not None:
+            elif (why := _why_not(seeking, place, measured, anyway=anyway)) is not None:
                 seeking.wait(why)
                 if not {*seeking.invitation.members} <= measured.ways.keys():
                     measured = replace(measured, ways=seeking.ways())
@@ -125,7 +130,7 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
     return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
 
 
-def _why_not(seeking: Seeking, place: Place, measured: Measured) -> str | None:
+def _why_not(seeking: Seeking, place: Place, measured: Measured, *, anyway: bool) -> str | None:
     """Explain why a place beyond those of the start does not pay, if it does not."""
     config, told = seeking.config, seeking.invitation
     if place.host < told.hosts:
@@ -144,4 +149,4 @@ def _why_not(seeking: Seeking, place: Place, measured: Measured) -> str | None:
         copied_bytes(config, len(plan.stages)),
     )
     horizon_s = config.join.horizon
-    return None if found.pays(horizon_s) else found.why(horizon_s)
+    return None if found.pays(horizon_s, anyway=anyway) else found.why(horizon_s)
