@@ -283,7 +283,7 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
     part = RingPart(ring, replica, replicas.to_sum(replica), jnp.dtype(dtype or np.float32), here)
     zeros = _zeros(part.travelling, here)
     next(part.begin())
-    for step, chunk, _ in part.unasked:
+    for step, chunk, *_ in part.unasked:
         # One of each block: what is done with the others is the same.
         if chunk % part.of_block == 0:
             part.arrive(step, chunk, zeros)

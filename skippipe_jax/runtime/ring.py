@@ -113,11 +113,8 @@ class RingPart:
     """What one replica does in a ring. The caller sends what it is given, and tells what arrives.
 
     Attributes:
-        unasked: step, chunk and hop of all that comes and has not been asked for, in the order in
-            which it is sent.
-        ahead: how many of these to ask for before they have come.
+        unasked, ahead, left: see `RingMember`.
         travelling: what every hop carries.
-        left: how much has yet to come.
     """
 
     def __init__(
@@ -158,11 +155,11 @@ class RingPart:
     def _is_cut(self) -> bool:
         return self.ring.rows > 1
 
-    def _arriving(self) -> Iterator[tuple[int, int, Hop]]:
+    def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
         before = (self.position - 1) % len(self.ring.nodes)
         for step in range(self.ring.steps):
             for chunk in range(self.ring.chunks):
-                yield step, chunk, self.ring.hop(before, step, chunk)
+                yield step, chunk, self.ring.hop(before, step, chunk), self.travelling
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
         """Return what is sent first, the own segment: chunk by chunk, as the caller takes it."""
