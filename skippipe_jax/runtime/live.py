@@ -9,18 +9,15 @@ from functools import partial
 import jax
 import numpy as np
 from jaxtyping import Float
-from skippipe_sched.problem.plan import Operation, Plan
+from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.program.compiler import Compute
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.averaging import LiveAveraging
 from skippipe_jax.runtime.buddies import Buddies
-from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.iteration import Iteration
-from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.runtime.iteration import Iteration, IterationSetup
 from skippipe_jax.runtime.totals import Outcome, add_all, add_up, apart, sum_by_collective
 
 
@@ -32,31 +29,28 @@ class LiveIteration(Iteration):
 
     def __init__(
         self,
-        exchange: Exchange,
-        operations: TrainingOperations,
-        plan: Plan,
-        program: Program,
-        iteration: int,
+        setup: IterationSetup,
         *,
         buddies: Buddies,
         group: Group,
-        ready_first: bool,
         averaging_dtype: str | None = None,
-        emulation: Emulation | None = None,
     ):
-        """Keep every node to the plan's order, unless `ready_first`.
+        """Where hosts may be lost, it counts once all of the `group` hold their gradients.
 
-        Where hosts may be lost, it counts once all of the `group` hold their gradients, and what
-        of copies goes to `buddies` in this iteration.
+        They also hold then what of copies goes to `buddies` in this iteration.
         """
-        given = exchange, operations, plan, program, iteration
-        super().__init__(*given, ready_first=ready_first, emulation=emulation)
+        super().__init__(setup)
         self.group = group
         self.buddies = buddies
         self.averaging = LiveAveraging(
-            exchange, self.replicas, iteration, averaging_dtype, emulation, self._sum_totals
+            self.exchange,
+            self.replicas,
+            self.iteration,
+            averaging_dtype,
+            self.emulation,
+            self._sum_totals,
         )
-        self.instructions = deque(program.instructions)
+        self.instructions = deque(self.program.instructions)
         self.totals_of_hosts: dict[int, jax.Array] = {}
         self.waits_for_totals = False
 
