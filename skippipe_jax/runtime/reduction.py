@@ -33,12 +33,13 @@ def sum_over_nodes(spreads: Sequence[Spread], local: Mapping[Spread, Tree]) -> d
     if len({own.shape for own in spreads}) == 1 and len(set(devices)) == len(devices):
         return _sum_over_meshes(tuple(spreads), local)
     first = spreads[0].first
-    whole = _sum_of_whole([jax.device_put(tree, first) for tree in local.values()])
+    whole = sum_of_trees([jax.device_put(tree, first) for tree in local.values()])
     return {own: own.put(whole, may_alias=False) for own in local}
 
 
 @jax.jit
-def _sum_of_whole(trees: Sequence[Tree]) -> Tree:
+def sum_of_trees(trees: Sequence[Tree]) -> Tree:
+    """Add up trees of arrays on one node, in their order."""
     return jax.tree.map(lambda first, *others: sum(others, start=first), *trees)
 
 

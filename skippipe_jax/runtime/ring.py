@@ -13,7 +13,6 @@ and how many are asked for ahead.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
-from skippipe_jax.runtime.rows import cut_rows, joined_rows
+from skippipe_jax.runtime.rows import blocks_of, cut_rows, joined_blocks, joined_rows
 from skippipe_jax.runtime.spread import Spread
 
 # Of a segment, so that adding hides behind sending: so few where little is averaged, and of much so
@@ -210,9 +209,7 @@ class RingPart:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
-    flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
-    flat = jnp.pad(flat, (0, blocks * length - flat.size))
-    return [flat[block * length : (block + 1) * length] for block in range(blocks)]
+    return blocks_of(tree, blocks, length)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -233,9 +230,4 @@ def _kept(block: Block, start: int, summed: Chunk) -> Block:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _join(blocks: list[Block], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    flat = jnp.concatenate(blocks).astype(jnp.float32)
-    starts = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
-    return [
-        flat[start : start + math.prod(shape)].reshape(shape)
-        for start, shape in zip(starts, shapes, strict=False)
-    ]
+    return joined_blocks(blocks, shapes)

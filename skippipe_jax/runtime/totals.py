@@ -81,12 +81,6 @@ def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[
     return sum_over_nodes([*map(single, topology.host_devices)], {here: local})[here]
 
 
-@jax.jit
-def add_all(parts: list[Array]) -> Array:
-    """Sum what hosts have told, in their order."""
-    return sum(parts[1:], start=parts[0])
-
-
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
     """Separate what was summed up over so many nodes."""
     return Sums(*_apart(summed, nodes))
