@@ -38,7 +38,7 @@ class LiveIteration(Iteration):
     ):
         """Where hosts may be lost, it counts once all of the `group` hold their gradients.
 
-        They also hold then what of copies goes to `buddies` in this iteration.
+        By then they also hold what goes to `buddies` in this iteration.
         """
         super().__init__(setup)
         self.group = group
