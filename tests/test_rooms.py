@@ -35,8 +35,6 @@ WIDE_SIGNATURES = {
     "skippipe_jax.inference.decoding: next_token",
     "skippipe_jax.inference.mixed_tokens: _next_token",
     "skippipe_jax.runtime.flow: Flow.__init__",
-    "skippipe_jax.runtime.live: LiveIteration.__init__",
-    "skippipe_jax.runtime.outer_iteration: OuterIteration.__init__",
     "skippipe_jax.runtime.runtime: Runtime.__init__",
     "skippipe_jax.runtime.runtime: open_runtime",
     "skippipe_jax.runtime.state: make_states",

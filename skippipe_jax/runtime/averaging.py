@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
@@ -70,9 +66,13 @@ class LiveAveraging:
         part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype, here)
         self.parts[replica] = part
         start_s = time.perf_counter()
-        self._offer_next(part.begin())
-        for _ in range(part.ahead):
-            self._ask_for_chunk(replica, part, start_s)
+
+        def ended(_: float) -> None:
+            del self.parts[replica]
+            self.replicas.take_sum(replica, part.result())
+            self._when_summed(replica, start_s)
+
+        self.exchange.go_round(part, self.iteration, ended)
 
     def waits(self) -> Iterator[str]:
         """Return what is waited for of the averagings that have begun."""
@@ -83,38 +83,6 @@ class LiveAveraging:
         if self.left and not self.parts:
             stage = min(self.replicas.stage_of(replica) for replica in self.left)
             yield f"the average of stage {stage}"
-
-    def _offer_next(self, own: Iterator[tuple[Hop, jax.Array]]) -> None:
-        """Offer one chunk after another, and let what happens meanwhile have its turn between."""
-        for hop, array in itertools.islice(own, 1):
-            self.exchange.give(hop, self.iteration, array)
-            self.loop.post(lambda _: self._offer_next(own))
-
-    def _ask_for_chunk(self, replica: int, part: RingPart, start_s: float) -> None:
-        for step, chunk, hop in itertools.islice(part.unasked, 1):
-            then = partial(self._chunk, replica, part, start_s, step, chunk)
-            self.exchange.ask(hop, self.iteration, part.travelling, then)
-
-    def _chunk(
-        self,
-        replica: int,
-        part: RingPart,
-        start_s: float,
-        step: int,
-        chunk: int,
-        _: float,
-        array: jax.Array,
-    ) -> None:
-        """Take a chunk that has come round the ring."""
-        going_on = part.arrive(step, chunk, array)
-        if going_on is not None:
-            hop, sent = going_on
-            self.exchange.give(hop, self.iteration, sent)
-        self._ask_for_chunk(replica, part, start_s)
-        if part.left == 0:
-            del self.parts[replica]
-            self.replicas.take_sum(replica, part.result())
-            self._when_summed(replica, start_s)
 
     def _when_summed(self, replica: int, start_s: float) -> None:
         # All arrays of a sum come at once.

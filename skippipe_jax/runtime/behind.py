@@ -7,7 +7,6 @@ made it and have all that was sent after it; only then is what was sent applied 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -24,7 +23,6 @@ from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
-from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop, Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
@@ -214,28 +212,11 @@ class Behind:
 
     def _begin(self, part: _Part, at_s: float) -> None:
         part.start_s = at_s
-        self._offer_next(part.step, part.gathering.begin())
-        for _ in range(part.gathering.ring.ahead[part.gathering.position]):
-            self._ask_next(part)
 
-    def _offer_next(self, step: int, own: Iterator[tuple[Hop, jax.Array]]) -> None:
-        """Offer one chunk after another, and let what happens meanwhile have its turn between."""
-        for hop, array in itertools.islice(own, 1):
-            self._exchange.give(hop, step, array)
-            self._loop.post(lambda _: self._offer_next(step, own))
+        def ended(ended_s: float) -> None:
+            self._loop.at(ended_s + part.takes_s, partial(self._end_part, part))
 
-    def _ask_next(self, part: _Part) -> None:
-        for of_ring, chunk, hop, like in itertools.islice(part.gathering.unasked, 1):
-            self._exchange.ask(hop, part.step, like, partial(self._arrive, part, of_ring, chunk))
-
-    def _arrive(self, part: _Part, of_ring: int, chunk: int, at_s: float, array: jax.Array) -> None:
-        """Take a chunk that has come round the ring."""
-        going_on = part.gathering.arrive(of_ring, chunk, array)
-        if going_on is not None:
-            self._exchange.give(going_on[0], part.step, going_on[1])
-        self._ask_next(part)
-        if part.gathering.left == 0:
-            self._loop.at(at_s + part.takes_s, partial(self._end_part, part))
+        self._exchange.go_round(part.gathering, part.step, ended)
 
     def _end_part(self, part: _Part, at_s: float) -> None:
         part.own.messages = part.gathering.messages()

@@ -115,7 +115,7 @@ class Buddies:
             if turn == 0:
                 self._pack(iteration, way)
             else:
-                self._offer_next(iteration, way, way.part(turn, self._every))
+                self._offer(iteration, way, turn)
         # Hosts that have been buddies of other stages are so no longer once all have their copies.
         self._is_settled = iteration - self._first >= self._every
         self._is_last_part = turn == self._every - 1
@@ -140,7 +140,7 @@ class Buddies:
             self._given[way.stage] = packed(state)
 
         def go_on(_: float) -> None:
-            self._offer_next(iteration, way, way.part(0, self._every))
+            self._offer(iteration, way, 0)
             self._left -= 1
             self._look()
 
@@ -174,14 +174,14 @@ class Buddies:
             for way in self._keeping:
                 yield f"a part of the copy of stage {way.stage} from host {host_of[way.source]}"
 
-    def _offer_next(self, iteration: int, way: Way, own: Iterator[tuple[Hop, slice]]) -> None:
-        """Offer one piece after another, and let what happens meanwhile have its turn between."""
-        for hop, piece in itertools.islice(own, 1):
-            here = self._exchange.topology.spread(way.source).first
-            # What is offered may share its memory, which stays as it is until the next copy.
-            array = jax.device_put(self._given[way.stage][piece], here)
-            self._exchange.give(hop, iteration, array)
-            self._exchange.loop.post(lambda _: self._offer_next(iteration, way, own))
+    def _offer(self, iteration: int, way: Way, turn: int) -> None:
+        here = self._exchange.topology.spread(way.source).first
+        # What is offered may share its memory, which stays as it is until the next copy.
+        own = (
+            (hop, jax.device_put(self._given[way.stage][piece], here))
+            for hop, piece in way.part(turn, self._every)
+        )
+        self._exchange.give_in_turn(own, iteration)
 
     def _ask_next(self, iteration: int, stage: int, own: Iterator[tuple[Hop, slice]]) -> None:
         for hop, piece in itertools.islice(own, 1):

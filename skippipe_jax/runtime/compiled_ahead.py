@@ -25,6 +25,7 @@ from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.runtime.gathering import Gathering
 from skippipe_jax.runtime.operations import TrainingOperations, add_targets
 from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps, share_of_norm
+from skippipe_jax.runtime.reduction import sum_of_trees
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import RingPart
 from skippipe_jax.runtime.spread import Spread
@@ -36,7 +37,7 @@ from skippipe_jax.runtime.stage_functions import (
     wire_of_run,
 )
 from skippipe_jax.runtime.state import StageState
-from skippipe_jax.runtime.totals import add_all, add_up, apart
+from skippipe_jax.runtime.totals import add_up, apart
 from skippipe_jax.runtime.wire_format import with_targets, without_targets
 
 
@@ -283,7 +284,7 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
     part = RingPart(ring, replica, replicas.to_sum(replica), jnp.dtype(dtype or np.float32), here)
     zeros = _zeros(part.travelling, here)
     next(part.begin())
-    for step, chunk, _ in part.unasked:
+    for step, chunk, *_ in part.unasked:
         # One of each block: what is done with the others is the same.
         if chunk % part.of_block == 0:
             part.arrive(step, chunk, zeros)
@@ -318,7 +319,7 @@ def _add_up_zeros(
     if are_numbers:
         local = jax.device_put(np.asarray(local))
     elif topology.sums_totals_by_links and topology.host == 0:
-        local = add_all([local for _ in topology.hosts])
+        local = sum_of_trees([local for _ in topology.hosts])
     apart(local, len(topology.devices))
 
 

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
 
 import jax
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.hops import Queues
 
 from skippipe_jax.program.hops import Hop
-from skippipe_jax.runtime.events import EventLoop
+from skippipe_jax.runtime.events import EventLoop, Then
 from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
 Arrived = Callable[[float, jax.Array], None]
 """Called with the moment at which something came, and with what came."""
+
+
+class RingMember(Protocol):
+    """What one replica sends and takes in a ring: `RingPart` of sums, `Gathering` of messages.
+
+    Attributes:
+        unasked: step, chunk, hop and shape of all that comes and has not been asked for, in the
+            order in which it is sent.
+        ahead: how many of these to ask for before they have come.
+        left: how much has yet to come.
+    """
+
+    unasked: Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]
+    ahead: int
+    left: int
+
+    def begin(self) -> Iterator[tuple[Hop, jax.Array]]:
+        """Return what is sent first, chunk by chunk, as the caller takes it."""
+        ...
+
+    def arrive(self, step: int, chunk: int, array: jax.Array) -> tuple[Hop, jax.Array] | None:
+        """Take in what came in a step; what is sent on because of it, if anything is."""
+        ...
 
 
 class Exchange:
@@ -67,6 +93,32 @@ class Exchange:
             self._hand_over(self.given.pop(name), then)
         else:
             self.wanted[name] = then
+
+    def give_in_turn(self, own: Iterator[tuple[Hop, jax.Array]], iteration: int) -> None:
+        """Give one array after another, and let what happens meanwhile have its turn between."""
+        for hop, array in itertools.islice(own, 1):
+            self.give(hop, iteration, array)
+            self.loop.post(lambda _: self.give_in_turn(own, iteration))
+
+    def go_round(self, member: RingMember, iteration: int, then: Then) -> None:
+        """Do a replica's part in a ring; call `then` when nothing is left to come."""
+
+        def ask() -> None:
+            for step, chunk, hop, like in itertools.islice(member.unasked, 1):
+                self.ask(hop, iteration, like, partial(arrive, step, chunk))
+
+        def arrive(step: int, chunk: int, at_s: float, array: jax.Array) -> None:
+            going_on = member.arrive(step, chunk, array)
+            if going_on is not None:
+                hop, sent = going_on
+                self.give(hop, iteration, sent)
+            ask()
+            if member.left == 0:
+                then(at_s)
+
+        self.give_in_turn(member.begin(), iteration)
+        for _ in range(member.ahead):
+            ask()
 
     def _goes_as_it_lies(self, hop: Hop) -> bool:
         """Tell whether both nodes of a hop have equal meshes; else it is sent whole."""

@@ -80,15 +80,14 @@ class Gathering:
     Attributes:
         ring: round which messages go.
         position: of the replica in it.
-        unasked: step, chunk, hop and shape of all that comes and has not been asked for, in the
-            order in which it is sent.
-        left: how much has yet to come.
+        unasked, ahead, left: see `RingMember`.
     """
 
     def __init__(self, ring: GatheringRing, node: int, message: Array):
         """Begin with the message of the replica on `node`."""
         self.ring = ring
         self.position = ring.nodes.index(node)
+        self.ahead = ring.ahead[self.position]
         self._own = message
         self._starts = range(0, message.size, ring.chunk_length)
         self._steps = len(ring.nodes) - 1

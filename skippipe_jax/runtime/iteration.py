@@ -36,6 +36,22 @@ class Clock:
         return cls(time.time() - time.perf_counter() + host_offset_s)
 
 
+@dataclass(frozen=True)
+class IterationSetup:
+    """What an iteration of either kind runs: its number, and the `program` of its `plan`.
+
+    Every node keeps to the plan's order, unless `ready_first`.
+    """
+
+    exchange: Exchange
+    operations: TrainingOperations
+    plan: Plan
+    program: Program
+    iteration: int
+    ready_first: bool
+    emulation: Emulation | None = None
+
+
 class Iteration(ABC):
     """One iteration on the nodes of this host. Times are of `time.perf_counter` [s].
 
@@ -45,40 +61,26 @@ class Iteration(ABC):
         outcome: once it has ended here.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        operations: TrainingOperations,
-        plan: Plan,
-        program: Program,
-        iteration: int,
-        *,
-        ready_first: bool,
-        emulation: Emulation | None = None,
-        send_at: Callable[[float, Then], None] | None = None,
-    ):
-        """Keep every node to the plan's order, unless `ready_first`.
-
-        `send_at` is as `Flow` takes it.
-        """
-        self.exchange = exchange
+    def __init__(self, setup: IterationSetup, send_at: Callable[[float, Then], None] | None = None):
+        """`send_at` is as `Flow` takes it."""
+        self.exchange = exchange = setup.exchange
         self.loop = exchange.loop
         self.topology = exchange.topology
-        self.operations = operations
-        self.replicas = operations.replicas
-        self.program = program
-        self.iteration = iteration
-        self.emulation = emulation
+        self.operations = setup.operations
+        self.replicas = setup.operations.replicas
+        self.program = setup.program
+        self.iteration = setup.iteration
+        self.emulation = setup.emulation
         self.loop.begin()
         self.flow = Flow(
             exchange,
-            operations,
-            program,
-            iteration,
-            lambda node: plan.case.nodes[node].memory,
-            ready_first=ready_first,
-            emulation=emulation,
-            connections=None if emulation else exchange.connections(plan.case),
+            setup.operations,
+            setup.program,
+            setup.iteration,
+            lambda node: setup.plan.case.nodes[node].memory,
+            ready_first=setup.ready_first,
+            emulation=setup.emulation,
+            connections=None if setup.emulation else exchange.connections(setup.plan.case),
             when_ended=self._operation_ended,
             send_at=send_at,
         )

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import numpy as np
 from jaxtyping import Float
-from skippipe_sched.problem.plan import Operation, Plan
+from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.program.compiler import Compute
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.averaging import LiveAveraging
 from skippipe_jax.runtime.buddies import Buddies
-from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.iteration import Iteration
-from skippipe_jax.runtime.operations import TrainingOperations
-from skippipe_jax.runtime.totals import Outcome, add_all, add_up, apart, sum_by_collective
+from skippipe_jax.runtime.iteration import Iteration, IterationSetup
+from skippipe_jax.runtime.reduction import sum_of_trees
+from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collective
 
 
 class LiveIteration(Iteration):
@@ -32,31 +30,28 @@ class LiveIteration(Iteration):
 
     def __init__(
         self,
-        exchange: Exchange,
-        operations: TrainingOperations,
-        plan: Plan,
-        program: Program,
-        iteration: int,
+        setup: IterationSetup,
         *,
         buddies: Buddies,
         group: Group,
-        ready_first: bool,
         averaging_dtype: str | None = None,
-        emulation: Emulation | None = None,
     ):
-        """Keep every node to the plan's order, unless `ready_first`.
+        """Where hosts may be lost, it counts once all of the `group` hold their gradients.
 
-        Where hosts may be lost, it counts once all of the `group` hold their gradients, and what
-        of copies goes to `buddies` in this iteration.
+        By then they also hold what goes to `buddies` in this iteration.
         """
-        given = exchange, operations, plan, program, iteration
-        super().__init__(*given, ready_first=ready_first, emulation=emulation)
+        super().__init__(setup)
         self.group = group
         self.buddies = buddies
         self.averaging = LiveAveraging(
-            exchange, self.replicas, iteration, averaging_dtype, emulation, self._sum_totals
+            self.exchange,
+            self.replicas,
+            self.iteration,
+            averaging_dtype,
+            self.emulation,
+            self._sum_totals,
         )
-        self.instructions = deque(program.instructions)
+        self.instructions = deque(self.program.instructions)
         self.totals_of_hosts: dict[int, jax.Array] = {}
         self.waits_for_totals = False
 
@@ -123,11 +118,13 @@ class LiveIteration(Iteration):
         elif self.topology.host == 0:
             self._hear(0, self.loop.last_event_s, local)
             for host in self.topology.hosts[1:]:
-                self._ask(self._totals_hop(host), like, partial(self._hear, host))
+                then = partial(self._hear, host)
+                self.exchange.ask(self._totals_hop(host), self.iteration, like, then)
         else:
             own = self.topology.host
             self.exchange.give(self._totals_hop(own), self.iteration, local)
-            self._ask(self._answer_hop(own), like, lambda _, summed: self._finish(summed))
+            hop = self._answer_hop(own)
+            self.exchange.ask(hop, self.iteration, like, lambda _, summed: self._finish(summed))
 
     def _contribute(self, totals: Float[np.ndarray, " all"]) -> None:
         """Tell the group that this host holds all averaged gradients, with totals.
@@ -141,11 +138,6 @@ class LiveIteration(Iteration):
 
         step, own = self.iteration + 1, totals.tolist()
         self.buddies.when_there(lambda copies: self.group.contribute(step, own, counted, copies))
-
-    def _ask(
-        self, hop: Hop, like: jax.ShapeDtypeStruct, then: Callable[[float, jax.Array], None]
-    ) -> None:
-        self.exchange.ask(hop, self.iteration, like, then)
 
     def _totals_hop(self, host: int) -> Hop:
         first_nodes = self.topology.first_nodes
@@ -161,7 +153,7 @@ class LiveIteration(Iteration):
         self.totals_of_hosts[host] = totals
         hosts = self.topology.hosts
         if len(self.totals_of_hosts) == len(hosts):
-            summed = add_all([self.totals_of_hosts[host] for host in hosts])
+            summed = sum_of_trees([self.totals_of_hosts[host] for host in hosts])
             for other in hosts[1:]:
                 self.exchange.give(self._answer_hop(other), self.iteration, summed)
             self._finish(summed)

@@ -10,16 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
-from skippipe_sched.problem.plan import Operation, Plan
+from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.program.compiler import Program
 from skippipe_jax.runtime.behind import Behind
-from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import seconds_since
-from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.iteration import Iteration
-from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.runtime.iteration import Iteration, IterationSetup
 from skippipe_jax.runtime.outer_steps import OuterSteps
 from skippipe_jax.runtime.stage_functions import Totals
 from skippipe_jax.runtime.totals import Outcome, add_up, apart
@@ -28,24 +24,11 @@ from skippipe_jax.runtime.totals import Outcome, add_up, apart
 class OuterIteration(Iteration):
     """One iteration on the nodes of this host, each of which has a replica of its own."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        operations: TrainingOperations,
-        plan: Plan,
-        program: Program,
-        iteration: int,
-        *,
-        steps: OuterSteps,
-        behind: Behind,
-        ready_first: bool,
-        emulation: Emulation | None = None,
-    ):
-        """Keep every node to the plan's order, unless `ready_first`."""
-        given = exchange, operations, plan, program, iteration
-        super().__init__(*given, ready_first=ready_first, emulation=emulation, send_at=behind.at)
+    def __init__(self, setup: IterationSetup, *, steps: OuterSteps, behind: Behind):
+        """Take the steps that are due, and send by what goes on behind the iterations."""
+        super().__init__(setup, send_at=behind.at)
         self.steps, self.behind = steps, behind
-        self.step = iteration + 1
+        self.step = setup.iteration + 1
         self.norms: list[Totals] = []
         self.not_stepped = set(self.replicas.states)
         # What each replica has yet to apply, by the step after which it was sent.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from skippipe_jax.runtime.reduction import sum_over_nodes
+from skippipe_jax.runtime.reduction import sum_of_trees, sum_over_nodes
 from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.stage_functions import Totals, sum_of_squares
 from skippipe_jax.runtime.state import StageState
@@ -64,7 +64,10 @@ class Replicas:
         given: dict[Spread, list[PyTree]] = {}
         for replica in own:
             given.setdefault(self.topology.spread(replica), []).append(self.to_sum(replica))
-        local = {here: _sum_of(trees) for here, trees in given.items()}
+        local = {
+            here: trees[0] if len(trees) == 1 else sum_of_trees(trees)
+            for here, trees in given.items()
+        }
         summed = sum_over_nodes(self.topology.spreads_of_stage(stage), local)
         taken: set[Spread] = set()
         for replica in own:
@@ -144,12 +147,3 @@ _squared_norm = jax.jit(sum_of_squares)
 @jax.jit
 def _copied(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
-
-
-def _sum_of(trees: Sequence[PyTree]) -> PyTree:
-    return trees[0] if len(trees) == 1 else _sum_of_trees(trees)
-
-
-@jax.jit
-def _sum_of_trees(trees: Sequence[PyTree]) -> PyTree:
-    return jax.tree.map(lambda first, *others: sum(others, start=first), *trees)

@@ -13,7 +13,6 @@ and how many are asked for ahead.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
-from skippipe_jax.runtime.rows import cut_rows, joined_rows
+from skippipe_jax.runtime.rows import blocks_of, cut_rows, joined_blocks, joined_rows
 from skippipe_jax.runtime.spread import Spread
 
 # Of a segment, so that adding hides behind sending: so few where little is averaged, and of much so
@@ -113,11 +112,8 @@ class RingPart:
     """What one replica does in a ring. The caller sends what it is given, and tells what arrives.
 
     Attributes:
-        unasked: step, chunk and hop of all that comes and has not been asked for, in the order in
-            which it is sent.
-        ahead: how many of these to ask for before they have come.
+        unasked, ahead, left: see `RingMember`.
         travelling: what every hop carries.
-        left: how much has yet to come.
     """
 
     def __init__(
@@ -158,11 +154,11 @@ class RingPart:
     def _is_cut(self) -> bool:
         return self.ring.rows > 1
 
-    def _arriving(self) -> Iterator[tuple[int, int, Hop]]:
+    def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
         before = (self.position - 1) % len(self.ring.nodes)
         for step in range(self.ring.steps):
             for chunk in range(self.ring.chunks):
-                yield step, chunk, self.ring.hop(before, step, chunk)
+                yield step, chunk, self.ring.hop(before, step, chunk), self.travelling
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
         """Return what is sent first, the own segment: chunk by chunk, as the caller takes it."""
@@ -213,9 +209,7 @@ class RingPart:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
-    flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
-    flat = jnp.pad(flat, (0, blocks * length - flat.size))
-    return [flat[block * length : (block + 1) * length] for block in range(blocks)]
+    return blocks_of(tree, blocks, length)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -236,9 +230,4 @@ def _kept(block: Block, start: int, summed: Chunk) -> Block:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _join(blocks: list[Block], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    flat = jnp.concatenate(blocks).astype(jnp.float32)
-    starts = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
-    return [
-        flat[start : start + math.prod(shape)].reshape(shape)
-        for start, shape in zip(starts, shapes, strict=False)
-    ]
+    return joined_blocks(blocks, shapes)

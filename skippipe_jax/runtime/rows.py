@@ -35,6 +35,25 @@ def joined_rows(blocks: Sequence[Rows], here: Spread, like: PyTree) -> PyTree:
     return _joining(here.mesh, structure, tuple(leaves), len(blocks))(list(blocks))
 
 
+def blocks_of(tree: PyTree, blocks: int, length: int) -> list[Float[Array, " length"]]:
+    """Cut the numbers of a tree into so many blocks of one `length`, the last filled with zeros."""
+    flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
+    flat = jnp.pad(flat, (0, blocks * length - flat.size))
+    return [flat[block * length : (block + 1) * length] for block in range(blocks)]
+
+
+def joined_blocks(
+    blocks: Sequence[Float[Array, " length"]], shapes: Sequence[tuple[int, ...]]
+) -> list[Array]:
+    """Join the blocks to arrays of these shapes again, in float32."""
+    flat = jnp.concatenate(blocks).astype(jnp.float32)
+    starts = itertools.accumulate(map(math.prod, shapes), initial=0)
+    return [
+        flat[start : start + math.prod(shape)].reshape(shape)
+        for start, shape in zip(starts, shapes, strict=False)
+    ]
+
+
 def _described(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
@@ -48,9 +67,7 @@ def _cutting(
     length: int,
 ) -> Callable[[PyTree], list[Rows]]:
     def of_device(tree: PyTree) -> list[Rows]:
-        flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
-        flat = jnp.pad(flat, (0, blocks * length - flat.size))
-        return [flat[None, block * length : (block + 1) * length] for block in range(blocks)]
+        return [block[None] for block in blocks_of(tree, blocks, length)]
 
     lies = specs(jax.tree.unflatten(structure, leaves))
     cut = jax.shard_map(
@@ -73,12 +90,7 @@ def _joining(
     ]
 
     def of_device(own: list[Rows]) -> PyTree:
-        flat = jnp.concatenate([block[0] for block in own]).astype(jnp.float32)
-        starts = itertools.accumulate(map(math.prod, shards), initial=0)
-        parts = [
-            flat[start : start + math.prod(shape)].reshape(shape)
-            for start, shape in zip(starts, shards, strict=False)
-        ]
+        parts = joined_blocks([block[0] for block in own], shards)
         return jax.tree.unflatten(structure, parts)
 
     joined = jax.shard_map(

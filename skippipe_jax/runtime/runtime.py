@@ -36,7 +36,7 @@ from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.given_stages import GivenStages
 from skippipe_jax.runtime.handover import Handovers, exchanged
 from skippipe_jax.runtime.held_out import HeldOut
-from skippipe_jax.runtime.iteration import Clock
+from skippipe_jax.runtime.iteration import Clock, IterationSetup
 from skippipe_jax.runtime.live import LiveIteration
 from skippipe_jax.runtime.offered import offered
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
@@ -231,31 +231,29 @@ class Runtime:
         self.operations.begin(iteration)
         if not (self.waits or record):
             return self._dispatch(self.programs[name], batches, stop)
-        plan = self.schedule.plans[name]
-        given = self.exchange, self.operations, plan, self.programs[name], iteration
         offset = self._clock_offset
         offset_s = 0.0 if offset is None or not record else offset.result()
         clock = Clock.with_offset(offset_s) if record else None
         is_exact = self.config.averaging.is_exact(iteration + 1)
-        emulation = self.emulations.get((name, is_exact))
+        setup = IterationSetup(
+            self.exchange,
+            self.operations,
+            self.schedule.plans[name],
+            self.programs[name],
+            iteration,
+            self.ready_first,
+            self.emulations.get((name, is_exact)),
+        )
         if not is_exact:
             assert self._apart is not None, "is outer"
             assert self._behind is not None, "is outer"
-            outer = OuterIteration(
-                *given,
-                steps=self._apart,
-                behind=self._behind,
-                ready_first=self.ready_first,
-                emulation=emulation,
-            )
+            outer = OuterIteration(setup, steps=self._apart, behind=self._behind)
             return outer.run(batches, stop, clock)
         live = LiveIteration(
-            *given,
-            ready_first=self.ready_first,
-            averaging_dtype=self.config.network.averaging_dtype,
-            emulation=emulation,
-            group=self.group,
+            setup,
             buddies=self.buddies,
+            group=self.group,
+            averaging_dtype=self.config.network.averaging_dtype,
         )
         outcome = live.run(batches, stop, clock)
         if self._apart is not None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from skippipe_jax.runtime.reduction import sum_over_devices
+from skippipe_jax.runtime.reduction import sum_over_nodes
+from skippipe_jax.runtime.spread import single
 from skippipe_jax.runtime.stage_functions import STOP, TOTALS, Gauge, Totals
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.recording import Recording
@@ -76,14 +77,8 @@ def add_up(
 
 def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
     """Sum over all hosts, which call this together."""
-    own = {topology.host_device: local}
-    return sum_over_devices(topology.host_devices, own)[topology.host_device]
-
-
-@jax.jit
-def add_all(parts: list[Array]) -> Array:
-    """Sum what hosts have told, in their order."""
-    return sum(parts[1:], start=parts[0])
+    here = single(topology.host_device)
+    return sum_over_nodes([*map(single, topology.host_devices)], {here: local})[here]
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
