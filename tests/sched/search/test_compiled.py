@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.methods import joint, make_plan
 from skippipe_sched.problem.case import load_case
@@ -29,27 +29,29 @@ def searched(case) -> Chain:
     chain = own.start(0)
     annealer = Annealer(own.problem, sum(case.microbatches), case.path_length, lambda: False)
     annealer.settle(chain, 4000.0)
-    assume(chain.cost_s < np.inf)  # It may lock.
+    if chain.cost_s == np.inf:  # It locks.
+        return chain
     annealer.anneal(chain, Round(1, 1.0, 0.03, 0.003), 40, chain.cost_s)
     annealer.polish(chain, 40)
     return chain
 
 
-def does_the_same_compiled_or_not(case) -> None:
+def does_the_same_compiled_or_not(case) -> Chain:
     compiled = searched(case)
     with interpreting():
         interpreted = searched(case)
-    assert interpreted.cost_s == compiled.cost_s < np.inf
+    assert interpreted.cost_s == compiled.cost_s
     for one, other in zip(interpreted.candidate, compiled.candidate, strict=True):
         assert np.array_equal(one, other)
-    assert interpreted.order is not None
-    assert compiled.order is not None
-    assert np.array_equal(interpreted.order.operations, compiled.order.operations)
+    for one, other in zip(interpreted.order or (), compiled.order or (), strict=True):
+        assert np.array_equal(one, other)
+    return compiled
 
 
 @pytest.mark.parametrize("change", [lambda case: case, outer])
 def test_kernels_do_the_same_to_the_bit_compiled_or_not(change):
-    does_the_same_compiled_or_not(change(load_case(Path(PAPER))))
+    compiled = does_the_same_compiled_or_not(change(load_case(Path(PAPER))))
+    assert compiled.order is not None
 
 
 @given(st.integers(0, 2**31), st.sampled_from([lambda case: case, outer]))
@@ -132,8 +134,8 @@ def test_without_a_compiler_the_search_goes_on_and_says_so_once(
     case = random_small_case(1)
     known = make_plan(case, "balanced") if improves else None
     compile_by(monkeypatch, program)
+    search = Search(0, 0.2, begin=known, waits_for_compiler=waits, improves=improves)
     for _ in range(2):
-        search = Search(0, 0.2, begin=known, waits_for_compiler=waits, improves=improves)
         plan = make_plan(case, "joint", search)
         assert violations(case, plan.stages, plan.microbatches) == []
         if known is not None:
