@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from skippipe_sched import compare
 from skippipe_sched.errors import run_command
-from skippipe_sched.methods import METHODS, joint, make_plan
+from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.methods.without_nodes import plan_without
@@ -124,11 +124,14 @@ def first(seeds: int) -> dict[str, Any]:
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             finished = subprocess.run(
-                [sys.executable, "-m", "experiments.benchmarks.planner", "--cold", str(seed)],
+                [
+                    *(sys.executable, "-m", "experiments.benchmarks.first_plan"),
+                    *map(str, (time.time(), seed, FIRST_BUDGET_S)),
+                ],
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
-                env=os.environ | {"XDG_CACHE_HOME": folder, STARTED: str(time.time())},
+                env=os.environ | {"XDG_CACHE_HOME": folder},
             )
         runs.append(json.loads(finished.stdout.splitlines()[-1]))
         print(f"first: {runs[-1]}", flush=True)
@@ -157,39 +160,6 @@ def first(seeds: int) -> dict[str, Any]:
             flush=True,
         )
     return {"cold": runs, "losses": losses}
-
-
-# When the process was started, in seconds of the epoch.
-STARTED = "PLANNER_STARTED"
-
-
-def cold(seed: int) -> dict[str, Any]:
-    """The first search of a machine, in this process; how long compiling then still takes."""
-    started_s = float(os.environ[STARTED])
-    case = cases.load("gcp20")
-    balanced_s = make_plan(case, "balanced").predicted.iteration_s
-    better: dict[str, float] = {}
-
-    def watch(search: Search) -> None:
-        if not better and search.best_s < balanced_s:
-            better["better_after_s"] = round(time.time() - started_s, 2)
-            better["better_after_search_s"] = round(search.elapsed_s, 2)
-            better["better_after_processor_s"] = round(time.process_time(), 2)
-
-    search = Search(seed, FIRST_BUDGET_S, watch=watch, waits_for_compiler=False)
-    iteration_s = make_plan(case, "joint", search).predicted.iteration_s
-    wall_s, processor_s = time.time() - started_s, time.process_time()
-    while joint.compilation().succeeded() is None:  # Or the next one shares the machine with it.
-        time.sleep(0.1)
-    return {
-        "seed": seed,
-        "balanced_s": round(balanced_s, 3),
-        **better,
-        "iteration_s": round(iteration_s, 3),
-        "wall_s": round(wall_s, 2),
-        "processor_s": round(processor_s, 2),
-        "compiled_after_s": round(time.time() - started_s, 1),
-    }
 
 
 def methods(budget_s: float) -> dict[str, Any]:
@@ -373,9 +343,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.size is not None:
         print(json.dumps(of_size(arguments.size)))
         return 0
-    if arguments.cold is not None:
-        print(json.dumps(cold(arguments.cold)))
-        return 0
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "yardstick": lambda: yardstick(arguments.seeds),
         "first": lambda: first(arguments.seeds),
@@ -404,7 +371,6 @@ def _parser() -> argparse.ArgumentParser:
         "--sizes", type=int, choices=SIZES, nargs="+", default=list(SIZES), help="of scale (all)"
     )
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--cold", type=int, help=argparse.SUPPRESS)
     return parser
 
 
