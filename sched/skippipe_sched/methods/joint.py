@@ -8,7 +8,7 @@ the end paths and order are polished together, where nodes may also wait. Where 
 wait for averaging, the chain is taken whose iterations follow one another soonest.
 
 A search that improves a known plan has a few chains, which all start there, without the estimate:
-in two seconds it finds more that way, and in ten no less.
+in two seconds it finds more that way, in ten about as much.
 
 Not in the paper, which places nodes, finds paths and orders operations one after the other.
 """
