@@ -90,11 +90,12 @@ def test_a_plan_has_a_bound_over_placements_if_asked_for(command, tmp_path):
 
 def test_a_search_begins_at_a_plan_of_the_same_stages(command, paper_plan, tmp_path):
     path, _ = paper_plan
-    known = command("plan", PAPER, "--method", "joint", "--begin", path, "--budget", "0.01",
-                    "--compiled", "-o", tmp_path / "plan.json")  # fmt: skip
-    assert known[0] == 0
-    found = load_plan(tmp_path / "plan.json").predicted.iteration_s
-    assert found <= load_plan(path).predicted.iteration_s
+    for option in ("--begin", "--improve"):
+        known = command("plan", PAPER, "--method", "joint", option, path, "--budget", "0.01",
+                        "--compiled", "-o", tmp_path / "plan.json")  # fmt: skip
+        assert known[0] == 0
+        found = load_plan(tmp_path / "plan.json").predicted.iteration_s
+        assert found <= load_plan(path).predicted.iteration_s
     for change, problem in (
         ({"stages": [5, 3, 3, 3, 4, 2]}, "its stages have sizes [5, 3, 3, 3, 3, 3]"),
         ({"path_length": 5}, "its paths are not as many or not as long as the case's"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from skippipe_sched.search.budget import DEFAULT_BOUND_BUDGET_S
 if TYPE_CHECKING:
     from skippipe_sched.problem.case import Case
     from skippipe_sched.problem.plan import Plan
+    from skippipe_sched.search.budget import Search
 
 DESCRIPTION = "\n".join(
     [
@@ -44,14 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long to reckon that one at most (default: %(default)g)",
     )  # fmt: skip
     add("--placement", type=Path, metavar="PLAN", help="keep the placement of this plan")
-    add(
+    known = parser.add_mutually_exclusive_group()
+    known.add_argument(
         "--begin", type=Path, metavar="PLAN",
         help="let the search of joint begin at this plan too, of a case with the same stages",
     )  # fmt: skip
+    known.add_argument(
+        "--improve", type=Path, metavar="PLAN",
+        help="let it begin at this plan only, which finds more within seconds: after nodes were "
+        "lost, say",
+    )  # fmt: skip
     add(
         "--compiled", action="store_true",
-        help="wait until joint is compiled, once on a machine, also with a budget of 2 s or less: "
-        "its plan does not depend on whether a machine has searched before",
+        help="wait until joint is compiled, once on a machine, also with a budget of 2 s or less, "
+        "and write no plan before: the plan does not depend on whether a machine has searched "
+        "before",
     )  # fmt: skip
 
 
@@ -60,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_sched import fields
         from skippipe_sched.commands.simulate import summary
-        from skippipe_sched.methods import plan_best
         from skippipe_sched.methods.planning import with_placement_bound
         from skippipe_sched.problem.auto import load_cases
         from skippipe_sched.search.budget import Search
@@ -70,23 +78,27 @@ def run(arguments: argparse.Namespace) -> int:
     placement = begin = None
     if arguments.placement is not None:
         placement = _plan_of("--placement", arguments.placement, cases, arguments.method).stages
-    if arguments.begin is not None:
-        begin = _plan_of("--begin", arguments.begin, cases, arguments.method)
+    for option, path in (("--begin", arguments.begin), ("--improve", arguments.improve)):
+        if path is not None:
+            begin = _plan_of(option, path, cases, arguments.method)
     budget_s = fields.duration(arguments.budget, "--budget", above=True)
     limit_s = fields.duration(arguments.bound_budget, "--bound-budget", above=True)
+    improves = arguments.improve is not None
     with progress(arguments.method) as watch:
-        search = Search(arguments.seed, budget_s, placement, begin, watch, arguments.compiled)
+        search = Search(
+            arguments.seed, budget_s, placement, begin, watch, arguments.compiled, improves
+        )
         with search.interruptible():
-            plan = plan_best(cases, arguments.method, search)
+            plan = _searched(cases, search, arguments)
     if search.end.interrupted:
         print("the search was interrupted: this is the best plan it had", file=sys.stderr)
-    elif search.end.interpreted:
+    elif search.end.interpreted and not search.end.uncompilable:
         print(
             "the search was not compiled on this machine yet, so it has done little; that goes on, "
             "and in a minute the same command finds a better plan",
             file=sys.stderr,
         )
-    elif search.end.cut_short:
+    elif search.end.cut_short and not search.end.uncompilable:
         print(
             "the clock ended the search before its work was done: on a machine with less else to "
             "do, the same seed may find another plan",
@@ -101,6 +113,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _searched(cases: tuple[Case, ...], search: Search, arguments: argparse.Namespace) -> Plan:
+    """Search for the best plan; while joint is being compiled, write one found without."""
+    from skippipe_sched.methods import plan_best
+    from skippipe_sched.methods.joint import SHORT_BUDGET_S
+    from skippipe_sched.search.compiled import is_compiled
+
+    method, output = arguments.method, arguments.output
+    is_short = search.waits_for_compiler or search.budget_s <= SHORT_BUDGET_S
+    if is_short or METHODS[method].module != "joint" or is_compiled():
+        return plan_best(cases, method, search)
+    first = plan_best(cases, method, replace(search, budget_s=SHORT_BUDGET_S))
+    if search.end.interrupted:
+        return first
+    write("--output", output, first.save)
+    first_s = first.predicted.iteration_s
+    print(f"wrote {output}, a first plan of {first_s:.2f} s an iteration", file=sys.stderr)
+    search.end.cut_short = search.end.interpreted = False
+    plan = plan_best(cases, method, replace(search, waits_for_compiler=True))
+    quicker = min(first, plan, key=lambda own: own.predicted.iteration_s)
+    return quicker if search.end.interpreted else plan
+
+
 def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> Plan:
     """Load another plan, whose placement must be one of the case's."""
     from skippipe_sched.problem.plan import load_plan
@@ -112,7 +146,7 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
             option, str(path), f"its stages have sizes {list(sizes)}, "
             "which are not the case's", "Give the plan of a case with the same stages",
         )  # fmt: skip
-    if option == "--begin" and not plan.fits(cases[0], path_length_of(method, cases[0])):
+    if option != "--placement" and not plan.fits(cases[0], path_length_of(method, cases[0])):
         raise InputError(
             option, str(path), "its paths are not as many or not as long as the case's",
             "Give the plan of a case with the same microbatches and path_length",

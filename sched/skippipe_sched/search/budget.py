@@ -25,12 +25,14 @@ Placement = tuple[tuple[int, ...], ...]
 class End:
     """The end of a search and its parts: before their steps were done, because a user wished so.
 
-    `interpreted`: the search was not compiled when it ended, and has done little.
+    `interpreted`: the search was not compiled when it ended, and has done little. `uncompilable`:
+    it never will be, as compiling it has failed.
     """
 
     cut_short: bool = False
     interrupted: bool = False
     interpreted: bool = False
+    uncompilable: bool = False
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Search:
     """A seed, a budget in seconds, a placement to keep if one is given, and what was found so far.
 
     With `begin`, a plan whose stages and paths are as large as the case's, a method that can begins
-    there too.
+    there too, and nowhere else if it `improves`.
 
     A method does a number of steps that follows from the budget alone (`steps`), so the same seed
     and budget give the same plan on every machine that is quick enough. The clock is only the
@@ -48,7 +50,7 @@ class Search:
     `watch`, if given, is called with the search whenever it has come further: `share` of the budget
     is used, `best_s` is the best iteration so far, `bound_s` what none can beat, if that is known.
     A machine's first search has to be compiled before; unless it `waits_for_compiler`, it begins
-    in plain Python.
+    in plain Python. No budget counts that wait.
     """
 
     seed: int = 0
@@ -57,6 +59,7 @@ class Search:
     begin: Plan | None = None
     watch: Callable[[Search], None] | None = None
     waits_for_compiler: bool = True
+    improves: bool = False
     end: End = field(default_factory=End)
     best_s: float = field(default=float("inf"), init=False)
     bound_s: float | None = field(default=None, init=False)

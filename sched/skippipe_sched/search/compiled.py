@@ -97,14 +97,30 @@ def compiling_alone() -> Iterator[None]:
         yield
 
 
-def start_compiling(module: str) -> subprocess.Popen[bytes]:
-    """Call `compile_search` of a module in a process that stays if this one ends."""
-    program = f"from {module} import compile_search; compile_search()"
-    null = subprocess.DEVNULL
-    return subprocess.Popen(
-        [sys.executable, "-c", program], stdin=null, stdout=null, stderr=null,
-        start_new_session=True,
-    )  # fmt: skip
+class Compilation:
+    """Another process that compiles the search; it stays if this one ends."""
+
+    def __init__(self, program: str):
+        """Run a program in Python; what it says goes to a file beside the compiled code."""
+        self._said = _cache_folder() / "compilation.txt"
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                start_new_session=True,
+            )  # fmt: skip
+        self._is_failure_told = False
+
+    def succeeded(self) -> bool | None:
+        """Tell whether it has; None while it runs. Its failure is printed on stderr, once."""
+        code = self._process.poll()
+        if code and not self._is_failure_told:
+            self._is_failure_told = True
+            print(
+                f"the search could not be compiled (exit code {code}, see {self._said}): it goes "
+                "on in plain Python, about a thousand times as slowly",
+                file=sys.stderr,
+            )
+        return None if code is None else code == 0
 
 
 def _mark() -> Path:

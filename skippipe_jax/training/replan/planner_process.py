@@ -39,6 +39,9 @@ PREPARES_AFTER_S = 20.0
 # So many keep in memory what a search needs: whoever leads, and who does when it is lost.
 READY_HOSTS = 2
 
+# So short a search finds more if it does nothing but improve the plan that stands.
+IMPROVES_WITHIN_S = 2.0
+
 # Of a search that is made only so that all is loaded and compiled.
 SHORTEST_BUDGET_S = 0.01
 
@@ -179,7 +182,8 @@ class PlanSearch:
             words = [*_search_of(case, path, budget_s), "--seed", str(seed)]
             if standing.fits(case, path_length_of(DEFAULT_METHOD, case)):
                 standing.save(Path(folder.name, "standing"))
-                words += ["--begin", str(Path(folder.name, "standing"))]
+                option = "--improve" if budget_s <= IMPROVES_WITHIN_S else "--begin"
+                words += [option, str(Path(folder.name, "standing"))]
             commands.append(words)
         threading.Thread(target=self._search, args=(folder, commands), daemon=True).start()
 

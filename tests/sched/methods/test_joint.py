@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import joint, make_plan, path_length_of, plan_best
+from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import load_plan
@@ -62,6 +63,18 @@ def test_a_search_that_begins_at_a_good_plan_needs_less_to_find_one():
     known = make_plan(case, "joint", Search(budget_s=1.0))
     plain, begun = (make_plan(case, "joint", Search(1, 0.02, begin=b)) for b in (None, known))
     assert begun.predicted.iteration_s < plain.predicted.iteration_s
+
+
+def test_a_search_improves_a_plan_that_has_lost_nodes_and_does_so_again(monkeypatch):
+    monkeypatch.setattr(Search, "elapsed_s", 0.0)
+    whole = make_plan(paper_case(), "balanced")
+    repaired = plan_without(whole, set(range(20)) - {3, 15})
+    found, again = (
+        make_plan(repaired.case, "joint", Search(1, 0.1, begin=repaired, improves=True))
+        for _ in range(2)
+    )
+    assert found.predicted.iteration_s < 0.9 * repaired.predicted.iteration_s
+    assert found.to_json() == again.to_json()
 
 
 def test_a_search_for_full_paths_begins_at_a_plan_of_them_for_a_case_of_shorter_ones():
