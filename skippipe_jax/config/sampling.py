@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+DEFAULT_SLOTS = 16
+"""Sequences that are scored or generated together where nothing is said of it."""
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -1,47 +1,355 @@
-"""Decoding with a cache: each token runs through the stages once, whichever stages these are.
+"""Decoding with caches: each token runs through the stages once, many sequences side by side.
 
-A stage keeps the keys and values of all positions so far in arrays of fixed size, so one program
-serves every token after the prompt.
+A `Generator` has slots, each for one sequence. Sequences enter and leave them while others go on,
+and all arrays are of fixed sizes, so no sequence compiles anew. A stage runs by itself, over a
+cache of its own, so a `StageExecutor` may also be one whose stages are on other hosts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.models.llama import Block, DataStage, Stage, precise, rotate, rotations
+from skippipe_jax.models.llama import Block, DataStage, Stage, precise, rotations
 
 if TYPE_CHECKING:
+    from skippipe_jax.inference.language_model import LanguageModel
     from skippipe_jax.inference.staged_model import StagedModel
 
-# Caches and prompts are padded to powers of two, so that few sizes are compiled.
 LEAST_LENGTH = 16
+"""Caches and spans of prompts are padded to powers of two from here on, so few are compiled."""
+PREFILL_TOKENS = 128
+"""The most tokens of a prompt that run through the stages at once."""
+LEAST_ATTENDED = 128
+"""Attention looks at a power of two of positions, at least so many, not at all of a long cache."""
 # Below this every draw is the likeliest token, and the logits over it would not stay finite.
 LEAST_TEMPERATURE = 1e-6
 
 
-class Cache(NamedTuple):
-    """Keys and values at every position, of the blocks of a stage or of one block."""
+class KVCache(NamedTuple):
+    """Keys and values of a stage at every position of every slot."""
 
-    keys: Float[Array, "*layers batch length kv_heads head_width"]
-    values: Float[Array, "*layers batch length kv_heads head_width"]
+    keys: Float[Array, "layer slot kv_heads length head_width"]
+    values: Float[Array, "layer slot kv_heads length head_width"]
+
+
+class Step(NamedTuple):
+    """Tokens that run through the stages together.
+
+    Attributes:
+        tokens: one of each slot, or a span of one slot's prompt.
+        positions: the place of each in its sequence; that of padding is the length of the caches.
+        slot: whose prompt it is; None if each row is the slot of its number.
+    """
+
+    tokens: Int[np.ndarray, "row time"]
+    positions: Int[np.ndarray, "row time"]
+    slot: int | None = None
+
+
+class Decoder(Protocol):
+    """What a `Generator` decodes with: a model, or several together."""
+
+    @property
+    def slots(self) -> int:
+        """How many sequences it holds at a time."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """How many positions each of them may have."""
+        ...
+
+    def prefill(self, step: Step) -> None:
+        """Take in tokens that come next in the sequence of one slot."""
+        ...
+
+    def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
+        """Take in a token of each slot, and return the logits of the one behind it."""
+        ...
+
+
+class StageExecutor:
+    """The `Decoder` of one model: runs its stages, each over a cache of its own."""
+
+    def __init__(self, model: StagedModel, order: Order, slots: int, length: int):
+        """Make room for so many sequences of so many positions in each stage of an order."""
+        self.model, self.order, self.slots, self.length = model, order, slots, length
+        config = model.config
+
+        def empty(stage: int) -> Array:
+            shape = (model.cut[stage], slots, config.kv_heads, length, config.head_width)
+            return jnp.zeros(shape, config.compute_dtype)
+
+        self._caches = {stage: KVCache(empty(stage), empty(stage)) for stage in order}
+
+    def forward(self, stage: int, x: Array | np.ndarray, step: Step) -> Array:
+        """Return the residual stream [row time width] after a stage, whose cache then knows it.
+
+        The data stage takes tokens [row time].
+        """
+        last = step.positions[step.positions < self.length].max(initial=0)
+        attended = padded_length(int(last) + 1, self.length, LEAST_ATTENDED)
+        structure, parameters = self.model.structures[stage], self.model.parameters[stage]
+        x, self._caches[stage] = _forward(
+            (structure, attended), parameters, self._caches[stage], x, step.positions, step.slot
+        )
+        return x
+
+    def run(self, step: Step) -> Float[Array, "row time width"]:
+        """Return the residual stream after all stages of the order."""
+        x = self.forward(self.order[0], step.tokens, step)
+        for stage in self.order[1:]:
+            x = self.forward(stage, x, step)
+        return x
+
+    def prefill(self, step: Step) -> None:
+        """Do what `Decoder.prefill` says."""
+        self.run(step)
+
+    def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
+        """Return what `Decoder.next_logits` says."""
+        return _logits(self.model.structures[0], self.model.parameters[0], self.run(step))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _forward(
+    static: tuple[Any, int],
+    parameters: Any,
+    cache: KVCache,
+    x: Array,
+    positions: Int[Array, "row time"],
+    slot: Int[Array, ""] | None,
+) -> tuple[Float[Array, "row time width"], KVCache]:
+    """Merge a stage and run it; `static` is its structure, and how many positions are looked at."""
+    structure, attended = static
+    return run_stage(nnx.merge(structure, parameters), x, cache, positions, slot, attended)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(
+    structure: Any, parameters: Any, x: Float[Array, "slot 1 width"]
+) -> Float[Array, "slot vocabulary"]:
+    return nnx.merge(structure, parameters).logits(x)[:, 0]
+
+
+@precise
+def run_stage(
+    stage: Stage,
+    x: Array,
+    cache: KVCache,
+    positions: Int[Array, "row time"],
+    slot: Int[Array, ""] | None,
+    attended: int,
+) -> tuple[Float[Array, "row time width"], KVCache]:
+    """Return the residual stream after all blocks of a stage, and its cache."""
+    if isinstance(stage, DataStage):
+        x = stage.embedding[...][x].astype(stage.config.compute_dtype)
+    structure, parameters = nnx.split(stage.blocks)
+
+    def run_block(carried: tuple[Array, KVCache], own: tuple[Array, Any]) -> Any:
+        (x, cache), (layer, block_parameters) = carried, own
+        block: Block = nnx.merge(structure, block_parameters)
+        normed = block.attention_norm(x)
+        added, cache = attend(block, normed, cache, layer, positions, slot, attended)
+        x = x + added
+        return (x + block.feed_forward(block.ffn_norm(x)), cache), None
+
+    # Carried along, the cache is written in place; as outputs of the loop it would be copied.
+    layers = jnp.arange(cache.keys.shape[0])
+    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters))
+    return x, cache
+
+
+def attend(
+    block: Block,
+    x: Float[Array, "row time width"],
+    cache: KVCache,
+    layer: Int[Array, ""],
+    positions: Int[Array, "row time"],
+    slot: Int[Array, ""] | None,
+    attended: int,
+) -> tuple[Float[Array, "row time width"], KVCache]:
+    """Causal attention of tokens to the first `attended` positions of their slots."""
+    query, key, value = block.project(x, rotations(block.config, positions))
+    rows = jnp.arange(len(x))[:, None] if slot is None else slot
+
+    def written(cached: Array, new: Array) -> Array:
+        # Behind the last position, where padding is, nothing is written.
+        return cached.at[layer, rows, :, positions].set(new, mode="drop")
+
+    def seen(cached: Array) -> Array:
+        _, slots, heads, _, width = cached.shape
+        start = (layer, 0 if slot is None else slot, 0, 0, 0)
+        size = (1, slots if slot is None else 1, heads, attended, width)
+        return jax.lax.dynamic_slice(cached, start, size)[0]
+
+    cache = KVCache(written(cache.keys, key), written(cache.values, value))
+    keys, values = seen(cache.keys), seen(cache.values)
+    grouped = query.reshape(*x.shape[:2], keys.shape[1], -1, keys.shape[-1])
+    scores = jnp.einsum(
+        "rtkgw,rksw->rkgts", grouped, keys, preferred_element_type=jnp.float32
+    ) / np.sqrt(keys.shape[-1])
+    is_past = jnp.arange(attended) <= positions[:, None, None, :, None]
+    weights = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf), axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("rkgts,rksw->rtkgw", weights, values)
+    return block.output(mixed.reshape(x.shape)), cache
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """A sequence that is asked for.
+
+    Attributes:
+        prompt: at least one token.
+        max_new_tokens: how many may come after it.
+        sampling: how these are drawn.
+        end: the token behind which none is drawn.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling
+    end: int | None = None
+
+
+class DecodedToken(NamedTuple):
+    """A token that was drawn for a request, and whether it is the last; the end mark is one too."""
+
+    request: int
+    token: int
+    is_last: bool
+
+
+class Generator:
+    """Draws tokens of many requests at once, by continuous batching.
+
+    A request waits for a slot, its prompt runs through the stages, and from then on it gets a token
+    in each step, as all that have a slot do. Its tokens do not depend on who else is there.
+    """
+
+    def __init__(self, decoder: Decoder):
+        """Begin with empty slots."""
+        self.decoder = decoder
+        slots = decoder.slots
+        self._waiting: deque[tuple[int, DecodeRequest]] = deque()
+        self._running: dict[int, tuple[int, DecodeRequest]] = {}  # By slot.
+        self._submitted = 0
+        # Of the token of each slot that is to run next. An empty slot has a place behind the cache.
+        self._tokens = np.zeros((slots, 1), np.int32)
+        self._positions = np.full((slots, 1), decoder.length, np.int32)
+        self._keys = np.stack([_key_data(0)] * slots)
+        self._temperatures = np.zeros(slots, np.float32)
+        self._top_p = np.ones(slots, np.float32)
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether there are requests that are not done."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, request: DecodeRequest) -> int:
+        """Let a request wait for a slot; return its number, from 0.
+
+        Raises:
+            InputError: if there is no prompt, or its tokens are more than a slot has room for.
+        """
+        room = self.decoder.length - request.max_new_tokens
+        if not 0 < len(request.prompt) <= room:
+            problem = f"a slot has {self.decoder.length} positions, and the prompt has "
+            problem += f"{len(request.prompt)} tokens"
+            remedy = "Give a prompt, and ask for no more than fits behind it"
+            raise InputError("max_new_tokens", request.max_new_tokens, problem, remedy)
+        self._waiting.append((self._submitted, request))
+        self._submitted += 1
+        return self._submitted - 1
+
+    def cancel(self, number: int) -> None:
+        """Draw no more tokens of a request, and free its slot; one that is done has none."""
+        self._waiting = deque(own for own in self._waiting if own[0] != number)
+        for slot in [slot for slot, (own, _) in self._running.items() if own == number]:
+            self._leave(slot)
+
+    def step(self) -> list[DecodedToken]:
+        """Give waiting requests the empty slots, and draw a token for each slot that is taken."""
+        for slot in range(self.decoder.slots):
+            if slot not in self._running and self._waiting:
+                self._enter(slot, *self._waiting.popleft())
+        if not self._running:
+            return []
+        logits = self.decoder.next_logits(Step(self._tokens, self._positions))
+        by = self._keys, self._positions[:, 0], self._temperatures, self._top_p
+        drawn = np.asarray(_draw(logits, *by))
+        found = []
+        for slot, (number, request) in list(self._running.items()):
+            token = int(drawn[slot])
+            self._tokens[slot] = token
+            self._positions[slot] += 1
+            count = int(self._positions[slot, 0]) - len(request.prompt) + 1
+            is_last = token == request.end or count == request.max_new_tokens
+            found.append(DecodedToken(number, token, is_last))
+            if is_last:
+                self._leave(slot)
+        return found
+
+    def _enter(self, slot: int, number: int, request: DecodeRequest) -> None:
+        """Run all of a prompt but its last token, which draws the first one of the request."""
+        prompt, last = np.asarray(request.prompt, np.int32), len(request.prompt) - 1
+        for start in range(0, last, PREFILL_TOKENS):
+            span = prompt[start : min(start + PREFILL_TOKENS, last)]
+            shape = 1, padded_length(len(span), PREFILL_TOKENS)
+            tokens = np.zeros(shape, np.int32)
+            positions = np.full(shape, self.decoder.length, np.int32)
+            tokens[0, : len(span)], positions[0, : len(span)] = span, start + np.arange(len(span))
+            self.decoder.prefill(Step(tokens, positions, slot))
+        how = request.sampling
+        self._running[slot] = number, request
+        self._tokens[slot], self._positions[slot] = prompt[last], last
+        self._keys[slot] = _key_data(how.seed)
+        self._temperatures[slot], self._top_p[slot] = how.temperature, how.top_p
+
+    def _leave(self, slot: int) -> None:
+        del self._running[slot]
+        self._positions[slot], self._temperatures[slot] = self.decoder.length, 0.0
+
+
+def _key_data(seed: int) -> np.ndarray:
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+@jax.jit
+def _draw(
+    logits: Float[Array, "slot vocabulary"],
+    keys: UInt[Array, "slot _"],
+    positions: Int[Array, " slot"],
+    temperatures: Float[Array, " slot"],
+    top_p: Float[Array, " slot"],
+) -> Int[Array, " slot"]:
+    """One token of each slot: by the key of its seed, and the place of the token before it."""
+
+    def drawn() -> Array:
+        own = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
+        return sample(logits, own, temperatures, top_p)
+
+    # Most often the likeliest tokens are asked for, and nothing need be sorted.
+    likeliest = lambda: jnp.argmax(logits, axis=-1)  # noqa: E731
+    return jax.lax.cond(jnp.any(temperatures > 0), drawn, likeliest)
 
 
 def generate_tokens(
-    model: StagedModel,
-    order: Order,
+    model: LanguageModel,
     prompt: Sequence[int],
     count: int,
     sampling: Sampling,
@@ -52,28 +360,12 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    structures = tuple(model.structures[stage] for stage in order)
-    parameters = [model.parameters[stage] for stage in order]
-    length = length_for(prompt, count, model.context)
-    caches = empty_caches(model, order, 1, length)
-    key = jax.random.key(sampling.seed)
-
-    def next_of(tokens: Array, start: int, last: int) -> Array:
-        nonlocal caches
-        tokens, caches = next_token(
-            structures,
-            parameters,
-            caches,
-            tokens,
-            start,
-            last,
-            key,
-            float(sampling.temperature),
-            sampling.top_p,
-        )
-        return tokens
-
-    yield from one_by_one(next_of, prompt, count, length, end)
+    generator = Generator(model.decoder(1, length_for(prompt, count, model.context)))
+    generator.submit(DecodeRequest(prompt, count, sampling, end))
+    while generator.is_busy:
+        for decoded in generator.step():
+            if decoded.token != end:
+                yield decoded.token
 
 
 def length_for(prompt: Sequence[int], count: int, context: int) -> int:
@@ -91,30 +383,6 @@ def length_for(prompt: Sequence[int], count: int, context: int) -> int:
             f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
         )
     return padded_length(len(prompt) + count, context)
-
-
-def one_by_one(
-    next_of: Callable[[Any, int, int], Int[Array, "1 1"]],
-    prompt: Sequence[int],
-    count: int,
-    length: int,
-    end: int | None,
-) -> Iterator[int]:
-    """Up to `count` tokens after a prompt, until `end`.
-
-    `next_of` tokens [1, time], of which those behind `last` are padding, at the positions from
-    `start` on, gives the one that comes next.
-    """
-    tokens: Any = np.zeros((1, padded_length(len(prompt), length)), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    start, last = 0, len(prompt) - 1
-    for _ in range(count):
-        tokens = next_of(tokens, start, last)
-        token = int(tokens[0, 0])
-        if token == end:
-            return
-        yield token
-        start, last = start + last + 1, 0
 
 
 @overload
@@ -141,155 +409,52 @@ def continued(
     return decode([*given, *draw(given)])[len(decode(given)) :]
 
 
-def text_pieces(
-    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
-) -> Iterator[str]:
-    """Return the text that tokens add to a prompt, as soon as the characters in it are whole.
+class TextStream:
+    """The text that tokens add to a prompt, as soon as the characters in it are whole.
 
     Some tokenizers write a token otherwise at the beginning of a text, so each piece is what it
     adds to the piece before it.
     """
-    before, pending = list(prompt), []
-    for token in tokens:
-        pending.append(token)
-        text = decode(before + pending)
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]):
+        """Begin behind a prompt; `decode` makes text of tokens."""
+        self._decode, self._before, self._pending = decode, list(prompt), []
+
+    def push(self, token: int) -> str:
+        """Take the next token, and return what is whole with it: "" if nothing new is."""
+        self._pending.append(token)
+        text = self._decode(self._before + self._pending)
         # A character of several bytes whose last ones are yet to come.
-        if not text.endswith("\ufffd"):
-            yield text[len(decode(before)) :]
-            before, pending = pending, []
-    if pending:
-        yield decode(before + pending)[len(decode(before)) :]
+        if text.endswith("\ufffd"):
+            return ""
+        return self._taken(text)
+
+    def rest(self) -> str:
+        """Return what is left when no token comes any more."""
+        return self._taken(self._decode(self._before + self._pending)) if self._pending else ""
+
+    def _taken(self, text: str) -> str:
+        piece = text[len(self._decode(self._before)) :]
+        self._before, self._pending = self._pending, []
+        return piece
 
 
-def padded_length(needed: int, most: int) -> int:
+def padded_length(needed: int, most: int, least: int = LEAST_LENGTH) -> int:
     """A length that others share: the next power of two, or `most`."""
-    return min(max(LEAST_LENGTH, 1 << (needed - 1).bit_length()), most)
-
-
-def empty_caches(model: StagedModel, order: Order, batch: int, length: int) -> list[Cache]:
-    """Room for `length` positions in each stage of the order."""
-    config = model.config
-    layers = config.layers_of_stages(model.stages)
-
-    def empty(stage: int) -> Array:
-        shape = (layers[stage], batch, length, config.kv_heads, config.head_width)
-        return jnp.zeros(shape, config.compute_dtype)
-
-    return [Cache(empty(stage), empty(stage)) for stage in order]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def next_token(
-    structures: tuple[Any, ...],
-    parameters: Sequence[Any],
-    caches: Sequence[Cache],
-    tokens: Int[Array, "batch time"],
-    start: Int[Array, ""],
-    last: Int[Array, ""],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-) -> tuple[Int[Array, "batch 1"], list[Cache]]:
-    """Return the token drawn after `tokens[:, last]`, and the caches; see `advance`."""
-    logits, caches = advance(structures, parameters, caches, tokens, start, last)
-    drawn = sample(logits, jax.random.fold_in(key, start + last), temperature, top_p)
-    return drawn[:, None], caches
-
-
-def advance(
-    structures: tuple[Any, ...],
-    parameters: Sequence[Any],
-    caches: Sequence[Cache],
-    tokens: Int[Array, "batch time"],
-    start: Int[Array, ""],
-    last: Int[Array, ""],
-) -> tuple[Float[Array, "batch vocabulary"], list[Cache]]:
-    """Run tokens at the positions from `start` on through the stages, the data stage first.
-
-    Returns the logits behind `tokens[:, last]`, and the caches with what the tokens leave there.
-    Tokens behind `last` are padding: what they leave is overwritten before anything looks at it.
-    """
-    data_stage, x, filled = run_stages(structures, parameters, caches, tokens, start)
-    return logits_behind(data_stage, x, last), filled
-
-
-def run_stages(
-    structures: tuple[Any, ...],
-    parameters: Sequence[Any],
-    caches: Sequence[Cache],
-    tokens: Int[Array, "batch time"],
-    start: Int[Array, ""],
-) -> tuple[DataStage, Float[Array, "batch time width"], list[Cache]]:
-    """The data stage, the residual stream after all stages, and the caches, as in `advance`."""
-    stages = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
-    data_stage: DataStage = stages[0]
-    x = data_stage.embedding[...][tokens].astype(data_stage.config.compute_dtype)
-    filled = []
-    for stage, cache in zip(stages, caches, strict=True):
-        x, cache = run_stage(stage, x, cache, start)
-        filled.append(cache)
-    return data_stage, x, filled
-
-
-def logits_behind(
-    data_stage: DataStage, x: Float[Array, "batch time width"], last: Int[Array, ""]
-) -> Float[Array, "batch vocabulary"]:
-    """Return the logits of the token behind position `last`."""
-    return data_stage.logits(jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0]
-
-
-@precise
-def run_stage(
-    stage: Stage, x: Float[Array, "batch time width"], cache: Cache, start: Int[Array, ""]
-) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Return the residual stream after all blocks of a stage, and its cache."""
-    structure, parameters = nnx.split(stage.blocks)
-
-    def run_block(x: Array, own: tuple[Any, Cache]) -> tuple[Array, Cache]:
-        block: Block = nnx.merge(structure, own[0])
-        attended, cache = attend(block, block.attention_norm(x), own[1], start)
-        x = x + attended
-        return x + block.feed_forward(block.ffn_norm(x)), cache
-
-    return jax.lax.scan(run_block, x, (parameters, cache))
-
-
-def attend(
-    block: Block, x: Float[Array, "batch time width"], cache: Cache, start: Int[Array, ""]
-) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Causal attention from positions `start` on to these and all before them."""
-    config: ModelConfig = block.config
-    heads = (*x.shape[:2], -1, config.head_width)
-    positions = (start + jnp.arange(x.shape[1]))[None]
-    by = rotations(config, positions)
-    key = rotate(block.key(x).reshape(heads), by)
-    cache = Cache(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, key, start, axis=1),
-        jax.lax.dynamic_update_slice_in_dim(
-            cache.values, block.value(x).reshape(heads), start, axis=1
-        ),
-    )
-    attended = jax.nn.dot_product_attention(
-        rotate(block.query(x).reshape(heads), by),
-        cache.keys,
-        cache.values,
-        mask=jnp.arange(cache.keys.shape[1]) <= positions[:, None, :, None],
-        implementation="xla",
-    )
-    return block.output(attended.reshape(x.shape)), cache
+    return min(max(least, 1 << (needed - 1).bit_length()), most)
 
 
 def sample(
     logits: Float[Array, "batch vocabulary"],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""] | float,
-    top_p: Float[Array, ""] | float,
+    keys: Shaped[PRNGKeyArray, " batch"],
+    temperatures: Float[Array, " batch"],
+    top_p: Float[Array, " batch"],
 ) -> Int[Array, " batch"]:
     """One token of each row, drawn as `Sampling` says."""
-    scaled = logits / jnp.maximum(temperature, LEAST_TEMPERATURE)
+    scaled = logits / jnp.maximum(temperatures, LEAST_TEMPERATURE)[:, None]
     descending = jnp.sort(scaled, axis=-1, descending=True)
     chances = jax.nn.softmax(descending, axis=-1)
-    likelier = jnp.cumsum(chances, axis=-1) - chances
-    least = jnp.min(jnp.where(likelier < top_p, descending, jnp.inf), axis=-1, keepdims=True)
-    drawn = jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf), axis=-1)
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+    is_needed = jnp.cumsum(chances, axis=-1) - chances < top_p[:, None]
+    least = jnp.min(jnp.where(is_needed, descending, jnp.inf), axis=-1, keepdims=True)
+    drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(scaled >= least, scaled, -jnp.inf))
+    return jnp.where(temperatures > 0, drawn, jnp.argmax(logits, axis=-1))
