@@ -9,6 +9,8 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 MOST_PENALTY = 2.0
+DEFAULT_SLOTS = 16
+"""Sequences that are scored or generated together where nothing is said of it."""
 
 
 @dataclass(frozen=True)

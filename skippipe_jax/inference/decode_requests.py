@@ -53,11 +53,11 @@ class Decoded(NamedTuple):
     Attributes:
         request: its number.
         is_last: whether nothing more comes; a token of `ends` is drawn too.
-        token: the one drawn.
+        drawn: the token.
         prompt: the tokens of the prompt but the first, where scores were asked for.
     """
 
     request: int
     is_last: bool
-    token: ScoredToken | None = None
+    drawn: ScoredToken | None = None
     prompt: tuple[ScoredToken, ...] = ()

@@ -25,26 +25,30 @@ class TextStream:
         self._window = list(prompt)
         # Where in the window the tokens begin that came since it was last cut.
         self._recent = len(self._window)
-        text = decode(self._window)
-        self._told = len(_whole(text))
+        # The beginning of the window's text that is told.
+        self._told = _whole(decode(self._window))
 
     def push(self, token: int) -> str:
         """Take the next token, and return what is whole with it: "" if nothing new is."""
         self._window.append(token)
         text = self._decode(self._window)
         whole = _whole(text)
-        piece = whole[self._told :]
-        self._told = max(self._told, len(whole))
-        held = max(len(text) - self._told, 0)
+        # Of a run of bytes that is no text yet, some tokenizers write none as they did before.
+        if len(whole) < len(text) and not text.startswith(self._told):
+            whole = self._told
+        piece = whole[len(self._told) :]
+        self._told = whole if len(whole) > len(self._told) else self._told
+        held = max(len(text) - len(self._told), 0)
         if (piece and not held) or len(self._window) - self._recent > LONGEST_WINDOW:
             self._window = self._window[self._recent :]
             self._recent = len(self._window)
-            self._told = len(self._decode(self._window)) - held
+            text = self._decode(self._window)
+            self._told = text[: len(text) - held]
         return piece
 
     def rest(self) -> str:
         """Return what is left when no token comes any more."""
-        return self._decode(self._window)[self._told :]
+        return self._decode(self._window)[len(self._told) :]
 
 
 def _whole(text: str) -> str:

@@ -63,12 +63,12 @@ class Choice:
             text, tokens = self._echoed, self._echoed_tokens(decoded.prompt)
             self._echoed = None
         new, is_end = "", False
-        if decoded.token is not None:
+        if decoded.drawn is not None:
             self.drawn += 1
-            tokens.append(PlacedToken(decoded.token, self._offset))
-            is_end = decoded.token.token in self.request.ends
+            tokens.append(PlacedToken(decoded.drawn, self._offset))
+            is_end = decoded.drawn.token in self.request.ends
             if not is_end:
-                new = self._text.push(decoded.token.token)
+                new = self._text.push(decoded.drawn.token)
         if decoded.is_last:
             new += self._text.rest()
         self._offset += len(new)

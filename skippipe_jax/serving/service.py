@@ -151,7 +151,7 @@ class Job:
         try:
             async for place, decoded in sequences.decoded():
                 now_s = time.monotonic()
-                if decoded.token is not None:
+                if decoded.drawn is not None:
                     metrics.new_tokens.inc()
                     if place in last_s:
                         metrics.next_token.observe(now_s - last_s[place])
