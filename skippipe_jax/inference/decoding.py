@@ -138,7 +138,7 @@ class StageExecutor:
 
     def run(self, step: Step) -> Float[Array, "row time width"]:
         """Return the residual stream after all stages of the order."""
-        x = self.forward(self.order[0], step.tokens, step)
+        x: Any = self.forward(self.order[0], step.tokens, step)
         for stage in self.order[1:]:
             rows = self._skipped if step.slot is None else [self._skipped[step.slot]]
             skips = np.array([stage in skipped for skipped in rows])

@@ -138,7 +138,9 @@ class Scores(NamedTuple):
     of_likeliest: Float[Array, "*place likeliest"]
     likeliest: Int[Array, "*place likeliest"]
 
-    def tokens(self, own: np.ndarray, counts: Sequence[int | None]) -> list[ScoredToken]:
+    def tokens(
+        self, own: Sequence[int] | np.ndarray, counts: Sequence[int | None]
+    ) -> list[ScoredToken]:
         """Return the tokens of a row of places with so many of the likeliest ones for each."""
         of_tokens, of_likeliest, likeliest = (np.asarray(part) for part in self)
         return [

@@ -229,7 +229,8 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         ClientDisconnect: if it has gone.
     """
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(request.receive())  # The body is read: nothing else can come.
+    # The body is read: nothing else can come.
+    gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

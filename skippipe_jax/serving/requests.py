@@ -131,7 +131,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
         Raises:
             ApiError: if there is none, or it is neither.
         """
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if given and all(type(one) is int for one in given):
             given = [given]
         is_right = [

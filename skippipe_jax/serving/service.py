@@ -66,8 +66,9 @@ class Job:
             raise ApiError(404, message, param="model", code="model_not_found")
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         stages, likeliest = asked.stages(served.stages, seed), asked.likeliest
-        ends = {served.tokenizer.end} | ({served.turn_end} if self.is_chat else set())
-        ends = frozenset() if asked.ignore_eos else frozenset(ends - {None})
+        ends = {served.tokenizer.end}
+        if self.is_chat and served.turn_end is not None:
+            ends.add(served.turn_end)
         count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
         if count > capacity:
             message = f"n: {count} sequences are asked for, and there is room for {capacity}"
@@ -82,7 +83,7 @@ class Job:
                     prompt,
                     count,
                     asked.sampling(seed + number),
-                    ends,
+                    frozenset() if asked.ignore_eos else frozenset(ends),
                     stages,
                     likeliest,
                     scores_prompt=asked.echo and likeliest is not None,

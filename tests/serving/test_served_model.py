@@ -36,6 +36,9 @@ SECTIONS: dict[str, Any] = {
     "data": {"sequence_length": 32, "source": "chat", "path": "chat.jsonl", "packing": "documents"},
 }  # fmt: skip
 NAME = "tiny"
+# The harness's decorator hides what these take.
+Completions: Any = LocalCompletionsAPI
+Conversations: Any = LocalChatCompletion
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +168,13 @@ def test_the_harness_finds_by_the_api_what_it_finds_without(
 ):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     asked = {"model": NAME, "base_url": f"{url}/v1/completions", "max_length": 128}
-    by_api = LocalCompletionsAPI(**asked, add_bos_token=True)
+    by_api = Completions(**asked, add_bos_token=True)
     alone = HarnessModel(model)
     pairs = [("\x01a", "b"), ("words of", " text"), ("", "yes"), ("2 + 2 =", " 4")]
     given = [asked_of_harness("loglikelihood", *pair) for pair in pairs]
     # It sends the tokens without the mark with which each text begins here.
     begin = "<|begin_of_text|>"
-    assert by_api.tokenizer.encode(begin) == [256]  # type: ignore[union-attr]
+    assert by_api.tokenizer.encode(begin) == [256]
     monkeypatch.setattr(by_api, "tok_encode", _marked(by_api.tok_encode))
     found = by_api.loglikelihood(given)
     for (value, is_greedy), (expected, is_greedy_alone) in zip(
@@ -181,7 +184,7 @@ def test_the_harness_finds_by_the_api_what_it_finds_without(
         assert is_greedy == is_greedy_alone
     settings = {"until": ["q"], "max_gen_toks": 12}
     texts = [asked_of_harness("generate_until", text, settings) for text in ("a", "words")]
-    plain = LocalCompletionsAPI(**asked, tokenized_requests=False)
+    plain = Completions(**asked, tokenized_requests=False)
     assert plain.generate_until(texts) == alone.generate_until(texts)
 
 
@@ -195,7 +198,7 @@ def _marked(encode: Any) -> Any:
 
 def test_the_harness_converses(url: str, monkeypatch: pytest.MonkeyPatch, client: openai.OpenAI):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    chat = LocalChatCompletion(
+    chat = Conversations(
         model=NAME, base_url=f"{url}/v1/chat/completions", eos_string="<|end_of_text|>"
     )
     messages: Any = [{"role": "user", "content": "Hello"}]
