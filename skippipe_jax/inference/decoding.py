@@ -1,8 +1,8 @@
 """Decoding with caches: each token runs through the stages once, many sequences side by side.
 
 A `Generator` has slots, each for one sequence. Sequences enter and leave them while others go on,
-and all arrays are of fixed sizes, so no sequence compiles anew. A stage runs by itself, over a
-cache of its own, so a `StageExecutor` may also be one whose stages are on other hosts.
+and all arrays are of a few fixed sizes, so few programs serve all sequences. A stage runs by
+itself, over a cache of its own: a `Decoder` may as well be one whose stages are on other hosts.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class StageExecutor:
         last = step.positions[step.positions < self.length].max(initial=0)
         attended = padded_length(int(last) + 1, self.length, LEAST_ATTENDED)
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
-        x, self._caches[stage] = _forward(
+        after, self._caches[stage] = _forward(
             (structure, attended), parameters, self._caches[stage], x, step.positions, step.slot
         )
-        return x
+        return after
 
     def run(self, step: Step) -> Float[Array, "row time width"]:
         """Return the residual stream after all stages of the order."""
