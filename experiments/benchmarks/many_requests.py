@@ -33,6 +33,7 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import create_stage
 
 QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
+STAGES = 4
 NEW_TOKENS = 64
 LONGEST_CONTEXT, LONGEST_CONTINUATION, LONGEST_TEXT = 128, 16, 512
 """Characters; contexts of 16 and more, continuations of one, texts of a quarter of theirs."""
@@ -40,16 +41,13 @@ LONGEST_CONTEXT, LONGEST_CONTINUATION, LONGEST_TEXT = 128, 16, 512
 
 def quickstart_model() -> StagedModel:
     """A new model of the quickstart's shapes: how fast it answers does not depend on training."""
-    config = load_config(QUICKSTART)
-    stages = len(config.plan.case["stages"])
-    layers = config.model.layers_of_stages(stages)
+    config = load_config(QUICKSTART).model
+    layers = config.layers_of_stages(STAGES)
 
     def parameters(stage: int) -> Any:
-        return nnx.to_pure_dict(
-            nnx.state(create_stage(config.model, stage, layers, jax.random.key(0)))
-        )
+        return nnx.to_pure_dict(nnx.state(create_stage(config, stage, layers, jax.random.key(0))))
 
-    return StagedModel(config.model, [parameters(stage) for stage in range(stages)])
+    return StagedModel(config, [parameters(stage) for stage in range(STAGES)])
 
 
 def requests_of(count: int) -> dict[str, list[Instance]]:

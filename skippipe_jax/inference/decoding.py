@@ -264,14 +264,13 @@ class Generator:
         """Let a request wait for a slot; return its number, from 0.
 
         Raises:
-            InputError: if there is no prompt, or its tokens are more than a slot has room for.
+            InputError: if it has no prompt, asks for no token, or is longer than a slot.
         """
-        room = self.decoder.length - request.max_new_tokens
-        if not 0 < len(request.prompt) <= room:
-            problem = f"a slot has {self.decoder.length} positions, and the prompt has "
-            problem += f"{len(request.prompt)} tokens"
-            remedy = "Give a prompt, and ask for no more than fits behind it"
-            raise InputError("max_new_tokens", request.max_new_tokens, problem, remedy)
+        given, count, length = len(request.prompt), request.max_new_tokens, self.decoder.length
+        if given < 1 or count < 1 or given + count > length:
+            problem = f"a slot has {length} positions, and the prompt has {given} tokens"
+            remedy = "Give a prompt, and ask for one token or more, as many as fit behind it"
+            raise InputError("max_new_tokens", count, problem, remedy)
         self._waiting.append((self._submitted, request))
         self._submitted += 1
         return self._submitted - 1
@@ -360,7 +359,10 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    generator = Generator(model.decoder(1, length_for(prompt, count, model.context)))
+    length = length_for(prompt, count, model.context)
+    if count < 1:
+        return
+    generator = Generator(model.decoder(1, length))
     generator.submit(DecodeRequest(prompt, count, sampling, end))
     while generator.is_busy:
         for decoded in generator.step():
