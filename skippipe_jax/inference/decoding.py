@@ -1,8 +1,8 @@
 """Decoding with caches: each token runs through the stages once, many sequences side by side.
 
 A `Generator` has slots, each for one sequence. Sequences enter and leave them while others go on,
-and all arrays are of fixed sizes, so no sequence compiles anew. A stage runs by itself, over a
-cache of its own, so a `StageExecutor` may also be one whose stages are on other hosts.
+and all arrays are of a few fixed sizes, so few programs serve all sequences. A stage runs by
+itself, over a cache of its own: a `Decoder` may as well be one whose stages are on other hosts.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class StageExecutor:
         last = step.positions[step.positions < self.length].max(initial=0)
         attended = padded_length(int(last) + 1, self.length, LEAST_ATTENDED)
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
-        x, self._caches[stage] = _forward(
+        after, self._caches[stage] = _forward(
             (structure, attended), parameters, self._caches[stage], x, step.positions, step.slot
         )
-        return x
+        return after
 
     def run(self, step: Step) -> Float[Array, "row time width"]:
         """Return the residual stream after all stages of the order."""
@@ -326,18 +326,18 @@ class Generator:
         """Let a request wait for a slot; return its number, from 0.
 
         Raises:
-            InputError: if there is no prompt, or its tokens are more than a slot has room for, or
-                it asks for scores or stages of several models together.
+            InputError: if it has no prompt, asks for nothing, or is longer than a slot; or asks
+                several models together for scores of its prompt, or for some stages.
         """
-        room = self.decoder.length - request.max_new_tokens
-        if not 0 < len(request.prompt) <= room:
-            problem = f"a slot has {self.decoder.length} positions, and the prompt has "
-            problem += f"{len(request.prompt)} tokens"
-            remedy = "Give a prompt, and ask for no more than fits behind it"
-            raise InputError("max_new_tokens", request.max_new_tokens, problem, remedy)
+        given, count, length = len(request.prompt), request.max_new_tokens, self.decoder.length
+        least = 0 if request.scores_prompt else 1
+        if given < 1 or count < least or given + count > length:
+            problem = f"a slot has {length} positions, and the prompt has {given} tokens"
+            remedy = "Give a prompt, and ask for one token or more, as many as fit behind it"
+            raise InputError("max_new_tokens", count, problem, remedy)
         needs_one = request.scores_prompt or request.stages is not None
         if needs_one and not isinstance(self.decoder, StageExecutor):
-            problem = "only one model scores a prompt or runs some stages"
+            problem = "only one model scores a prompt, or runs some stages"
             raise InputError("scores_prompt, stages", needs_one, problem, "Leave it out")
         self._waiting.append((self._submitted, request))
         self._submitted += 1
@@ -473,7 +473,10 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    generator = Generator(model.decoder(1, length_for(prompt, count, model.context)))
+    length = length_for(prompt, count, model.context)
+    if count < 1:
+        return
+    generator = Generator(model.decoder(1, length))
     ends = frozenset() if end is None else frozenset([end])
     generator.submit(DecodeRequest(prompt, count, sampling, ends))
     while generator.is_busy:

@@ -86,7 +86,7 @@ class Job:
                     frozenset() if asked.ignore_eos else frozenset(ends),
                     stages,
                     likeliest,
-                    scores_prompt=asked.echo and likeliest is not None,
+                    scores_prompt=asked.echo and (likeliest is not None or not count),
                 )
                 given = (asked.stops, text if asked.echo else None, hidden)
                 self.choices.append(Choice(len(self.choices), request, served.tokenizer, *given))

@@ -172,6 +172,14 @@ def test_requests_get_what_they_get_alone(asked: list[tuple[DecodeRequest, int]]
         assert found[number] == expected[: None if number != cancelled else len(found[number])]
 
 
+@pytest.mark.parametrize(("prompt", "count"), [(0, 3), (3, 0), (30, 35)])
+def test_a_request_that_fits_no_slot_is_refused(prompt: int, count: int):
+    generator = Generator(model_with().decoder(1, 64))
+    with pytest.raises(InputError, match=f"max_new_tokens = {count}.*prompt has {prompt} tokens"):
+        generator.submit(DecodeRequest([1] * prompt, count, GREEDY))
+    assert list(generate_tokens(model_with(), [1], 0, GREEDY)) == []
+
+
 def test_a_request_that_is_cancelled_frees_its_slot():
     generator = Generator(model_with().decoder(1, 64))
     first, second = (generator.submit(DecodeRequest([256, 5], 50, GREEDY)) for _ in range(2))
