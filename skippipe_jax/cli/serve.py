@@ -49,6 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name by which clients ask for the model (default: that of its folder)",
     )
+    _add_limits(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help="number format of weights, activations and caches (default: %(default)s, as the "
+        "model's configuration says)",
+    )
+    parser.add_argument(
+        "--num-stages",
+        type=int,
+        metavar="N",
+        help="number of stages of an --hf model (default: as for evaluate)",
+    )
+    add_overrides(parser, "override a key of the model's configuration; repeatable")
+    add_log_level(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-model-len",
         type=int,
@@ -70,27 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences that may wait for that; more are refused (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default=DTYPES[0],
-        help="number format of weights, activations and caches (default: %(default)s, as the "
-        "model's configuration says)",
-    )
-    parser.add_argument(
-        "--num-stages",
-        type=int,
-        metavar="N",
-        help="number of stages of an --hf model (default: as for evaluate)",
-    )
-    parser.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
         metavar="S",
         help="seconds in which answers are finished after SIGTERM (default: %(default)s)",
     )
-    add_overrides(parser, "override a key of the model's configuration; repeatable")
-    add_log_level(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

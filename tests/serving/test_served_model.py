@@ -211,6 +211,7 @@ def test_the_harness_converses(url: str, monkeypatch: pytest.MonkeyPatch, client
     assert text == answer.choices[0].message.content
 
 
+@pytest.mark.nightly
 def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
