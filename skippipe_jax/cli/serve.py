@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         default=DTYPES[0],
-        help="number format of weights, activations and caches (default: %(default)s, as the "
-        "model's configuration says)",
+        help="number format of activations and caches, and of the weights of --hf (default: "
+        "%(default)s, as the model's configuration says)",
     )
     parser.add_argument(
         "--num-stages",
@@ -126,7 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _spec(arguments: argparse.Namespace) -> ModelSpec:
     overrides = list(arguments.set)
     if arguments.dtype != DTYPES[0]:
-        overrides += [f"model.{key}_dtype={arguments.dtype}" for key in ("parameter", "compute")]
+        # The weights of a run are as they were saved.
+        parts = ("compute",) if arguments.hf is None else ("compute", "parameter")
+        overrides += [f"model.{part}_dtype={arguments.dtype}" for part in parts]
     given = arguments.num_stages, tuple(overrides)
     if arguments.hf is not None:
         return ModelSpec(hf=(arguments.hf,), num_stages=given[0], overrides=given[1])
