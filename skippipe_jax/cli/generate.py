@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the text as it is sampled; return the exit code."""
     with loading():
         from skippipe_jax.data.chat import encode_prompt, end_of_turn, learns_answers
-        from skippipe_jax.inference.decoding import text_pieces
+        from skippipe_jax.inference.decoding import generate_tokens
+        from skippipe_jax.inference.text_stream import TextStream
 
     count = fields.integer(arguments.max_new_tokens, "--max-new-tokens", 1)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
@@ -88,15 +89,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell(prompt: list[int], shown: str) -> str:
         """Print what comes after a prompt, behind what is `shown` of that, and return it."""
-        drawn = model.tokens_after(prompt, count, sampling)
+        drawn = generate_tokens(model, prompt, count, sampling)
         tokens = itertools.takewhile(lambda token: token not in ends, drawn)
-        said = []
+        stream, said = TextStream(tokenizer.decode, prompt), []
         # With the first piece: until there is one, an error can still come instead.
-        for piece in text_pieces(tokenizer.decode, prompt, tokens):
-            print(shown + piece, end="", flush=True)
-            shown = ""
-            said.append(piece)
-        print(shown)
+        for token in tokens:
+            piece = stream.push(token)
+            if piece:
+                print(shown + piece, end="", flush=True)
+                shown = ""
+                said.append(piece)
+        said.append(stream.rest())
+        print(shown + said[-1])
         return "".join(said)
 
     def answer(messages: list[Message]) -> str:

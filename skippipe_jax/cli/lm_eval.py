@@ -14,6 +14,7 @@ from skippipe_jax.cli.arguments import (
     open_language_model,
 )
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.sampling import DEFAULT_SLOTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-fewshot", type=int, help="number of examples before each question")
     parser.add_argument("--limit", type=int, help="limit of questions per task")
     parser.add_argument(
-        "--batch-size", type=int, default=8, help="sequences per batch (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=DEFAULT_SLOTS,
+        metavar="N",
+        help="sequences that are scored, or generated, at once: more are faster, and take "
+        "more memory (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "estimate-memory": "estimate the memory of each node and the traffic on links",
     "evaluate": "compute the held-out loss of a model, in full and with stages skipped or swapped",
     "generate": "sample text from a model, or from some of its stages",
+    "serve": "serve a model through the API of OpenAI",
     "lm-eval": "run tasks of lm-evaluation-harness on a model, or on some of its stages",
     "experts": "train experts on domains, independently of each other, and compare ensembles",
     "report": "write an HTML page about a run",

@@ -42,9 +42,13 @@ def final_log_weights(
     log_p: Float[Array, "expert sequence position"],
     log_prior: PerExpert,
     resets: Bool[Array, "sequence position"],
+    log_w: Float[Array, "expert sequence"] | None = None,
 ) -> Float[Array, "expert sequence"]:
-    """The same after the last target of each sequence: of the document that is the last in it."""
-    return _scanned(log_p, log_prior, resets)[0]
+    """The same after the last target of each sequence: of the document that is the last in it.
+
+    A sequence that goes on from another begins with the normalised posterior `log_w` of that.
+    """
+    return _scanned(log_p, log_prior, resets, log_w)[0]
 
 
 def likeliest(log_w: Float[Array, "expert ..."]) -> Float[Array, "expert ..."]:
@@ -77,7 +81,9 @@ def spread(
     return jnp.broadcast_to(normalised(log_prior), log_p.shape[:2])
 
 
-def _scanned(log_p: Array, log_prior: Array, resets: Array) -> tuple[Array, Array]:
+def _scanned(
+    log_p: Array, log_prior: Array, resets: Array, log_w: Array | None = None
+) -> tuple[Array, Array]:
     """Return what comes after the last target, and before each."""
     prior = spread(log_prior, log_p)
 
@@ -86,5 +92,7 @@ def _scanned(log_p: Array, log_prior: Array, resets: Array) -> tuple[Array, Arra
         before = jnp.where(resets, prior, log_w)
         return normalised(before + log_p), before
 
-    final, before = jax.lax.scan(pass_target, prior, (jnp.moveaxis(log_p, -1, 0), resets.T))
+    final, before = jax.lax.scan(
+        pass_target, prior if log_w is None else log_w, (jnp.moveaxis(log_p, -1, 0), resets.T)
+    )
     return final, jnp.moveaxis(before, 0, -1)

@@ -1,47 +1,468 @@
-"""Decoding with a cache: each token runs through the stages once, whichever stages these are.
+"""Decoding with caches: each token runs through the stages once, many sequences side by side.
 
-A stage keeps the keys and values of all positions so far in arrays of fixed size, so one program
-serves every token after the prompt.
+A `Generator` has slots, each for one sequence. Sequences enter and leave them while others go on,
+and all arrays are of a few fixed sizes, so few programs serve all sequences. A stage runs by
+itself, over a cache of its own: a `Decoder` may as well be one whose stages are on other hosts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import Tokenizer
+from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
+from skippipe_jax.inference.drawing import (
+    Penalties,
+    SamplingRows,
+    Scores,
+    draw_tokens,
+    penalized,
+    score,
+    scores_of,
+)
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.models.llama import Block, DataStage, Stage, precise, rotate, rotations
+from skippipe_jax.models.llama import Block, DataStage, Stage, precise, rotations
 
 if TYPE_CHECKING:
+    from skippipe_jax.inference.language_model import LanguageModel
     from skippipe_jax.inference.staged_model import StagedModel
 
-# Caches and prompts are padded to powers of two, so that few sizes are compiled.
 LEAST_LENGTH = 16
-# Below this every draw is the likeliest token, and the logits over it would not stay finite.
-LEAST_TEMPERATURE = 1e-6
+"""Caches and spans of prompts are padded to powers of two from here on, so few are compiled."""
+PREFILL_TOKENS = 128
+"""The most tokens of a prompt that run through the stages at once."""
+LEAST_ATTENDED = 128
+"""Attention looks at a power of two of positions, at least so many, not at all of a long cache."""
 
 
-class Cache(NamedTuple):
-    """Keys and values at every position, of the blocks of a stage or of one block."""
+class KVCache(NamedTuple):
+    """Keys and values of a stage at every position of every slot."""
 
-    keys: Float[Array, "*layers batch length kv_heads head_width"]
-    values: Float[Array, "*layers batch length kv_heads head_width"]
+    keys: Float[Array, "layer slot kv_heads length head_width"]
+    values: Float[Array, "layer slot kv_heads length head_width"]
+
+
+class Step(NamedTuple):
+    """Tokens that run through the stages together.
+
+    Attributes:
+        tokens: one of each slot, or a span of one slot's prompt.
+        positions: the place of each in its sequence; that of padding is the length of the caches.
+        slot: whose prompt it is; None if each row is the slot of its number.
+    """
+
+    tokens: Int[np.ndarray, "row time"]
+    positions: Int[np.ndarray, "row time"]
+    slot: int | None = None
+
+
+class Decoder(Protocol):
+    """What a `Generator` decodes with: a model, or several together."""
+
+    @property
+    def slots(self) -> int:
+        """How many sequences it holds at a time."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """How many positions each of them may have."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are logits of."""
+        ...
+
+    def prefill(self, step: Step) -> None:
+        """Take in tokens that come next in the sequence of one slot."""
+        ...
+
+    def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
+        """Take in a token of each slot, and return the logits of the one behind it."""
+        ...
+
+
+class StageExecutor:
+    """The `Decoder` of one model: runs its stages, each over a cache of its own."""
+
+    def __init__(self, model: StagedModel, order: Order, slots: int, length: int):
+        """Make room for so many sequences of so many positions in each stage of an order."""
+        self.model, self.order, self.slots, self.length = model, order, slots, length
+        config = model.config
+
+        def empty(stage: int) -> Array:
+            shape = (model.cut[stage], slots, config.kv_heads, length, config.head_width)
+            # Where the weights are, from the beginning: the first step compiles for all others.
+            place = jax.tree.leaves(model.parameters[stage])[0].sharding
+            return jax.device_put(jnp.zeros(shape, config.compute_dtype), place)
+
+        self._caches = {stage: KVCache(empty(stage), empty(stage)) for stage in order}
+        # By slot: the stages that its sequence does not use.
+        self._skipped: list[frozenset[int]] = [frozenset()] * slots
+
+    def use(self, slot: int, stages: Order | None) -> None:
+        """Let the next sequence in a slot run along these stages of the order; None is all."""
+        skipped = () if stages is None else set(self.order) - set(stages)
+        self._skipped[slot] = frozenset(skipped)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are logits of."""
+        return self.model.config.vocabulary_size
+
+    def forward(self, stage: int, x: Array | np.ndarray, step: Step) -> Array:
+        """Return the residual stream [row time width] after a stage, whose cache then knows it.
+
+        The data stage takes tokens [row time].
+        """
+        last = step.positions[step.positions < self.length].max(initial=0)
+        attended = padded_length(int(last) + 1, self.length, LEAST_ATTENDED)
+        structure, parameters = self.model.structures[stage], self.model.parameters[stage]
+        after, self._caches[stage] = _forward(
+            (structure, attended), parameters, self._caches[stage], x, step.positions, step.slot
+        )
+        return after
+
+    def run(self, step: Step) -> Float[Array, "row time width"]:
+        """Return the residual stream after all stages of the order."""
+        x: Any = self.forward(self.order[0], step.tokens, step)
+        for stage in self.order[1:]:
+            rows = self._skipped if step.slot is None else [self._skipped[step.slot]]
+            skips = np.array([stage in skipped for skipped in rows])
+            if not skips.any():
+                x = self.forward(stage, x, step)
+            elif not skips.all():
+                x = _unless_skipped(skips, x, self.forward(stage, x, step))
+        return x
+
+    def prefill(self, step: Step) -> None:
+        """Do what `Decoder.prefill` says."""
+        self.run(step)
+
+    def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
+        """Return what `Decoder.next_logits` says."""
+        return _logits(self.model.structures[0], self.model.parameters[0], self.run(step))
+
+    def prefill_scored(self, step: Step, targets: Int[np.ndarray, "1 time"]) -> Scores:
+        """Do what `prefill` does, and score the token behind each [1, time]."""
+        x = self.run(step)
+        return _scored_logits(self.model.structures[0], self.model.parameters[0], x, targets)
+
+    def warm_up(self) -> None:
+        """Compile whatever sequences may need, while all slots are empty."""
+        last = {min(attended, self.length) - 1 for attended in _powers(LEAST_ATTENDED, self.length)}
+        for position in sorted(last):
+            for time in _powers(LEAST_LENGTH, PREFILL_TOKENS):
+                positions = np.full((1, time), self.length, np.int32)
+                positions[0, 0] = position
+                tokens = np.zeros((1, time), np.int32)
+                self.prefill_scored(Step(tokens, positions, 0), tokens)
+            positions = np.full((self.slots, 1), self.length, np.int32)
+            positions[0] = position
+            x = self.run(Step(np.zeros((self.slots, 1), np.int32), positions))
+            _unless_skipped(np.zeros(self.slots, bool), x, x)
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """Return the lengths that `padded_length` gives between these two."""
+    lengths = [least]
+    while lengths[-1] < most:
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
+@jax.jit
+def _unless_skipped(
+    skips: Bool[Array, " row"], before: Float[Array, "row time width"], after: Array
+) -> Float[Array, "row time width"]:
+    return jnp.where(skips[:, None, None], before, after)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scored_logits(
+    structure: Any,
+    parameters: Any,
+    x: Float[Array, "1 time width"],
+    targets: Int[Array, "1 time"],
+) -> Scores:
+    scores = scores_of(nnx.merge(structure, parameters).logits(x), targets)
+    return Scores(*(part[0] for part in scores))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _forward(
+    static: tuple[Any, int],
+    parameters: Any,
+    cache: KVCache,
+    x: Array,
+    positions: Int[Array, "row time"],
+    slot: Int[Array, ""] | None,
+) -> tuple[Float[Array, "row time width"], KVCache]:
+    """Merge a stage and run it; `static` is its structure, and how many positions are looked at."""
+    structure, attended = static
+    return run_stage(nnx.merge(structure, parameters), x, cache, positions, slot, attended)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(
+    structure: Any, parameters: Any, x: Float[Array, "slot 1 width"]
+) -> Float[Array, "slot vocabulary"]:
+    return nnx.merge(structure, parameters).logits(x)[:, 0]
+
+
+@precise
+def run_stage(
+    stage: Stage,
+    x: Array,
+    cache: KVCache,
+    positions: Int[Array, "row time"],
+    slot: Int[Array, ""] | None,
+    attended: int,
+) -> tuple[Float[Array, "row time width"], KVCache]:
+    """Return the residual stream after all blocks of a stage, and its cache."""
+    if isinstance(stage, DataStage):
+        x = stage.embedding[...][x].astype(stage.config.compute_dtype)
+    structure, parameters = nnx.split(stage.blocks)
+
+    def run_block(carried: tuple[Array, KVCache], own: tuple[Array, Any]) -> Any:
+        (x, cache), (layer, block_parameters) = carried, own
+        block: Block = nnx.merge(structure, block_parameters)
+        normed = block.attention_norm(x)
+        added, cache = attend(block, normed, cache, layer, positions, slot, attended)
+        x = x + added
+        return (x + block.feed_forward(block.ffn_norm(x)), cache), None
+
+    # Carried along, the cache is written in place; as outputs of the loop it would be copied.
+    layers = jnp.arange(cache.keys.shape[0])
+    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters))
+    return x, cache
+
+
+def attend(
+    block: Block,
+    x: Float[Array, "row time width"],
+    cache: KVCache,
+    layer: Int[Array, ""],
+    positions: Int[Array, "row time"],
+    slot: Int[Array, ""] | None,
+    attended: int,
+) -> tuple[Float[Array, "row time width"], KVCache]:
+    """Causal attention of tokens to the first `attended` positions of their slots."""
+    query, key, value = block.project(x, rotations(block.config, positions))
+    rows = jnp.arange(len(x))[:, None] if slot is None else slot
+
+    def written(cached: Array, new: Array) -> Array:
+        # Behind the last position, where padding is, nothing is written.
+        return cached.at[layer, rows, :, positions].set(new, mode="drop")
+
+    def seen(cached: Array) -> Array:
+        _, slots, heads, _, width = cached.shape
+        start = (layer, 0 if slot is None else slot, 0, 0, 0)
+        size = (1, slots if slot is None else 1, heads, attended, width)
+        return jax.lax.dynamic_slice(cached, start, size)[0]
+
+    cache = KVCache(written(cache.keys, key), written(cache.values, value))
+    keys, values = seen(cache.keys), seen(cache.values)
+    grouped = query.reshape(*x.shape[:2], keys.shape[1], -1, keys.shape[-1])
+    scores = jnp.einsum(
+        "rtkgw,rksw->rkgts", grouped, keys, preferred_element_type=jnp.float32
+    ) / np.sqrt(keys.shape[-1])
+    is_past = jnp.arange(attended) <= positions[:, None, None, :, None]
+    weights = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf), axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("rkgts,rksw->rtkgw", weights, values)
+    return block.output(mixed.reshape(x.shape)), cache
+
+
+class Generator:
+    """Draws tokens of many requests at once, by continuous batching.
+
+    A request waits for a slot, its prompt runs through the stages, and from then on it gets a token
+    in each step, as all that have a slot do. Its tokens do not depend on who else is there.
+    """
+
+    def __init__(self, decoder: Decoder, prompt_tokens: int | None = None):
+        """Begin with empty slots.
+
+        Between two draws at most so many tokens of prompts run through the stages, or a span of
+        them that is longer; None is all that there are.
+        """
+        self.decoder, self._prompt_tokens = decoder, prompt_tokens
+        slots = decoder.slots
+        self._waiting: deque[tuple[int, DecodeRequest]] = deque()
+        # By slot: those whose prompt runs through the stages, and those that get tokens.
+        self._entering: dict[int, _Entering] = {}
+        self._running: dict[int, tuple[int, DecodeRequest]] = {}
+        self._submitted = 0
+        # Of the token of each slot that is to run next. An empty slot has a place behind the cache.
+        self._tokens = np.zeros((slots, 1), np.int32)
+        self._positions = np.full((slots, 1), decoder.length, np.int32)
+        self._rows = SamplingRows.empty(slots)
+        self._penalties: Penalties | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many requests get tokens at a time."""
+        return self.decoder.slots
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether there are requests that are not done."""
+        return bool(self._waiting or self._entering or self._running)
+
+    def submit(self, request: DecodeRequest) -> int:
+        """Let a request wait for a slot; return its number, from 0.
+
+        Raises:
+            InputError: if it has no prompt, asks for nothing, or is longer than a slot; or asks
+                several models together for scores of its prompt, or for some stages.
+        """
+        given, count, length = len(request.prompt), request.max_new_tokens, self.decoder.length
+        least = 0 if request.scores_prompt else 1
+        if given < 1 or count < least or given + count > length:
+            problem = f"a slot has {length} positions, and the prompt has {given} tokens"
+            remedy = "Give a prompt, and ask for one token or more, as many as fit behind it"
+            raise InputError("max_new_tokens", count, problem, remedy)
+        needs_one = request.scores_prompt or request.stages is not None
+        if needs_one and not isinstance(self.decoder, StageExecutor):
+            problem = "only one model scores a prompt, or runs some stages"
+            raise InputError("scores_prompt, stages", needs_one, problem, "Leave it out")
+        self._waiting.append((self._submitted, request))
+        self._submitted += 1
+        return self._submitted - 1
+
+    def cancel(self, number: int) -> None:
+        """Draw no more tokens of a request, and free its slot; one that is done has none."""
+        self._waiting = deque(own for own in self._waiting if own[0] != number)
+        for slot in [slot for slot, own in self._entering.items() if own.number == number]:
+            del self._entering[slot]
+        for slot in [slot for slot, (own, _) in self._running.items() if own == number]:
+            self._leave(slot)
+
+    def step(self) -> list[Decoded]:
+        """Give waiting requests the empty slots, and draw a token for each whose prompt is in.
+
+        That is none for requests that want none, of which only prompts are scored.
+        """
+        for slot in range(self.decoder.slots):
+            if self._waiting and slot not in self._running and slot not in self._entering:
+                self._entering[slot] = _Entering(*self._waiting.popleft())
+        found, prompts = [], dict[int, tuple[ScoredToken, ...]]()
+        run = 0
+        while self._entering and (self._prompt_tokens is None or run < self._prompt_tokens):
+            slot, own = next(iter(self._entering.items()))
+            run += self._run_span(slot, own)
+            if own.done < len(own.request.prompt) - 1:
+                continue
+            del self._entering[slot]
+            if own.request.max_new_tokens == 0:
+                found.append(Decoded(own.number, True, None, tuple(own.scored)))
+            else:
+                self._enter(slot, own.number, own.request)
+                prompts[own.number] = tuple(own.scored)
+        return [*found, *(self._draw(prompts) if self._running else ())]
+
+    def _run_span(self, slot: int, own: _Entering) -> int:
+        """Run the next span of a prompt, but not its last token; return of how many tokens."""
+        prompt, start = own.request.prompt, own.done
+        span = np.asarray(prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)], np.int32)
+        if isinstance(self.decoder, StageExecutor) and start == 0:
+            self.decoder.use(slot, own.request.stages)
+        if not len(span):
+            return 0
+        shape = 1, padded_length(len(span), PREFILL_TOKENS)
+        tokens, positions = np.zeros(shape, np.int32), np.full(shape, self.decoder.length, np.int32)
+        tokens[0, : len(span)], positions[0, : len(span)] = span, start + np.arange(len(span))
+        step = Step(tokens, positions, slot)
+        if own.request.scores_prompt and isinstance(self.decoder, StageExecutor):
+            targets, behind = np.zeros(shape, np.int32), prompt[start + 1 :][: len(span)]
+            targets[0, : len(span)] = behind
+            scores = self.decoder.prefill_scored(step, targets)
+            own.scored += scores.tokens(behind, [own.request.likeliest] * len(span))
+        else:
+            self.decoder.prefill(step)
+        own.done += len(span)
+        return len(span)
+
+    def _enter(self, slot: int, number: int, request: DecodeRequest) -> None:
+        """Let the last token of the prompt draw the first one of the request."""
+        self._running[slot] = number, request
+        self._tokens[slot], self._positions[slot] = request.prompt[-1], len(request.prompt) - 1
+        self._rows.set(slot, request.sampling)
+        if request.sampling.has_penalties and self._penalties is None:
+            self._penalties = Penalties.empty(self.slots, self.decoder.vocabulary_size)
+        if self._penalties is not None:
+            self._penalties.set(slot, request.sampling, request.prompt)
+
+    def _draw(self, prompts: Mapping[int, tuple[ScoredToken, ...]]) -> list[Decoded]:
+        """Draw a token for each request that runs; those of `prompts` have theirs told first."""
+        logits = likelihoods = self.decoder.next_logits(Step(self._tokens, self._positions))
+        running = list(self._running.items())
+        if any(request.sampling.has_penalties for _, (_, request) in running):
+            assert self._penalties is not None
+            logits = penalized(logits, *self._penalties)
+        drawn = np.asarray(draw_tokens(logits, self._positions[:, 0], *self._rows))
+        counts: list[int | None] = [None] * self.slots
+        for slot, (_, request) in running:
+            counts[slot] = request.likeliest
+        if any(count is not None for count in counts):
+            scored = score(likelihoods, drawn).tokens(drawn, counts)
+        else:
+            scored = [ScoredToken(int(token)) for token in drawn]
+        found = []
+        for slot, (number, request) in running:
+            token = scored[slot].token
+            self._tokens[slot] = token
+            self._positions[slot] += 1
+            if self._penalties is not None:
+                self._penalties.counts[slot, token] += 1
+            count = int(self._positions[slot, 0]) - len(request.prompt) + 1
+            is_last = token in request.ends or count == request.max_new_tokens
+            found.append(Decoded(number, is_last, scored[slot], prompts.get(number, ())))
+            if is_last:
+                self._leave(slot)
+        return found
+
+    def _leave(self, slot: int) -> None:
+        del self._running[slot]
+        self._positions[slot], self._rows.temperatures[slot] = self.decoder.length, 0.0
+
+    def warm_up(self) -> None:
+        """Compile whatever requests to one model may need, before the first of them."""
+        assert isinstance(self.decoder, StageExecutor)
+        self.decoder.warm_up()
+        step = Step(self._tokens, self._positions)
+        logits = self.decoder.next_logits(step)
+        penalties = Penalties.empty(self.slots, self.decoder.vocabulary_size)
+        for own in (logits, penalized(logits, *penalties)):
+            drawn = np.asarray(draw_tokens(own, self._positions[:, 0], *self._rows))
+        score(logits, drawn)
+
+
+@dataclass
+class _Entering:
+    """A request whose prompt has run through the stages as far as `done`."""
+
+    number: int
+    request: DecodeRequest
+    done: int = 0
+    scored: list[ScoredToken] = field(default_factory=list)
 
 
 def generate_tokens(
-    model: StagedModel,
-    order: Order,
+    model: LanguageModel,
     prompt: Sequence[int],
     count: int,
     sampling: Sampling,
@@ -52,28 +473,16 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    structures = tuple(model.structures[stage] for stage in order)
-    parameters = [model.parameters[stage] for stage in order]
     length = length_for(prompt, count, model.context)
-    caches = empty_caches(model, order, 1, length)
-    key = jax.random.key(sampling.seed)
-
-    def next_of(tokens: Array, start: int, last: int) -> Array:
-        nonlocal caches
-        tokens, caches = next_token(
-            structures,
-            parameters,
-            caches,
-            tokens,
-            start,
-            last,
-            key,
-            float(sampling.temperature),
-            sampling.top_p,
-        )
-        return tokens
-
-    yield from one_by_one(next_of, prompt, count, length, end)
+    if count < 1:
+        return
+    generator = Generator(model.decoder(1, length))
+    ends = frozenset() if end is None else frozenset([end])
+    generator.submit(DecodeRequest(prompt, count, sampling, ends))
+    while generator.is_busy:
+        for decoded in generator.step():
+            if decoded.drawn is not None and decoded.drawn.token != end:
+                yield decoded.drawn.token
 
 
 def length_for(prompt: Sequence[int], count: int, context: int) -> int:
@@ -91,30 +500,6 @@ def length_for(prompt: Sequence[int], count: int, context: int) -> int:
             f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
         )
     return padded_length(len(prompt) + count, context)
-
-
-def one_by_one(
-    next_of: Callable[[Any, int, int], Int[Array, "1 1"]],
-    prompt: Sequence[int],
-    count: int,
-    length: int,
-    end: int | None,
-) -> Iterator[int]:
-    """Up to `count` tokens after a prompt, until `end`.
-
-    `next_of` tokens [1, time], of which those behind `last` are padding, at the positions from
-    `start` on, gives the one that comes next.
-    """
-    tokens: Any = np.zeros((1, padded_length(len(prompt), length)), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    start, last = 0, len(prompt) - 1
-    for _ in range(count):
-        tokens = next_of(tokens, start, last)
-        token = int(tokens[0, 0])
-        if token == end:
-            return
-        yield token
-        start, last = start + last + 1, 0
 
 
 @overload
@@ -141,155 +526,6 @@ def continued(
     return decode([*given, *draw(given)])[len(decode(given)) :]
 
 
-def text_pieces(
-    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]
-) -> Iterator[str]:
-    """Return the text that tokens add to a prompt, as soon as the characters in it are whole.
-
-    Some tokenizers write a token otherwise at the beginning of a text, so each piece is what it
-    adds to the piece before it.
-    """
-    before, pending = list(prompt), []
-    for token in tokens:
-        pending.append(token)
-        text = decode(before + pending)
-        # A character of several bytes whose last ones are yet to come.
-        if not text.endswith("\ufffd"):
-            yield text[len(decode(before)) :]
-            before, pending = pending, []
-    if pending:
-        yield decode(before + pending)[len(decode(before)) :]
-
-
-def padded_length(needed: int, most: int) -> int:
+def padded_length(needed: int, most: int, least: int = LEAST_LENGTH) -> int:
     """A length that others share: the next power of two, or `most`."""
-    return min(max(LEAST_LENGTH, 1 << (needed - 1).bit_length()), most)
-
-
-def empty_caches(model: StagedModel, order: Order, batch: int, length: int) -> list[Cache]:
-    """Room for `length` positions in each stage of the order."""
-    config = model.config
-    layers = config.layers_of_stages(model.stages)
-
-    def empty(stage: int) -> Array:
-        shape = (layers[stage], batch, length, config.kv_heads, config.head_width)
-        return jnp.zeros(shape, config.compute_dtype)
-
-    return [Cache(empty(stage), empty(stage)) for stage in order]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def next_token(
-    structures: tuple[Any, ...],
-    parameters: Sequence[Any],
-    caches: Sequence[Cache],
-    tokens: Int[Array, "batch time"],
-    start: Int[Array, ""],
-    last: Int[Array, ""],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-) -> tuple[Int[Array, "batch 1"], list[Cache]]:
-    """Return the token drawn after `tokens[:, last]`, and the caches; see `advance`."""
-    logits, caches = advance(structures, parameters, caches, tokens, start, last)
-    drawn = sample(logits, jax.random.fold_in(key, start + last), temperature, top_p)
-    return drawn[:, None], caches
-
-
-def advance(
-    structures: tuple[Any, ...],
-    parameters: Sequence[Any],
-    caches: Sequence[Cache],
-    tokens: Int[Array, "batch time"],
-    start: Int[Array, ""],
-    last: Int[Array, ""],
-) -> tuple[Float[Array, "batch vocabulary"], list[Cache]]:
-    """Run tokens at the positions from `start` on through the stages, the data stage first.
-
-    Returns the logits behind `tokens[:, last]`, and the caches with what the tokens leave there.
-    Tokens behind `last` are padding: what they leave is overwritten before anything looks at it.
-    """
-    data_stage, x, filled = run_stages(structures, parameters, caches, tokens, start)
-    return logits_behind(data_stage, x, last), filled
-
-
-def run_stages(
-    structures: tuple[Any, ...],
-    parameters: Sequence[Any],
-    caches: Sequence[Cache],
-    tokens: Int[Array, "batch time"],
-    start: Int[Array, ""],
-) -> tuple[DataStage, Float[Array, "batch time width"], list[Cache]]:
-    """The data stage, the residual stream after all stages, and the caches, as in `advance`."""
-    stages = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
-    data_stage: DataStage = stages[0]
-    x = data_stage.embedding[...][tokens].astype(data_stage.config.compute_dtype)
-    filled = []
-    for stage, cache in zip(stages, caches, strict=True):
-        x, cache = run_stage(stage, x, cache, start)
-        filled.append(cache)
-    return data_stage, x, filled
-
-
-def logits_behind(
-    data_stage: DataStage, x: Float[Array, "batch time width"], last: Int[Array, ""]
-) -> Float[Array, "batch vocabulary"]:
-    """Return the logits of the token behind position `last`."""
-    return data_stage.logits(jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0]
-
-
-@precise
-def run_stage(
-    stage: Stage, x: Float[Array, "batch time width"], cache: Cache, start: Int[Array, ""]
-) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Return the residual stream after all blocks of a stage, and its cache."""
-    structure, parameters = nnx.split(stage.blocks)
-
-    def run_block(x: Array, own: tuple[Any, Cache]) -> tuple[Array, Cache]:
-        block: Block = nnx.merge(structure, own[0])
-        attended, cache = attend(block, block.attention_norm(x), own[1], start)
-        x = x + attended
-        return x + block.feed_forward(block.ffn_norm(x)), cache
-
-    return jax.lax.scan(run_block, x, (parameters, cache))
-
-
-def attend(
-    block: Block, x: Float[Array, "batch time width"], cache: Cache, start: Int[Array, ""]
-) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Causal attention from positions `start` on to these and all before them."""
-    config: ModelConfig = block.config
-    heads = (*x.shape[:2], -1, config.head_width)
-    positions = (start + jnp.arange(x.shape[1]))[None]
-    by = rotations(config, positions)
-    key = rotate(block.key(x).reshape(heads), by)
-    cache = Cache(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, key, start, axis=1),
-        jax.lax.dynamic_update_slice_in_dim(
-            cache.values, block.value(x).reshape(heads), start, axis=1
-        ),
-    )
-    attended = jax.nn.dot_product_attention(
-        rotate(block.query(x).reshape(heads), by),
-        cache.keys,
-        cache.values,
-        mask=jnp.arange(cache.keys.shape[1]) <= positions[:, None, :, None],
-        implementation="xla",
-    )
-    return block.output(attended.reshape(x.shape)), cache
-
-
-def sample(
-    logits: Float[Array, "batch vocabulary"],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""] | float,
-    top_p: Float[Array, ""] | float,
-) -> Int[Array, " batch"]:
-    """One token of each row, drawn as `Sampling` says."""
-    scaled = logits / jnp.maximum(temperature, LEAST_TEMPERATURE)
-    descending = jnp.sort(scaled, axis=-1, descending=True)
-    chances = jax.nn.softmax(descending, axis=-1)
-    likelier = jnp.cumsum(chances, axis=-1) - chances
-    least = jnp.min(jnp.where(likelier < top_p, descending, jnp.inf), axis=-1, keepdims=True)
-    drawn = jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf), axis=-1)
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+    return min(max(least, 1 << (needed - 1).bit_length()), most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -19,8 +19,8 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.ensemble import mixing, posterior, priors
-from skippipe_jax.inference.decoding import continued
-from skippipe_jax.inference.mixed_tokens import generate_mixed, mixed_scores
+from skippipe_jax.inference.decoding import continued, generate_tokens
+from skippipe_jax.inference.mixed_tokens import MixtureExecutor, mixed_scores
 from skippipe_jax.inference.staged_model import StagedModel
 
 
@@ -110,14 +110,9 @@ class Ensemble:
         said, greedy = self._mixed(streams, targets, log_w)
         return said.sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
-    def tokens_after(
-        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
-    ) -> Iterator[int]:
-        """Return what `LanguageModel.tokens_after` says, by `generate_mixed`.
-
-        Temperature and `top_p` are applied to the mixture.
-        """
-        return generate_mixed(self, prompt, count, how, end)
+    def decoder(self, slots: int, length: int) -> MixtureExecutor:
+        """Return what `LanguageModel.decoder` says; what is drawn is drawn from the mixture."""
+        return MixtureExecutor(self, slots, length)
 
     @overload
     def generate(self, prompt: str, max_new_tokens: int = ..., sampling: Sampling = ...) -> str: ...
@@ -138,7 +133,7 @@ class Ensemble:
         return continued(
             self.tokenizer,
             prompt,
-            lambda given: self.tokens_after(given, max_new_tokens, sampling, end),
+            lambda given: generate_tokens(self, given, max_new_tokens, sampling, end),
         )
 
     def _log_weights(

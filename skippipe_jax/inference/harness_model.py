@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
-from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
-from skippipe_jax.inference.decoding import padded_length, text_pieces
+from skippipe_jax.inference.decode_requests import DecodeRequest
+from skippipe_jax.inference.decoding import Generator, padded_length
 from skippipe_jax.inference.language_model import LanguageModel
+from skippipe_jax.inference.text_stream import StopTexts, TextStream
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256
@@ -32,8 +35,11 @@ class HarnessModel(LM):
     not fit into the context is left out at the beginning.
     """
 
-    def __init__(self, model: LanguageModel, batch_size: int = 8):
-        """Take a model, or several together, that reads `batch_size` sequences at once."""
+    def __init__(self, model: LanguageModel, batch_size: int = DEFAULT_SLOTS):
+        """Take a model, or several together, that has `batch_size` sequences at once.
+
+        So many are scored together, and so many slots does generation have.
+        """
         super().__init__()
         self.batch_size = fields.integer(batch_size, "--batch-size", 1)
         self.model, self.tokenizer = model, model.tokenizer
@@ -61,11 +67,29 @@ class HarnessModel(LM):
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return the text that goes on from each context, up to the first of its stops."""
+        if not requests:
+            return []
         # A request that comes again asks for another draw.
-        return [
-            self._generate(*request.args, seed=seed)
-            for seed, request in enumerate(tqdm(requests, disable=None))
-        ]
+        asked = [self._asked(*own.args, seed=seed) for seed, own in enumerate(requests)]
+        needed = max(len(own.prompt) + own.max_new_tokens for own, _ in asked)
+        length = padded_length(needed, self.model.context)
+        generator = Generator(self.model.decoder(min(self.batch_size, len(asked)), length))
+        texts = [text for _, text in asked]
+        for own, _ in asked:
+            generator.submit(own)
+        with tqdm(total=len(asked), disable=None) as bar:
+            while generator.is_busy:
+                for number, is_last, drawn, _ in generator.step():
+                    text = texts[number]
+                    if drawn is not None and drawn.token != self.tokenizer.end:
+                        text.add(text.stream.push(drawn.token))
+                    if is_last:
+                        text.add(text.stream.rest())
+                        text.text += text.stops.rest()
+                    elif text.stops.has_ended:
+                        generator.cancel(number)
+                    bar.update(is_last or text.stops.has_ended)
+        return [text.text for text in texts]
 
     def _encode(self, text: str) -> list[int]:
         return list(map(int, self.tokenizer.encode(text)))
@@ -83,24 +107,25 @@ class HarnessModel(LM):
         """Batches of like length, the longest first: what needs most memory comes at once."""
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         longest_first = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
-        starts = range(0, len(pairs), self.batch_size)
+        rows = min(self.batch_size, len(pairs))
+        starts = range(0, len(pairs), rows or 1)
         for start in tqdm(starts, unit="batch", disable=None, leave=False):
-            chosen = longest_first[start : start + self.batch_size]
-            tokens, targets = self._rows([pairs[i] for i in chosen])
+            chosen = longest_first[start : start + rows]
+            tokens, targets = self._rows([pairs[i] for i in chosen], rows)
             nats, greedy = self.model.likelihoods({"tokens": tokens, "targets": targets})
             for i, of_row, is_greedy in zip(chosen, nats.tolist(), greedy.tolist(), strict=False):
                 scores[i] = (of_row, is_greedy)
         return scores
 
-    def _rows(self, pairs: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets [batch, time]; what is given, and rows that are missing, not counted.
+    def _rows(self, pairs: Sequence[Scored], rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets [rows, time]; what is given, and rows that are missing, not counted.
 
         Raises:
             InputError: if a continuation is longer than the context.
         """
         context = self.model.context
         length = padded_length(max(sum(map(len, pair)) for pair in pairs) - 1, context)
-        tokens = np.full((self.batch_size, length), self.tokenizer.padding, np.int32)
+        tokens = np.full((rows, length), self.tokenizer.padding, np.int32)
         targets = np.full_like(tokens, NOT_COUNTED)
         for row, (given, asked) in enumerate(pairs):
             if len(asked) > context:
@@ -115,7 +140,9 @@ class HarnessModel(LM):
             targets[row, len(both) - 1 - len(asked) : len(both) - 1] = asked
         return tokens, targets
 
-    def _generate(self, context: str, settings: dict[str, Any], *, seed: int) -> str:
+    def _asked(
+        self, context: str, settings: dict[str, Any], *, seed: int
+    ) -> tuple[DecodeRequest, _Text]:
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         limit = self.model.context - 1
@@ -127,11 +154,18 @@ class HarnessModel(LM):
             seed=seed,
         )
         prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
-        tokens = self.model.tokens_after(prompt, count, sampling, self.tokenizer.end)
-        text = ""
-        for piece in text_pieces(self.tokenizer.decode, prompt, tokens):
-            text += piece
-            ends = [text.index(stop) for stop in stops if stop in text]
-            if ends:
-                return text[: min(ends)]
-        return text
+        text = _Text(TextStream(self.tokenizer.decode, prompt), StopTexts(stops))
+        return DecodeRequest(prompt, count, sampling, frozenset([self.tokenizer.end])), text
+
+
+@dataclass
+class _Text:
+    """The text of a request so far, which ends before the first of its stops."""
+
+    stream: TextStream
+    stops: StopTexts
+    text: str = ""
+
+    def add(self, piece: str) -> None:
+        """Take what comes next; behind a stop, nothing does."""
+        self.text += self.stops.push(piece)

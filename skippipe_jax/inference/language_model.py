@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.data.tokenizer import Tokenizer
+from skippipe_jax.inference.decoding import Decoder
 
 
 class Scorer(Protocol):
@@ -40,11 +39,6 @@ class LanguageModel(Scorer, Protocol):
         """Log-likelihood in nats of each sequence's targets, and whether each is the likeliest."""
         ...
 
-    def tokens_after(
-        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
-    ) -> Iterator[int]:
-        """Up to `count` tokens that go on from a prompt of at least one, until `end`, as they come.
-
-        They are drawn as `how` says. Raises `InputError` if all are more than the context.
-        """
+    def decoder(self, slots: int, length: int) -> Decoder:
+        """Return what a `Generator` draws tokens with: `slots` sequences of `length` positions."""
         ...

@@ -7,108 +7,113 @@ those that it does not have are impossible to it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
-from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.ensemble.mixtures import arithmetic
 from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
-from skippipe_jax.inference.decoding import (
-    Cache,
-    empty_caches,
-    length_for,
-    logits_behind,
-    one_by_one,
-    run_stages,
-    sample,
-)
+from skippipe_jax.inference.decoding import Step
 from skippipe_jax.models.head_chunks import tokens_of_chunk
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.ensemble import Ensemble
 
-LogW = Float[Array, "expert batch"]
+
+class Known(NamedTuple):
+    """What is known of the text in each slot: the posterior, and what comes next by each expert."""
+
+    log_w: Float[Array, "expert slot"]
+    log_p: Float[Array, "expert slot vocabulary"]
 
 
-def generate_mixed(
-    ensemble: Ensemble, prompt: Sequence[int], count: int, sampling: Sampling, end: int | None
-) -> Iterator[int]:
-    """Return what `LanguageModel.tokens_after` says, with caches of each expert.
+class MixtureExecutor:
+    """The `Decoder` of several models: those of each, and the posterior over them.
 
-    The posterior is updated with every token of the prompt, and with each that is drawn.
+    The posterior is updated with every token of a prompt, and with each that is drawn, when it
+    comes back to be run.
     """
-    models = ensemble.experts
-    length = length_for(prompt, count, ensemble.context)
-    structures = tuple(tuple(model.structures[s] for s in model.along) for model in models)
-    parameters = [[model.parameters[s] for s in model.along] for model in models]
-    caches = [empty_caches(model, model.along, 1, length) for model in models]
-    log_prior = normalised(jnp.asarray(ensemble.log_prior, jnp.float32))[:, None]
-    log_w = log_prior
-    key = jax.random.key(sampling.seed)
 
-    def next_of(tokens: Array, start: int, last: int) -> Array:
-        nonlocal caches, log_w
-        tokens, caches, log_w = _next_token(
-            (structures, ensemble.mix),
-            parameters,
-            caches,
-            (log_prior, log_w),
-            tokens,
-            (start, last, ensemble.tokenizer.begin),
-            key,
-            float(sampling.temperature),
-            sampling.top_p,
+    def __init__(self, ensemble: Ensemble, slots: int, length: int):
+        """Make room for so many sequences of so many positions in each expert."""
+        self.ensemble, self.slots, self.length = ensemble, slots, length
+        experts = ensemble.experts
+        self._executors = [expert.decoder(slots, length) for expert in experts]
+        self._structures = tuple(expert.structures[0] for expert in experts)
+        self._parameters = [expert.parameters[0] for expert in experts]
+        self._log_prior = normalised(jnp.asarray(ensemble.log_prior, jnp.float32))[:, None]
+        self.vocabulary_size = max(expert.config.vocabulary_size for expert in experts)
+        shape = len(experts), slots
+        self._known = Known(jnp.zeros(shape), jnp.zeros((*shape, self.vocabulary_size)))
+
+    def prefill(self, step: Step) -> None:
+        """Do what `Decoder.prefill` says."""
+        self.next_logits(step)
+
+    def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:
+        """Return what `Decoder.next_logits` says: log-probabilities under the mixture."""
+        logits, self._known = _next_logits(
+            (self._structures, self.ensemble.mix, self.length),
+            self._parameters,
+            self._known,
+            [own.run(step) for own in self._executors],
+            step,
+            self._log_prior,
+            self.ensemble.tokenizer.begin,
         )
-        return tokens
-
-    yield from one_by_one(next_of, prompt, count, length, end)
+        return logits
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _next_token(
-    static: tuple[tuple[tuple[Any, ...], ...], str],
-    parameters: Sequence[Sequence[Any]],
-    caches: Sequence[Sequence[Cache]],
-    prior_and_posterior: tuple[LogW, LogW],
-    tokens: Int[Array, "batch time"],
-    places: tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-) -> tuple[Int[Array, "batch 1"], list[list[Cache]], LogW]:
-    """The token drawn after `tokens[:, last]`, the caches, and the posterior that knows of it.
+def _next_logits(
+    static: tuple[tuple[Any, ...], str, int],
+    parameters: Sequence[Any],
+    known: Known,
+    streams: Sequence[Float[Array, "row time _"]],
+    step: Step,
+    log_prior: Float[Array, "expert 1"],
+    begin: Int[Array, ""],
+) -> tuple[Float[Array, "row vocabulary"], Known]:
+    """The mixture behind the last token of each row, and what is known then.
 
-    `places` are `start` and `last`, as in `decoding.advance`, and the begin mark, at which the
-    posterior is the prior.
+    `static` are structures, by what experts are weighed, and the length of the caches, which is the
+    position of padding. `parameters` are those of the experts' data stages, and `streams` what they
+    get behind their last stages. At the begin mark `begin` the posterior is the prior.
     """
-    structures, mix = static
-    (log_prior, log_w), (start, last, begin) = prior_and_posterior, places
-    is_given = jnp.arange(tokens.shape[1]) < last
-    targets = jnp.where(is_given, jnp.roll(tokens, -1, axis=1), NOT_COUNTED)
-    filled, nats, logits = [], [], []
-    for of_expert in zip(structures, parameters, caches, strict=True):
-        data_stage, x, own = run_stages(*of_expert, tokens, start)
-        filled.append(own)
-        # One token has no target: the head is needed once, for the logits behind it.
-        is_prompt = tokens.shape[1] > 1
-        nats.append(data_stage.scores(x, targets)[0] if is_prompt else jnp.zeros(tokens.shape))
-        logits.append(logits_behind(data_stage, x, last))
-    # Only a prompt, before which there is nothing but the prior, has more than one token.
-    log_w = jnp.where(tokens[:, 0] == begin, log_prior, log_w)
-    begins = (tokens == begin) & (jnp.arange(tokens.shape[1]) <= last)
-    log_w = final_log_weights(-jnp.stack(nats), log_w, begins)
-    each = _distributions(logits)
-    mixed = arithmetic(each, WEIGHTS[mix](log_w, log_prior)[..., None])
-    drawn = sample(mixed, jax.random.fold_in(key, start + last), temperature, top_p)
-    said = jnp.take_along_axis(each, drawn[None, :, None], axis=-1)[..., 0]
-    return drawn[:, None], filled, normalised(log_w + said)
+    structures, mix, length = static
+    (tokens, positions, slot), is_given = step, step.positions < length
+    stages = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
+    own = known if slot is None else jax.tree.map(lambda each: each[:, slot][:, None], known)
+
+    # The first token of the step is judged by what was said before it.
+    said = jnp.take_along_axis(own.log_p, tokens[None, :, :1], axis=-1)[..., 0]
+    is_new = (positions[:, 0] == 0) | (tokens[:, 0] == begin)
+    log_w = jnp.where(is_new, log_prior, normalised(own.log_w + said))
+    if tokens.shape[1] > 1:
+        is_judged = is_given & jnp.roll(is_given, -1, axis=1).at[:, -1].set(False)
+        targets = jnp.where(is_judged, jnp.roll(tokens, -1, axis=1), NOT_COUNTED)
+        pairs = zip(stages, streams, strict=True)
+        nats = jnp.stack([stage.scores(x, targets)[0] for stage, x in pairs])
+        begins = ((tokens == begin) & is_given).at[:, 0].set(False)
+        log_w = final_log_weights(-nats, log_prior[:, 0], begins, log_w)
+
+    last = jnp.maximum(is_given.sum(axis=1) - 1, 0)[:, None, None]
+    behind = [jnp.take_along_axis(x, last, axis=1) for x in streams]
+    pairs = zip(stages, behind, strict=True)
+    found = Known(log_w, _distributions([stage.logits(x)[:, 0] for stage, x in pairs]))
+    mixed = arithmetic(found.log_p, WEIGHTS[mix](log_w, log_prior)[..., None])
+    if slot is None:
+        # Of a slot that takes no part, nothing new is known.
+        taken = is_given[:, 0]
+        log_w = jnp.where(taken, found.log_w, known.log_w)
+        return mixed, Known(log_w, jnp.where(taken[:, None], found.log_p, known.log_p))
+    return mixed, jax.tree.map(lambda all, new: all.at[:, slot].set(new[:, 0]), known, found)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,7 +7,7 @@ are padded to lengths that many share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,12 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.documents import local_path
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
-from skippipe_jax.inference.decoding import continued, generate_tokens, padded_length
+from skippipe_jax.inference.decoding import (
+    StageExecutor,
+    continued,
+    generate_tokens,
+    padded_length,
+)
 from skippipe_jax.inference.partial import Order, full, kept, order_of
 from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
@@ -191,18 +196,16 @@ class StagedModel:
         Raises:
             InputError: if prompt and tokens are longer than the model's context.
         """
-        chosen, end = self._order(order), self.tokenizer.end
+        chosen, end = replace(self, order=self._order(order)), self.tokenizer.end
         return continued(
             self.tokenizer,
             prompt,
-            lambda given: generate_tokens(self, chosen, given, max_new_tokens, sampling, end),
+            lambda given: generate_tokens(chosen, given, max_new_tokens, sampling, end),
         )
 
-    def tokens_after(
-        self, prompt: Sequence[int], count: int, how: Sampling, end: int | None = None
-    ) -> Iterator[int]:
-        """Return what `LanguageModel.tokens_after` says, by `generate_tokens`."""
-        return generate_tokens(self, self.along, prompt, count, how, end)
+    def decoder(self, slots: int, length: int) -> StageExecutor:
+        """Return what `LanguageModel.decoder` says."""
+        return StageExecutor(self, self.along, slots, length)
 
     def likelihoods(
         self, batch: Batch
@@ -239,20 +242,10 @@ class StagedModel:
         targets[:, : rows.shape[1] - 1] = rows[:, 1:]
         return {"tokens": inputs, "targets": targets}
 
-    @cached_property
+    @property
     def structures(self) -> tuple[Any, ...]:
         """What `nnx.merge` needs beside the parameters to make a stage of them."""
-        config = self.config
-        if PLATFORM_OF.get(config.attention) not in (None, jax.default_backend()):
-            config = replace(config, attention=AUTO)
-        layers = self.cut
-
-        def structure(stage: int) -> Any:
-            return nnx.graphdef(
-                nnx.eval_shape(lambda: create_stage(config, stage, layers, jax.random.key(0)))
-            )
-
-        return tuple(map(structure, range(self.stages)))
+        return _structures(self.config, self.stages)
 
     def embed(self, batch: Batch) -> Float[Array, "sequence position width"]:
         """Return the residual stream after the data stage, with which every order begins."""
@@ -279,6 +272,21 @@ class StagedModel:
     ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
         """The cross-entropy of each target in nats, and whether it is the likeliest token."""
         return _scores(self.structures[0], self.parameters[0], x, targets)
+
+
+@functools.cache
+def _structures(config: ModelConfig, stages: int) -> tuple[Any, ...]:
+    """Return what `StagedModel.structures` says."""
+    if PLATFORM_OF.get(config.attention) not in (None, jax.default_backend()):
+        config = replace(config, attention=AUTO)
+    layers = config.layers_of_stages(stages)
+
+    def structure(stage: int) -> Any:
+        return nnx.graphdef(
+            nnx.eval_shape(lambda: create_stage(config, stage, layers, jax.random.key(0)))
+        )
+
+    return tuple(map(structure, range(stages)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -156,6 +156,18 @@ class Block(nnx.Module):
         x = x + _cut(self.attend(_whole(self.attention_norm(x)), positions))
         return x + _cut(self.feed_forward(_whole(self.ffn_norm(x))))
 
+    def project(
+        self, x: Float[Array, "batch time width"], by: Rotations
+    ) -> tuple[
+        Float[Array, "batch time heads head_width"],
+        Float[Array, "batch time kv_heads head_width"],
+        Float[Array, "batch time kv_heads head_width"],
+    ]:
+        """Return queries, keys and values of each head, the first two rotated."""
+        heads = (*x.shape[:2], -1, self.config.head_width)
+        query = rotate(self.query(x).reshape(heads), by)
+        return query, rotate(self.key(x).reshape(heads), by), self.value(x).reshape(heads)
+
     def feed_forward(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """SwiGLU, each position by itself."""
         gate, up = (constrained(own(x), BATCH, ALL_TIME, FFN) for own in (self.gate, self.up))
@@ -169,7 +181,7 @@ class Block(nnx.Module):
         From block to block, and from forward to backward, positions are kept, and nothing that
         grows with the square of time.
         """
-        heads, length = (*x.shape[:2], -1, self.config.head_width), x.shape[1]
+        length = x.shape[1]
         if positions is None:
             are_constants = turns_by_constants(length, self.config.head_width)
             by = rotations(self.config, (np if are_constants else jnp).arange(length)[None])
@@ -178,12 +190,8 @@ class Block(nnx.Module):
             by = rotations(self.config, positions)
             documents = jnp.arange(length) - positions
         implementation = implementation_of(self.config, length, jax.default_backend())
-        attended = over_heads(functools.partial(attend, implementation=implementation))(
-            rotate(self.query(x).reshape(heads), by),
-            rotate(self.key(x).reshape(heads), by),
-            self.value(x).reshape(heads),
-            documents,
-        )
+        attend_heads = over_heads(functools.partial(attend, implementation=implementation))
+        attended = attend_heads(*self.project(x, by), documents)
         return self.output(constrained(attended, BATCH, ALL_TIME, HEADS))
 
 

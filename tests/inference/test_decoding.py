@@ -6,6 +6,8 @@ import io
 import itertools
 import re
 import sys
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,19 +24,23 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
+from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.chat import encode_prompt
 from skippipe_jax.data.tokenizer import ByteTokenizer
+from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import (
-    Sampling,
-    advance,
-    empty_caches,
+    Generator,
+    KVCache,
+    StageExecutor,
+    Step,
+    _forward,
     generate_tokens,
-    next_token,
-    sample,
-    text_pieces,
 )
+from skippipe_jax.inference.decoding import _logits as next_logits
+from skippipe_jax.inference.drawing import sample
 from skippipe_jax.inference.partial import Order, chosen_order, kept
-from skippipe_jax.inference.staged_model import _apply, _logits, _loss, _scores
+from skippipe_jax.inference.staged_model import StagedModel, _apply, _logits, _loss, _scores
+from skippipe_jax.inference.text_stream import TextStream
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run
 
@@ -58,20 +66,25 @@ def model_with(**shape: Any):
     return random_model(parse_config(SECTIONS | {"model": SECTIONS["model"] | shape}).model, STAGES)
 
 
+def along(order: Order) -> StagedModel:
+    return replace(model_with(), order=order)
+
+
 def test_matrices_are_multiplied_as_precisely_as_in_training():
     model = model_with(matmul_precision="highest")
-    structures, parameters = tuple(model.structures), list(model.parameters)
+    structures, parameters = model.structures, model.parameters
     tokens = np.zeros((1, 16), np.int32)
     x = model.embed({"tokens": tokens, "targets": tokens})
-    decoded = (structures, parameters, empty_caches(model, FULL, 1, 16), tokens, 0, 15)
-    for function, given in (
+    cache = KVCache(*jnp.zeros((2, 2, 1, 2, 16, 8)))
+    for function, arguments in (
         (_apply, (structures[1], parameters[1], x)),
         (_loss, (structures[0], parameters[0], x, tokens)),
         (_scores, (structures[0], parameters[0], x, tokens)),
         (_logits, (structures[0], parameters[0], x)),
-        (next_token, (*decoded, jax.random.key(0), 1.0, 1.0)),
+        (_forward, ((structures[1], 16), parameters[1], cache, x, tokens, None)),
+        (next_logits, (structures[0], parameters[0], x[:, :1])),
     ):
-        products = re.findall(r"dot_general.*", function.lower(*given).as_text())
+        products = re.findall(r"dot_general.*", function.lower(*arguments).as_text())
         assert products
         assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
@@ -88,62 +101,129 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
     ],
 )
 def test_cached_logits_equal_uncached_ones(shape: dict[str, Any], order: Order):
-    model, prompt, total = model_with(**shape), 11, 40
+    """Of two sequences side by side, whose prompts come in two parts each, with padding."""
+    model, prompt, total = model_with(**shape), 27, 40
     tokens = np.random.default_rng(1).integers(0, 259, (2, total), dtype=np.int32)
     expected = logits_of(model, order, tokens)
-    structures = tuple(model.structures[stage] for stage in order)
-    parameters = [model.parameters[stage] for stage in order]
-    run = jax.jit(advance, static_argnums=0)
-
-    caches = empty_caches(model, order, 2, total)
-    padded = np.pad(tokens[:, :prompt], ((0, 0), (0, 16 - prompt)), constant_values=7)
-    logits, caches = run(structures, parameters, caches, padded, 0, prompt - 1)
-    found = [logits]
+    executor = StageExecutor(model, order, 2, total)
+    for start, slot in itertools.product((0, 16), range(2)):
+        span = tokens[slot : slot + 1, start : start + 16].copy()
+        positions = np.arange(start, start + 16, dtype=np.int32)[None]
+        positions[positions >= prompt] = total
+        executor.prefill(Step(span, positions, slot))
     for place in range(prompt, total):
         one = tokens[:, place : place + 1]
-        logits, caches = run(structures, parameters, caches, one, place, 0)
-        found.append(logits)
-    assert np.abs(np.stack(found, axis=1) - expected[:, prompt - 1 :]).max() < 1e-4
+        found = executor.next_logits(Step(one, np.full((2, 1), place, np.int32)))
+        assert np.abs(found - expected[:, place]).max() < 1e-4
     assert np.abs(expected).max() > 1
 
 
 @pytest.mark.parametrize("order", [FULL, (0, 2, 1)])
 def test_greedy_tokens_are_the_likeliest(order: Order):
-    model, prompt = model_with(), [256, 10, 20, 30]
-    found = list(generate_tokens(model, order, prompt, 60, GREEDY))
+    model, prompt = along(order), [256, 10, 20, 30]
+    found = list(generate_tokens(model, prompt, 60, GREEDY))
     assert len(found) == 60
     logits = logits_of(model, order, np.array([prompt + found], np.int32))[0]
     assert found == logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist()
 
 
+TOKEN = st.integers(0, 258)
+HOW = st.sampled_from([GREEDY, Sampling(0.9, 0.8, seed=5), Sampling(seed=6)])
+
+
+def requests_of(prompt: list[int]) -> st.SearchStrategy[DecodeRequest]:
+    counts, ends = st.integers(1, 24), st.sampled_from([frozenset(), frozenset([7])])
+    return st.builds(DecodeRequest, st.just(prompt), counts, HOW, ends)
+
+
+REQUESTS = st.lists(TOKEN, min_size=1, max_size=40).flatmap(requests_of)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.tuples(REQUESTS, st.integers(0, 12)), min_size=1, max_size=6), st.data())
+def test_requests_get_what_they_get_alone(asked: list[tuple[DecodeRequest, int]], data: Any):
+    """Whoever enters and leaves meanwhile, and whatever has been in their slots before."""
+    model = model_with()
+    generator, found, done = Generator(model.decoder(3, 64)), defaultdict(list), set()
+
+    def take_step():
+        for number, is_last, drawn, _ in generator.step():
+            assert number not in done
+            assert drawn is not None
+            found[number].append(drawn)
+            done.update([number] if is_last else [])
+
+    for request, steps in asked:
+        generator.submit(request)
+        for _ in range(steps):
+            take_step()
+    cancelled = data.draw(st.sampled_from([None, *range(len(asked))]))
+    if cancelled is not None:
+        generator.cancel(cancelled)
+        done.add(cancelled)
+    while generator.is_busy:
+        take_step()
+    assert done == set(range(len(asked)))
+    for number, (request, _) in enumerate(asked):
+        alone, expected = Generator(model.decoder(1, 64)), []
+        alone.submit(request)
+        while alone.is_busy:
+            expected += [decoded.drawn for decoded in alone.step()]
+        assert found[number] == expected[: None if number != cancelled else len(found[number])]
+
+
+@pytest.mark.parametrize(("prompt", "count"), [(0, 3), (3, 0), (30, 35)])
+def test_a_request_that_fits_no_slot_is_refused(prompt: int, count: int):
+    generator = Generator(model_with().decoder(1, 64))
+    with pytest.raises(InputError, match=f"max_new_tokens = {count}.*prompt has {prompt} tokens"):
+        generator.submit(DecodeRequest([1] * prompt, count, GREEDY))
+    assert list(generate_tokens(model_with(), [1], 0, GREEDY)) == []
+
+
+def test_a_request_that_is_cancelled_frees_its_slot():
+    generator = Generator(model_with().decoder(1, 64))
+    first, second = (generator.submit(DecodeRequest([256, 5], 50, GREEDY)) for _ in range(2))
+    assert [own.request for own in generator.step()] == [first]
+    generator.cancel(first)
+    assert [own.request for own in generator.step()] == [second]
+    generator.cancel(second)
+    generator.cancel(second)
+    assert not generator.is_busy
+    assert generator.step() == []
+
+
 @pytest.mark.nightly
-def test_no_token_and_no_prompt_of_like_length_compiles_anew():
+def test_nothing_compiles_anew_as_sequences_come_and_go():
     model = model_with(width=40)
-    tokens = generate_tokens(model, FULL, [256, 1, 2], 50, Sampling())
+    generator = Generator(model.decoder(2, 64))
+    generator.submit(DecodeRequest([256, *range(15)], 3, GREEDY))
+    generator.submit(DecodeRequest([256, *range(30)], 3, Sampling()))
     with CompilationCounter() as counter:
-        list(itertools.islice(tokens, 2))
+        while generator.is_busy:
+            generator.step()
         assert counter.take().count > 0
-        assert len(list(tokens)) == 48
-        list(generate_tokens(model, FULL, [256, 1, 2, 3, 4, 5], 40, Sampling(0.5, 0.9, seed=4)))
+        for length in (1, 2, 9, 17, 25, 31):
+            generator.submit(DecodeRequest([length] * length, 33, Sampling(0.5, 0.9, seed=length)))
+        while generator.is_busy:
+            generator.step()
+        other = replace(model, order=(0, 3, 1))
+        assert len(list(generate_tokens(other, [256, 5], 40, GREEDY))) == 40
+        counter.take()
+        assert len(list(generate_tokens(other, [256, *range(9)], 30, Sampling()))) == 30
         assert counter.take().count == 0
 
 
 def test_draws_depend_on_the_seed_alone():
     model = model_with()
-    drawn = [
-        list(generate_tokens(model, FULL, [256, 5], 30, Sampling(seed=seed))) for seed in (1, 1, 2)
-    ]
+    drawn = [list(generate_tokens(model, [256, 5], 30, Sampling(seed=seed))) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_end_mark_ends_the_text():
     model = model_with()
-    tokens = list(generate_tokens(model, FULL, [256, 5], 20, GREEDY))
+    tokens = list(generate_tokens(model, [256, 5], 20, GREEDY))
     end = tokens[7]
-    assert (
-        list(generate_tokens(model, FULL, [256, 5], 20, GREEDY, end))
-        == (tokens[: tokens.index(end)])
-    )
+    assert list(generate_tokens(model, [256, 5], 20, GREEDY, end)) == (tokens[: tokens.index(end)])
 
 
 @pytest.mark.parametrize(
@@ -152,15 +232,17 @@ def test_the_end_mark_ends_the_text():
 )
 def test_more_than_the_context_is_refused(prompt: int, count: int, remedy: str):
     with pytest.raises(InputError, match=f"context is 64 tokens.*{remedy}"):
-        next(generate_tokens(model_with(), FULL, [1] * prompt, count, GREEDY))
+        next(generate_tokens(model_with(), [1] * prompt, count, GREEDY))
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     logits = jnp.log(jnp.array([0.5, 0.25, 0.15, 0.1]))
 
-    def shares(temperature: float, top_p: float) -> np.ndarray:
+    def shares(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
         rows = jnp.broadcast_to(logits, (20_000, 4))
-        drawn = jax.jit(sample)(rows, jax.random.key(0), temperature, top_p)
+        keys = jax.random.split(jax.random.key(0), len(rows))
+        how = (jnp.full(len(rows), own) for own in (temperature, top_p, top_k, min_p))
+        drawn = jax.jit(sample)(rows, keys, *how)
         return np.bincount(drawn, minlength=4) / len(drawn)
 
     np.testing.assert_allclose(shares(1.0, 1.0), [0.5, 0.25, 0.15, 0.1], atol=0.02)
@@ -170,12 +252,20 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     np.testing.assert_allclose(shares(1.0, 0.8), np.array([50, 25, 15, 0]) / 90, atol=0.02)
     np.testing.assert_array_equal(shares(1.0, 0.3), [1, 0, 0, 0])
     np.testing.assert_array_equal(shares(0.0, 1.0), [1, 0, 0, 0])
+    np.testing.assert_allclose(shares(1.0, 1.0, top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.02)
+    np.testing.assert_allclose(shares(1.0, 1.0, min_p=0.3), [5 / 9, 2.5 / 9, 1.5 / 9, 0], atol=0.02)
+    # Of what is left, which is 0.9 of all, the first two make up 0.83.
+    np.testing.assert_allclose(shares(1.0, 0.83, 3), [2 / 3, 1 / 3, 0, 0], atol=0.02)
+
+
+def pieces_of(tokens: list[int]) -> list[str]:
+    stream = TextStream(ByteTokenizer().decode, [256, 65])
+    return [piece for piece in (*map(stream.push, tokens), stream.rest()) if piece]
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve: 日本語 🙂!", "\ufffd and on"])
 def test_characters_come_whole(text: str):
-    tokenizer = ByteTokenizer()
-    pieces = list(text_pieces(tokenizer.decode, [256, 65], tokenizer.encode(text).tolist()))
+    pieces = pieces_of(ByteTokenizer().encode(text).tolist())
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
     assert len(pieces) >= len(text) - 1
@@ -183,9 +273,7 @@ def test_characters_come_whole(text: str):
 
 def test_bytes_that_are_no_text_are_shown_as_such():
     # The first of two bytes, then another character, and at the end the first of three.
-    assert (
-        "".join(text_pieces(ByteTokenizer().decode, [256], [195, 65, 257, 226])) == "\ufffdA\ufffd"
-    )
+    assert "".join(pieces_of([195, 65, 257, 226])) == "\ufffdA\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -222,9 +310,9 @@ def test_the_command_prints_prompt_and_text(
     out, err = printed("--prompt", "déf", *settings)
     assert out.startswith("déf")
     assert err == "stages 0 2 1 of 4\n"
-    tokenizer, model = ByteTokenizer(), model_with()
+    tokenizer, model = ByteTokenizer(), along((0, 2, 1))
     prompt = [tokenizer.begin, *tokenizer.encode("déf").tolist()]
-    tokens = list(generate_tokens(model, (0, 2, 1), prompt, 20, GREEDY, tokenizer.end))
+    tokens = list(generate_tokens(model, prompt, 20, GREEDY, tokenizer.end))
     assert out == "déf" + tokenizer.decode(tokens) + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("déf"))
     assert printed("--prompt", "-", *settings) == (out, err)
@@ -253,7 +341,7 @@ def test_a_chat_prints_the_answer_alone(
         roles = ["user", "assistant"] * 2
         messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
         prompt = encode_prompt(messages, tokenizer, "2026-11-22").tolist()
-        tokens = list(generate_tokens(model, FULL, prompt, 6, GREEDY, tokenizer.end))
+        tokens = list(generate_tokens(model, prompt, 6, GREEDY, tokenizer.end))
         return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
 
     first = answer("ab")
@@ -297,7 +385,7 @@ def test_a_chat_ends_with_the_turn_by_the_template(
         return capsys.readouterr().out.split()
 
     prompt, model = [7, 8], model_with()
-    expected = [f"<{n}>" for n in generate_tokens(model, FULL, prompt, 20, GREEDY, 0)]
+    expected = [f"<{n}>" for n in generate_tokens(model, prompt, 20, GREEDY, 0)]
     assert said("<0>") == expected
     assert len(expected) > 3
     assert said(expected[3]) == expected[: expected.index(expected[3])]

@@ -21,11 +21,14 @@ from skippipe_jax.config import parse_config
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
 from skippipe_jax.data.tokenizer import ByteTokenizer, write_byte_tokenizer
-from skippipe_jax.inference.decoding import empty_caches, sample
+from skippipe_jax.inference import decoding
+from skippipe_jax.inference.decode_requests import DecodeRequest
+from skippipe_jax.inference.decoding import Generator, Step, generate_tokens
+from skippipe_jax.inference.drawing import sample
 from skippipe_jax.inference.ensemble import Ensemble, averaged
 from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.mixed_tokens import _next_token
+from skippipe_jax.inference.mixed_tokens import MixtureExecutor, _next_logits
 from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.training.compilations import CompilationCounter
@@ -97,14 +100,35 @@ def test_tokens_are_drawn_from_the_mixture(mix: str, experts: list[StagedModel])
     """The prompt holds two documents; weights of the second know nothing of the first."""
     ensemble, prompt = ensemble_of(experts, mix), TEXT[:20]
     how = Sampling(temperature=0.7, top_p=0.9, seed=3)
-    found = list(ensemble.tokens_after(prompt.tolist(), 16, how))
+    found = list(generate_tokens(ensemble, prompt.tolist(), 16, how))
     tokens = np.array([*prompt, *found], np.int32)
     mixed = mixed_by_hand(distributions(experts, tokens), tokens, mix)
     for place, token in enumerate(found, len(prompt) - 1):
         key = jax.random.fold_in(jax.random.key(3), place)
-        [expected] = sample(jnp.asarray(mixed[None, place], jnp.float32), key, 0.7, 0.9)
+        by = key[None], *(jnp.array([own]) for own in (0.7, 0.9, 0, 0.0))
+        [expected] = sample(jnp.asarray(mixed[None, place], jnp.float32), *by)
         assert token == expected
     assert len(set(found)) > 3
+
+
+@pytest.mark.parametrize("mix", WAYS)
+def test_requests_of_a_mixture_get_what_they_get_alone(
+    mix: str, experts: list[StagedModel], monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts come in parts, in the second of which another document may begin."""
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 16)
+    ensemble, how = ensemble_of(experts, mix), Sampling(temperature=0.7, top_p=0.9, seed=3)
+    prompts = [TEXT[:count].tolist() for count in (20, 5, 26, 1, 17)]
+    generator, found = Generator(ensemble.decoder(2, 48)), [[] for _ in prompts]
+    for count, prompt in enumerate(prompts, 10):
+        generator.submit(DecodeRequest(prompt, count, how))
+    while generator.is_busy:
+        for number, _, drawn, _ in generator.step():
+            assert drawn is not None
+            found[number].append(drawn.token)
+    monkeypatch.undo()
+    for count, (prompt, drawn) in enumerate(zip(prompts, found, strict=True), 10):
+        assert drawn == list(generate_tokens(ensemble, prompt, count, how))
 
 
 def test_tokens_of_an_ensemble_are_compiled_once(experts: list[StagedModel]):
@@ -120,14 +144,12 @@ def test_tokens_of_an_ensemble_are_compiled_once(experts: list[StagedModel]):
 
 
 def test_a_token_is_scored_by_each_head_once(experts: list[StagedModel]):
-    structures = tuple(own.structures for own in experts)
-    parameters = [list(own.parameters) for own in experts]
-    caches = [empty_caches(own, own.along, 1, 16) for own in experts]
-    log_w = jnp.zeros((2, 1))
-    given = ((structures, "posterior"), parameters, caches, (log_w, log_w))
-    places = (3, 0, BEGIN)
-    drawn_by = (jax.random.key(0), 1.0, 1.0)
-    program = _next_token.lower(*given, np.zeros((1, 1), np.int32), places, *drawn_by).as_text()
+    executor = MixtureExecutor(Ensemble(experts), 2, 16)
+    step = Step(np.zeros((2, 1), np.int32), np.full((2, 1), 3, np.int32))
+    given = executor._structures, "posterior", 16
+    streams = [own.run(step) for own in executor._executors]
+    state = executor._parameters, executor._known, streams, step, executor._log_prior, BEGIN
+    program = _next_logits.lower(given, *state).as_text()
     for expert in experts:
         size = expert.config.vocabulary_size
         assert len(re.findall(rf"dot_general.*-> tensor<[\dx]*{size}xf32>", program)) == 1

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -161,20 +163,47 @@ def test_long_texts_are_read_in_windows(run: Path):
 
 def test_texts_are_generated_up_to_a_stop(run: Path):
     model = harness(run)
-    settings = {"until": [], "max_gen_toks": 12}
-    [whole] = model.generate_until([request("generate_until", "begin" * 20, settings)])
+    how = {"until": [], "max_gen_toks": 12}
+    [whole] = model.generate_until([request("generate_until", "begin" * 20, how)])
     prompt = [256, *encoded("begin" * 20)][-20:]
-    tokens = generate_tokens(read_run(run)[0], ALL, prompt, 12, Sampling(temperature=0.0), end=257)
+    tokens = generate_tokens(read_run(run)[0], prompt, 12, Sampling(temperature=0.0), end=257)
     assert whole == ByteTokenizer().decode(list(tokens))
     stop = whole[3:5]
-    stopped = request("generate_until", "begin" * 20, settings | {"until": [stop, "never"]})
+    stopped = request("generate_until", "begin" * 20, how | {"until": [stop, "never"]})
     assert model.generate_until([stopped]) == [whole[: whole.index(stop)]]
+
+
+WORDS = st.text("abc é\n", max_size=40)
+SETTINGS = st.fixed_dictionaries(
+    {"until": st.sampled_from([[], "\n", ["a", "bc"]]), "max_gen_toks": st.integers(1, 8)},
+    optional={"temperature": st.just(0.7), "top_p": st.just(0.9)},
+)
+
+
+@settings(max_examples=10)
+@given(
+    st.lists(st.tuples(WORDS, WORDS.filter(lambda text: len(text.encode()) <= 32)), max_size=9),
+    st.lists(st.tuples(WORDS, SETTINGS), max_size=9),
+)
+def test_many_requests_at_once_are_answered_as_one_at_a_time(
+    run: Path, pairs: list[tuple[str, str]], contexts: list[tuple[str, dict[str, Any]]]
+):
+    together, alone = harness(run, batch_size=4), harness(run, batch_size=1)
+    asked = [request("loglikelihood", *pair) for pair in pairs]
+    found, expected = together.loglikelihood(asked), alone.loglikelihood(asked)
+    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    texts = [request("loglikelihood_rolling", context) for context, _ in pairs]
+    expected = alone.loglikelihood_rolling(texts)
+    assert together.loglikelihood_rolling(texts) == pytest.approx(expected, abs=1e-3)
+    drawn = [request("generate_until", *own) for own in contexts]
+    assert together.generate_until(drawn) == alone.generate_until(drawn)
 
 
 def test_a_request_that_is_repeated_is_drawn_anew(run: Path):
     model = harness(run)
-    settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
-    requests = [request("generate_until", "begin", settings)] * 4
+    how = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    requests = [request("generate_until", "begin", how)] * 4
     texts = model.generate_until(requests)
     assert len(set(texts)) == 4
     assert model.generate_until(requests) == texts

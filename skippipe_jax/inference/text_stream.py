@@ -1,0 +1,93 @@
+"""Tokens become text one after the other, and no piece of it ends within a character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+MOST_HELD = 3
+"""A character has at most four bytes, so at most three can be of one that is not whole."""
+LONGEST_WINDOW = 64
+"""Tokens that are decoded anew with each next one, unless the prompt has more."""
+
+
+class TextStream:
+    """The text that tokens add to a prompt, as soon as the characters in it are whole.
+
+    Some tokenizers write a token otherwise at the beginning of a text, and a byte that is no
+    character yet otherwise than once it is one. So a window of the last tokens is decoded each
+    time, and what is new in it is told.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]):
+        """Begin behind a prompt; `decode` makes text of tokens."""
+        self._decode = decode
+        self._window = list(prompt)
+        # Where in the window the tokens begin that came since it was last cut.
+        self._recent = len(self._window)
+        # The beginning of the window's text that is told.
+        self._told = _whole(decode(self._window))
+
+    def push(self, token: int) -> str:
+        """Take the next token, and return what is whole with it: "" if nothing new is."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        whole = _whole(text)
+        # Of a run of bytes that is no text yet, some tokenizers write none as they did before.
+        if len(whole) < len(text) and not text.startswith(self._told):
+            whole = self._told
+        piece = whole[len(self._told) :]
+        self._told = whole if len(whole) > len(self._told) else self._told
+        held = max(len(text) - len(self._told), 0)
+        if (piece and not held) or len(self._window) - self._recent > LONGEST_WINDOW:
+            self._window = self._window[self._recent :]
+            self._recent = len(self._window)
+            text = self._decode(self._window)
+            self._told = text[: len(text) - held]
+        return piece
+
+    def rest(self) -> str:
+        """Return what is left when no token comes any more."""
+        return self._decode(self._window)[len(self._told) :]
+
+
+def _whole(text: str) -> str:
+    """Return the text without the end of it that may be part of a character."""
+    end = len(text)
+    while end > len(text) - MOST_HELD and text[:end].endswith(REPLACEMENT):
+        end -= 1
+    return text[:end]
+
+
+class StopTexts:
+    """Looks for texts that end an answer, and holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]):
+        """Look for these; empty ones are none."""
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.has_ended = False
+
+    def push(self, piece: str) -> str:
+        """Take the next piece, and return what surely comes before any of the texts."""
+        if self.has_ended:
+            return ""
+        text = self._held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.has_ended, self._held = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """Return what was held back, where nothing comes any more."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text are the first ones of another."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

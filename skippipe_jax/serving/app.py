@@ -1,0 +1,273 @@
+"""The routes of a service: who may ask, how bodies are read, and how errors are told."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from skippipe_sched.errors import SHOWN_CHARACTERS
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from skippipe_jax import log
+from skippipe_jax.data.tokenizer import MARKS
+from skippipe_jax.serving.choices import Piece
+from skippipe_jax.serving.engine import EngineThread
+from skippipe_jax.serving.errors import ApiError
+from skippipe_jax.serving.metrics import Metrics
+from skippipe_jax.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from skippipe_jax.serving.service import Job, Served
+
+MOST_BYTES = 4 << 20
+"""Of the body of a request."""
+MOST_DROPPED = 16 * MOST_BYTES
+"""So much of a larger body is read, and dropped, so that its client reads why it is refused."""
+BODY_S = 60.0
+"""How long a client may take to send a body."""
+GONE = 499
+"""What is told of a request whose client has gone, as by nginx."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+
+class App:
+    """The answers to all routes."""
+
+    def __init__(
+        self,
+        served: Served,
+        thread: EngineThread,
+        metrics: Metrics,
+        created: int,
+        keys: tuple[str, ...] = (),
+    ):
+        """Serve a model that was made at a time, in seconds of the epoch, to all or to `keys`."""
+        self._served, self._thread, self._metrics = served, thread, metrics
+        self._created, self._keys = created, [key.encode() for key in keys]
+        # A tokenizer whose marks have no texts is told of by those that an export gives them.
+        self._marks = served.tokenizer.special_tokens or MARKS
+
+    def starlette(self) -> Starlette:
+        """Return the application, which starts and ends the thread of the engine."""
+
+        @asynccontextmanager
+        async def running(_: Starlette) -> AsyncIterator[None]:
+            self._thread.start()
+            yield
+            await asyncio.to_thread(self._thread.stop)
+
+        def route(path: str, handler: Handler, method: str = "GET") -> Route:
+            guarded = path not in ("/health", "/ready", "/metrics")
+            return Route(path, self._answering(handler, guarded=guarded), methods=[method])
+
+        routes = [
+            route("/health", self._health),
+            route("/ready", self._health),
+            route("/metrics", self._show_metrics),
+            route("/v1/models", self._models),
+            route("/v1/models/{name:path}", self._model),
+            route("/v1/completions", self._complete, "POST"),
+            route("/v1/chat/completions", self._chat, "POST"),
+            route("/tokenizer_info", self._tokenizer_info),
+            route("/tokenize", self._tokenize, "POST"),
+            route("/detokenize", self._detokenize, "POST"),
+        ]
+        handlers = {HTTPException: self._no_route}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=running)
+
+    def _answering(self, handler: Handler, *, guarded: bool) -> Handler:
+        """Let a handler raise what the client is told, and let those in who have a key."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                if guarded:
+                    self._let_in(request)
+                return await handler(request)
+            except ApiError as error:
+                return self._refuse(request, error)
+            except ClientDisconnect:
+                return Response(status_code=GONE)
+
+        return answer
+
+    def _let_in(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        has_key = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if self._keys and not (any(has_key) and scheme.lower() == "bearer"):
+            message = "no API key, or one that is not right: send Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", kind="authentication_error")
+
+    def _refuse(self, request: Request, error: ApiError) -> Response:
+        self._metrics.refused(error.status)
+        client = request.client.host if request.client else "?"
+        told = f"{client} {request.method} {request.url.path}: {error.status}, {error}"
+        log.info(told if len(told) <= SHOWN_CHARACTERS else f"{told[: SHOWN_CHARACTERS - 3]}...")
+        return _json(error.body, error.status, error.headers)
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers or {})
+        told = ApiError(error.status_code, f"{error.detail}: {request.url.path}", headers=headers)
+        return self._refuse(request, told)
+
+    # Health and metrics.
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._thread.error is None else 503)
+
+    async def _show_metrics(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    # The model.
+
+    async def _models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._own_model()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._served.name:
+            message = f"there is no model {name!r} here"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._own_model())
+
+    def _own_model(self) -> dict[str, Any]:
+        served = self._served
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "skippipe",
+            "max_model_len": served.context,
+            "skippipe": {"stages": list(range(served.stages))},
+        }
+
+    # Answers.
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    async def _answer(
+        self, request: Request, kind: type[CompletionRequest | ChatRequest]
+    ) -> Response:
+        asked = parse(await _body(request), kind)
+        # A long prompt takes a while, in which the tokens of others go on to their clients.
+        job = await asyncio.to_thread(Job, asked, self._served, self._thread.capacity)
+        sequences = self._thread.submit(job.requests)
+        pieces = job.pieces(sequences, self._thread, self._metrics)
+        if asked.stream:
+            return _Stream(job.events(pieces), lambda: self._thread.cancel(sequences))
+        whole = await _unless_gone(request, _gathered(pieces))
+        return _json(job.answer(whole))
+
+    # The tokenizer, by vLLM's names: so the harness finds out how long a context is.
+
+    async def _tokenizer_info(self, _: Request) -> Response:
+        marks = dict.fromkeys(MARKS) | dict(self._marks)
+        return _json(marks | {"chat_template": self._served.tokenizer.chat_template})
+
+    async def _tokenize(self, request: Request) -> Response:
+        asked = parse(await _body(request), TokenizeRequest)
+        tokenizer = self._served.tokenizer
+        begin = [tokenizer.begin] if asked.add_special_tokens else []
+        own = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        mark = next((own[name] for name in own if self._marks.get(name) == asked.prompt), None)
+        encoded = await asyncio.to_thread(tokenizer.encode, asked.prompt)
+        tokens = [*begin, *(map(int, encoded) if mark is None else [mark])]
+        return _json(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": self._served.context}
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        tokens = parse(await _body(request), DetokenizeRequest).tokens
+        if any(not 0 <= token < self._served.vocabulary_size for token in tokens):
+            raise ApiError(400, "tokens: not all are tokens of the model", param="tokens")
+        return _json({"prompt": self._served.tokenizer.decode(tokens)})
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; whatever ends them, `on_end` is called, even before the first."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._events, self._on_end = events, on_end
+
+    async def __call__(self, *given: Any) -> None:
+        try:
+            await super().__call__(*given)
+        finally:
+            self._on_end()
+
+
+async def _gathered(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    async with aclosing(pieces):  # type: ignore[type-var]
+        return [piece async for piece in pieces]
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work returns, or cancel it when the client goes.
+
+    Raises:
+        ClientDisconnect: if it has gone.
+    """
+    task = asyncio.create_task(work)
+    # The body is read: nothing else can come.
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _body(request: Request) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: if it is no JSON by its type, too large, or comes too slowly.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "send Content-Type: application/json")
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= MOST_BYTES:
+                    body += chunk
+                elif size > MOST_DROPPED:
+                    break
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s") from error
+    if size > MOST_BYTES:
+        raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes")
+    return bytes(body)
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+    )

@@ -1,0 +1,52 @@
+"""Errors as the API tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skippipe_sched.errors import SkipPipeError
+
+INVALID = "invalid_request_error"
+AGAIN_S = 1
+"""When a client that found no room may ask again, in seconds."""
+
+
+class ApiError(SkipPipeError):
+    """A request that is not answered, by its HTTP status and the API's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """Keep what the client is told; `param` is the parameter of the request that is wrong."""
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.error = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        return {"error": self.error}
+
+
+def too_busy() -> ApiError:
+    """Return the error of a request for which there is no room in the queue."""
+    return ApiError(
+        429,
+        "too many requests are waiting: try again later",
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
+        headers={"Retry-After": str(AGAIN_S)},
+    )
+
+
+def failed() -> ApiError:
+    """Return the error of a request during which the engine has failed."""
+    return ApiError(500, "the engine has failed, and the server ends", kind="server_error")

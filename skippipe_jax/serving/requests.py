@@ -1,0 +1,270 @@
+"""The bodies of requests, in the format of OpenAI's API, checked before anything is computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.data.chat import Message
+from skippipe_jax.inference.decode_requests import MOST_LIKELIEST
+from skippipe_jax.inference.partial import Order, kept, order_of
+from skippipe_jax.serving.errors import ApiError
+
+MOST_CHOICES = 128
+MOST_STOPS = 64
+LONGEST_STOP = 1000
+"""Characters."""
+DEFAULT_NEW_TOKENS = 16
+"""Of a completion that does not say how many, as in OpenAI's API."""
+
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Likeliest = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
+_Stop = Annotated[str, Meta(max_length=LONGEST_STOP)]
+_Place = re.compile(r" - at `\$(?:\[\.\.\.\])?\.?([^`]*)`$")
+_Unknown = re.compile(r"unknown field `([^`]*)`")
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """What a stream says beside its text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request may say; a parameter that is null is not given.
+
+    `skippipe_keep` names the stages that run, increasing, or is the share of them that does; which
+    these are, the seed decides. The parameters from `user` on have no effect.
+    """
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: _Share = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    seed: int | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    skippipe_keep: float | list[int] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, seed: int) -> Sampling:
+        """Return how tokens are drawn, by a seed that is taken below the largest one."""
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            seed % (fields.LARGEST_SEED + 1),
+            max(self.top_k, 0),
+            self.min_p,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+        )
+
+    def stages(self, count: int, seed: int) -> Order:
+        """Return which of so many stages run.
+
+        Raises:
+            ApiError: if they are not stages of the model, increasing, from 0 on.
+        """
+        keep = self.skippipe_keep
+        try:
+            if not isinstance(keep, list):
+                return kept(count, 1.0 if keep is None else keep, 1, seed).ways[0].stages
+            order = order_of(keep, count, "skippipe_keep", keep)
+        except InputError as error:
+            message = f"skippipe_keep: {error.problem}. {error.remedy}."
+            raise ApiError(400, message, param="skippipe_keep") from error
+        if list(order) != sorted(order):
+            raise ApiError(400, "skippipe_keep: name stages in order", param="skippipe_keep")
+        return order
+
+
+class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+    """A request to go on with one or several prompts, each a text or its tokens."""
+
+    prompt: str | list[Any]
+    logprobs: _Likeliest | None = None
+    echo: bool = False
+    best_of: int | None = None
+
+    def __post_init__(self):
+        """Refuse to draw more than is shown."""
+        if self.best_of not in (None, self.n):
+            raise ApiError(400, "best_of: only n answers are drawn", param="best_of")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt: a text, or tokens.
+
+        Raises:
+            ApiError: if there is none, or it is neither.
+        """
+        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if given and all(type(one) is int for one in given):
+            given = [given]
+        is_right = [
+            isinstance(one, str)
+            or (isinstance(one, list) and all(type(token) is int for token in one))
+            for one in given
+        ]
+        if not given or not all(is_right):
+            message = "prompt: write a text, a list of tokens, or a list of one or the other"
+            raise ApiError(400, message, param="prompt")
+        return given
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """How many tokens may be drawn.
+
+        Raises:
+            ApiError: if they are none, and nothing is shown of the prompt either.
+        """
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: write at least 1", param="max_tokens")
+        return DEFAULT_NEW_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens come with each; None if no probabilities do."""
+        return self.logprobs
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    """A part of a message; only text is read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct):
+    """A message; a template may read other keys of it, which are dropped here."""
+
+    role: str
+    content: str | list[Part] | None = None
+
+
+class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+    """A request to answer a conversation."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: _Likeliest | None = None
+    echo: ClassVar[bool] = False
+
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The messages as templates take them."""
+        return [{"role": one.role, "content": _text_of(one.content or "")} for one in self.messages]
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """How many tokens may be drawn; None is as many as there is room for.
+
+        Raises:
+            ApiError: if they are none.
+        """
+        if self.max_tokens == 0:
+            raise ApiError(400, "max_tokens: write at least 1", param="max_tokens")
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens come with each; None if no probabilities do.
+
+        Raises:
+            ApiError: if some are asked for without probabilities.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _text_of(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True):
+    """A text whose tokens are asked for."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    model: str | None = None
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True):
+    """Tokens whose text is asked for."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+Kind = TypeVar("Kind", bound=Struct)
+
+
+def parse(body: bytes, kind: type[Kind]) -> Kind:
+    """Return a request.
+
+    Raises:
+        ApiError: if the body is no JSON object, or a parameter is unknown or wrong.
+    """
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body is no JSON object")
+    try:
+        given = {name: value for name, value in found.items() if value is not None}
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ApiError):
+            raise error.__cause__ from None
+        raise _refused(str(error)) from error
+
+
+def _refused(problem: str) -> ApiError:
+    unknown = _Unknown.search(problem)
+    place = _Place.search(problem)
+    where = place[1] if place else ""
+    if unknown:
+        name = f"{where}.{unknown[1]}" if where else unknown[1]
+        return ApiError(400, f"{name}: is not supported here", param=name)
+    param = where or None
+    missing = re.search(r"missing required field `(\w+)`", problem)
+    if missing:
+        param = missing[1]
+    told = problem[: place.start()] if place else problem
+    return ApiError(400, f"{param}: {told}" if param else told, param=param)

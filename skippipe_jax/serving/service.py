@@ -1,0 +1,252 @@
+"""What a service answers: from the parameters of a request to its answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.data.chat import encode_prompt
+from skippipe_jax.data.tokenizer import Tokenizer
+from skippipe_jax.inference.decode_requests import DecodeRequest
+from skippipe_jax.serving.choices import Choice, Piece, chat_logprobs, completion_logprobs
+from skippipe_jax.serving.engine import EngineThread, Sequences
+from skippipe_jax.serving.errors import ApiError
+from skippipe_jax.serving.metrics import Metrics
+from skippipe_jax.serving.requests import ChatRequest, CompletionRequest
+
+Asked = CompletionRequest | ChatRequest
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a service, as far as requests are about it.
+
+    Attributes:
+        name: by which clients ask for it.
+        tokenizer: what makes its tokens.
+        context: how many tokens a sequence has at most, with its prompt.
+        stages: how many stages there are.
+        vocabulary_size: how many tokens there are.
+        turn_end: the token with which an answer in a conversation ends, beside the end mark.
+        converses: whether it has a way to write conversations.
+        today: the day that chat templates are told.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    context: int
+    stages: int
+    vocabulary_size: int
+    turn_end: int | None
+    converses: bool
+    today: str
+
+
+class Job:
+    """A request that is checked, and what its sequences shall be."""
+
+    def __init__(self, asked: Asked, served: Served, capacity: int):
+        """Make tokens of prompts, of at most so many sequences; that takes a while for long ones.
+
+        Raises:
+            ApiError: if it cannot be answered.
+        """
+        self.asked, self.served = asked, served
+        self.is_chat = isinstance(asked, ChatRequest)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        if asked.model not in (None, served.name):
+            message = f"model: there is no model {asked.model!r} here, but {served.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        seed = secrets.randbits(31) if asked.seed is None else asked.seed
+        stages, likeliest = asked.stages(served.stages, seed), asked.likeliest
+        ends = {served.tokenizer.end}
+        if self.is_chat and served.turn_end is not None:
+            ends.add(served.turn_end)
+        count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
+        if count > capacity:
+            message = f"n: {count} sequences are asked for, and there is room for {capacity}"
+            raise ApiError(400, message, param="n")
+        self.choices: list[Choice] = []
+        self.prompt_tokens = 0
+        for text, prompt, hidden in self._prompts():
+            count = self._new_tokens(len(prompt))
+            self.prompt_tokens += len(prompt)
+            for number in range(asked.n):
+                request = DecodeRequest(
+                    prompt,
+                    count,
+                    asked.sampling(seed + number),
+                    frozenset() if asked.ignore_eos else frozenset(ends),
+                    stages,
+                    likeliest,
+                    scores_prompt=asked.echo and (likeliest is not None or not count),
+                )
+                given = (asked.stops, text if asked.echo else None, hidden)
+                self.choices.append(Choice(len(self.choices), request, served.tokenizer, *given))
+
+    @property
+    def requests(self) -> list[DecodeRequest]:
+        """Its sequences, one for each choice."""
+        return [choice.request for choice in self.choices]
+
+    def _prompts(self) -> list[tuple[str, list[int], int]]:
+        """Return each prompt as text and as tokens, and how many of these are not in the text."""
+        served, tokenizer = self.served, self.served.tokenizer
+        if isinstance(self.asked, ChatRequest):
+            if not served.converses:
+                message = "the model has learnt no conversations, and its tokenizer has no chat "
+                raise ApiError(400, f"{message}template: ask for completions", param="messages")
+            try:
+                tokens = encode_prompt(self.asked.conversation, tokenizer, served.today)
+            except InputError as error:
+                raise ApiError(400, f"messages: {error.problem}", param="messages") from error
+            return [("", [*map(int, tokens)], 0)]
+        prompts = []
+        for given in self.asked.prompts:
+            if isinstance(given, str):
+                # The begin mark is ours, so nothing is told of it: clients count without it.
+                tokens = [tokenizer.begin, *map(int, tokenizer.encode(given))]
+                prompts.append((given, tokens, 1))
+                continue
+            if not given or min(given) < 0 or max(given) >= served.vocabulary_size:
+                message = f"prompt: tokens are 0 to {served.vocabulary_size - 1}, at least one"
+                raise ApiError(400, message, param="prompt")
+            prompts.append((tokenizer.decode(given) if self.asked.echo else "", given, 0))
+        return prompts
+
+    def _new_tokens(self, prompt: int) -> int:
+        """Return how many tokens may be drawn behind a prompt of so many."""
+        context, wanted = self.served.context, self.asked.most_new_tokens
+        count = context - prompt if wanted is None else wanted
+        if prompt + count > context or prompt >= context + self.asked.echo:
+            message = f"the context is {context} tokens, the prompt has {prompt}, and "
+            message += f"{count if wanted is not None else 1} are asked for behind it"
+            param = "messages" if self.is_chat else "prompt"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return count
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens so far."""
+        drawn = sum(choice.drawn for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
+        }
+
+    async def pieces(
+        self, sequences: Sequences, thread: EngineThread, metrics: Metrics
+    ) -> AsyncIterator[Piece]:
+        """Yield what is new of each choice, until all have ended; one that ends early is cancelled.
+
+        Whatever ends this, nothing of the request is decoded any more.
+        """
+        last_s: dict[int, float] = {}
+        try:
+            async for place, decoded in sequences.decoded():
+                now_s = time.monotonic()
+                if decoded.drawn is not None:
+                    metrics.new_tokens.inc()
+                    if place in last_s:
+                        metrics.next_token.observe(now_s - last_s[place])
+                    else:
+                        metrics.first_token.observe(now_s - sequences.began_s)
+                    last_s[place] = now_s
+                piece = self.choices[place].take(decoded)
+                if piece.reason is not None:
+                    thread.cancel(sequences, place)
+                    metrics.done(piece.reason)
+                yield piece
+            metrics.prompt_tokens.inc(self.prompt_tokens)
+            metrics.request.observe(time.monotonic() - sequences.began_s)
+        finally:
+            for _ in sequences.open:
+                metrics.done("abort")
+            thread.cancel(sequences)
+
+    # The format of answers.
+
+    def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the whole answer that pieces make up."""
+        choices = []
+        for choice in self.choices:
+            own = [piece for piece in pieces if piece.index == choice.index]
+            text = "".join(piece.text for piece in own)
+            tokens = [token for piece in own for token in piece.tokens]
+            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            shown = shown if self.is_chat else {"text": text}
+            choices.append(
+                {
+                    "index": choice.index,
+                    **shown,
+                    "logprobs": self._logprobs(tokens),
+                    "finish_reason": own[-1].reason,
+                    "skippipe": self._used(choice.index),
+                }
+            )
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._body(kind, choices) | {"usage": self.usage()}
+
+    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        """Yield server-sent events: those of pieces as they come, the numbers of tokens, the end.
+
+        An error that comes when the answer has begun is an event, too.
+        """
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        usage = {"usage": None} if self.asked.includes_usage else {}
+        try:
+            if isinstance(self.asked, ChatRequest):
+                role = {"role": "assistant", "content": ""}
+                for choice in self.choices:
+                    told = {"index": choice.index, "delta": role, "finish_reason": None}
+                    yield _event(self._body(kind, [told | {"logprobs": None}]) | usage)
+            held: dict[int, tuple[Any, ...]] = {}
+            async for piece in pieces:
+                tokens = (*held.pop(piece.index, ()), *piece.tokens)
+                if not piece.text and piece.reason is None:
+                    held[piece.index] = tokens  # They come with the text that they are part of.
+                    continue
+                told = {
+                    "index": piece.index,
+                    **({"delta": _delta(piece.text)} if self.is_chat else {"text": piece.text}),
+                    "logprobs": self._logprobs(tokens),
+                    "finish_reason": piece.reason,
+                }
+                if piece.reason is not None:
+                    told["skippipe"] = self._used(piece.index)
+                yield _event(self._body(kind, [told]) | usage)
+            if usage:
+                yield _event(self._body(kind, []) | {"usage": self.usage()})
+        except ApiError as error:
+            yield _event(error.body)
+            return
+        yield b"data: [DONE]\n\n"
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.served.name}
+        return head | {"choices": choices}
+
+    def _logprobs(self, tokens: Sequence[Any]) -> dict[str, Any] | None:
+        if self.asked.likeliest is None:
+            return None
+        told = chat_logprobs if self.is_chat else completion_logprobs
+        return told(tokens, self.served.tokenizer)
+
+    def _used(self, index: int) -> dict[str, Any]:
+        """Return what is told of how a choice came about."""
+        return {"stages": list(self.choices[index].request.stages or ())}
+
+
+def _delta(text: str) -> dict[str, str]:
+    return {"content": text} if text else {}
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
