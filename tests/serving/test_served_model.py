@@ -23,11 +23,10 @@ from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.staged_model import StagedModel, read_run
 from skippipe_jax.serving.model import open_engine
 from skippipe_jax.training.compilations import CompilationCounter
+from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, expect_one_error
 from tests.partial_models import logits_of, save_run
 from tests.serving.scripted_engine import PATIENCE_S, serving
-
-pytest_plugins = ["tests.commands.conftest"]
 
 SECTIONS: dict[str, Any] = {
     "model": {
