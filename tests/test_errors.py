@@ -16,6 +16,7 @@ from skippipe_sched.errors import UNREAD_EXIT_CODE, InputError, SkipPipeError
 
 import skippipe_jax
 from skippipe_jax.errors import CorruptCheckpoint, PeerTimeout
+from skippipe_jax.serving.errors import ApiError
 
 for package in (skippipe_jax, skippipe_sched):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -32,6 +33,8 @@ def made(kind: type[SkipPipeError]) -> SkipPipeError:
         return kind(20, "checkpoint", "x" * 300, "is damaged", "Choose another")
     if issubclass(kind, InputError):
         return kind("case.nodes", -1, "is negative", "Choose another")
+    if issubclass(kind, ApiError):
+        return kind(429, "too many requests are waiting", headers={"Retry-After": "1"})
     return kind("host 2 was lost")
 
 

@@ -30,6 +30,10 @@ class ApiError(SkipPipeError):
         self.status, self.headers = status, dict(headers or {})
         self.error = {"message": message, "type": kind, "param": param, "code": code}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process raise it anew."""
+        return type(self), (self.status, str(self)), vars(self)
+
     @property
     def body(self) -> dict[str, Any]:
         """The body of the response."""
