@@ -75,9 +75,9 @@ def sizes(
     gauge = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=here.whole)
     run = functools.partial(functions.forward, leaves=True)
     forward = functions.forward.lower(parameters, gauge, x, leaves=True).compile()
-    _, kept, _ = jax.eval_shape(run, parameters, gauge, x, None)
+    _, kept, _ = jax.eval_shape(run, parameters, gauge, x)
     kept = lying(kept, forward.output_shardings[1])
-    arguments = parameters, gradients, gauge, kept, cotangent, None
+    arguments = parameters, gradients, gauge, kept, cotangent
     lowered = functions.backward.lower(*arguments, leaves=not is_data_stage)
     planned = lowered.compile().memory_analysis()
 
