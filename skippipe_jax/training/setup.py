@@ -231,14 +231,15 @@ def _measure_or_reuse(
         own = partial(name_and_devices, config, host)
         now = gather(host, "claim/devices", own, timeout_s)
         say = partial(log.on_leader, host.index, tell=log.output)
-        if [*now.values()] != before["hosts"]:
-            say(f"measured anew: hosts or devices are others than those measured at {before['at']}")
-            needs_planning = True
-        elif before["is_usable"] or not needs_planning:
+        are_same = [*now.values()] == before["hosts"]
+        if not needs_planning or (are_same and before["is_usable"]):
             plan = "a new plan is made" if needs_planning else "the plan is that of the run"
-            say(f"not measured anew: {plan}, for the hosts as measured at {before['at']}")
+            others = "" if are_same else "; hosts or devices are others now"
+            say(f"not measured anew: {plan}, for the hosts as measured at {before['at']}{others}")
             makes_plan = needs_planning and host.index == 0
             return needs_planning, None, _recorded(config, host)[1] if makes_plan else None
+        if not are_same:
+            say(f"measured anew: hosts or devices are others than those measured at {before['at']}")
     if not needs_planning:
         return False, None, None
     return True, *_measure_cluster(config, host)

@@ -87,8 +87,8 @@ def test_text_alone_is_trained_on_and_shown(
     assert "</html>" in Path("runs/default/report.html").read_text()
     expect_one_error(command("train", "--data", "text", *small), "holds a run already")
 
-    # Resumed, it goes on by what was measured, also under another plan; on another device it is
-    # measured anew.
+    # Resumed, it goes on by what was measured, also under another plan. On another device it keeps
+    # its plan, and is measured anew for another.
     def measured(*_: object) -> None:
         raise InputError("test", "", "it is measured", "Stop here")
 
@@ -105,7 +105,10 @@ def test_text_alone_is_trained_on_and_shown(
     recorded = json.loads(figures.read_text())
     recorded["hosts"][0]["devices"] = ["abacus"]
     figures.write_text(json.dumps(recorded))
-    other = command(*again)
+    kept = command(*again, "--set", "plan.budget_s=3")
+    assert kept.code == 0, kept.err
+    assert "hosts or devices are others now" in kept.out
+    other = command(*again, "--set", "plan.budget_s=4")
     assert "measured anew: hosts or devices are others than those measured at 20" in other.out
     expect_one_error(other, "it is measured")
 
