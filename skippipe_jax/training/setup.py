@@ -225,23 +225,23 @@ def _measure_or_reuse(
     if host.index != 0:
         require_same_start(config, host, claimed["config"])
     needs_planning, before = claimed["needs_planning"], claimed["measured"]
+    say = partial(log.on_leader, host.index, tell=log.output)
+    if not needs_planning:
+        if before is not None:
+            say(f"not measured anew: the plan is that of the run, as measured at {before['at']}")
+        return False, None, None
     if before is not None:
         nodes = check_template(config, host.count).count(host.index)
         _give_threads(config, host, nodes, None)
         own = partial(name_and_devices, config, host)
         now = gather(host, "claim/devices", own, timeout_s)
-        say = partial(log.on_leader, host.index, tell=log.output)
-        are_same = [*now.values()] == before["hosts"]
-        if not needs_planning or (are_same and before["is_usable"]):
-            plan = "a new plan is made" if needs_planning else "the plan is that of the run"
-            others = "" if are_same else "; hosts or devices are others now"
-            say(f"not measured anew: {plan}, for the hosts as measured at {before['at']}{others}")
-            makes_plan = needs_planning and host.index == 0
-            return needs_planning, None, _recorded(config, host)[1] if makes_plan else None
-        if not are_same:
+        if [*now.values()] != before["hosts"]:
             say(f"measured anew: hosts or devices are others than those measured at {before['at']}")
-    if not needs_planning:
-        return False, None, None
+        elif before["is_usable"]:
+            say(
+                f"not measured anew: a new plan is made for the hosts as measured at {before['at']}"
+            )
+            return True, None, _recorded(config, host)[1] if host.index == 0 else None
     return True, *_measure_cluster(config, host)
 
 
