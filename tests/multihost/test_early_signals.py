@@ -68,7 +68,7 @@ def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes
     told = line.removesuffix(" Start it again: no run has begun in run yet.")
     assert told == "SIGTERM: interrupted at once."
     assert processes.exit_code(0, PATIENCE_S) == TRY_AGAIN_EXIT_CODE
-    assert f"{processes.name(1)} failed: Terminated: by SIGTERM." in processes.output(0)
+    assert f"{processes.name(1)} was interrupted (SIGTERM)." in processes.output(0)
     assert "Traceback" not in processes.output(0)
     assert not (tmp_path / "run").exists()
 

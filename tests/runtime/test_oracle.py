@@ -313,7 +313,9 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, na
     optimizer = dataclasses.replace(
         OPTIMIZER, name=name, clip_norm=CLIPPING, moment_dtype="bfloat16"
     )
-    model = dataclasses.replace(SMALL, parameter_dtype="bfloat16")
+    # First weights are others in bfloat16: with small ones the losses are alike all the same.
+    small = dataclasses.replace(SMALL, initial_deviation=0.02)
+    model = dataclasses.replace(small, parameter_dtype="bfloat16")
     batches = random_batches(REPLICATED, seed=5)
     runtime, outcomes = run(REPLICATED, model, optimizer, batches, 3, way)
     for nodes in REPLICATED.stages:
@@ -325,7 +327,8 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, na
                 )
                 for one, two in pairs:
                     np.testing.assert_array_equal(one.astype(jnp.float32), two.astype(jnp.float32))
-    _, exact = run(REPLICATED, SMALL, OPTIMIZER, batches, 3, way)
+    in_full = dataclasses.replace(optimizer, moment_dtype=OPTIMIZER.moment_dtype)
+    _, exact = run(REPLICATED, small, in_full, batches, 3, way)
     for own, best in zip(outcomes, exact, strict=True):
         assert float(own.totals[LOSS]) == pytest.approx(float(best.totals[LOSS]), rel=0.02)
 
