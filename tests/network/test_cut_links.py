@@ -187,6 +187,7 @@ def test_a_run_outlives_a_cut_that_is_shorter_than_its_deadlines(
 
 
 @pytest.mark.nightly
+@pytest.mark.alone
 def test_what_does_not_arrive_by_the_deadline_ends_one_jax_though_hosts_live(
     network: ShapedNetwork, config: Path, tmp_path: Path
 ):
