@@ -53,7 +53,7 @@ def test_nine_processes_equal_one_with_hops_in_8_bits(tmp_path: Path):
         assert error < all_otherwise / 10
     lines, others = Run(nine).metrics, Run(one).metrics
     for line, other in zip(lines, others, strict=True):
-        assert abs(line["loss"] - other["loss"]) < 1e-4
+        assert abs(line["loss"] - other["loss"]) < 1e-3
         assert line["bytes_sent"] == other["bytes_sent"]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     # Two microbatches' worth of a token's 16 channels and one scale, not of 4 bytes for each.
