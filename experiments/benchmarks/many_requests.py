@@ -51,7 +51,7 @@ def quickstart_model() -> StagedModel:
 
 
 def requests_of(count: int) -> dict[str, list[Instance]]:
-    """So many requests of each kind, of drawn lengths."""
+    """Draw so many requests of each kind, of random lengths."""
     random = np.random.default_rng(0)
 
     def text(least: int, most: int) -> str:

@@ -1,4 +1,4 @@
-"""How a process ends that cannot go on without the others, and which errors come from them."""
+"""End a process that cannot go on without the others, and tell the errors that come from them."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """JAX's errors that start with one of these do not come from another host."""
 
 _OWN_DEVICE = re.compile(r"\b(CUDA_ERROR|CUDNN_STATUS|CUBLAS_STATUS|hipError|HIP_ERROR)")
-"""So drivers and libraries name what has failed on a device of this host."""
+"""Names that drivers and libraries give to failures of a device of this host."""
 
 _BETWEEN_DEVICES = re.compile(r"NCCL|RCCL|Gloo|collective", re.IGNORECASE)
-"""What names one of these may have failed at the other end, whatever else it names."""
+"""Names of failures that may be those of the other end, whatever else a message names."""
 
 
 def may_stem_from_a_peer(error: BaseException) -> bool:

@@ -129,7 +129,7 @@ MOST_PLACES = 1 << 10
 
 @dataclass(frozen=True)
 class JoinConfig(Section, name="join"):
-    """Which hosts may come to a run of independent hosts while it lives.
+    """Say which hosts may join a run of independent hosts.
 
     Attributes:
         places: so many hosts more than the run begins with may be in it; each serves a replica of a
@@ -150,7 +150,7 @@ REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
 
 @dataclass(frozen=True)
 class RecoveryConfig(Section, name="recovery"):
-    """How a run of independent hosts goes on when some are lost.
+    """Say how a run of independent hosts goes on when some are lost.
 
     Where a replica of every stage is left, the others take over the paths of what is lost at once.
 

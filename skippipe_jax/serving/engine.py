@@ -175,9 +175,8 @@ class EngineThread:
                         del self._numbers[own.request], self._engines[number]
                 if decoded:
                     self._loop.call_soon_threadsafe(self._deliver, decoded)
-        except (
-            BaseException
-        ) as error:  # Whoever waits for a token is told, and then the server ends.
+        # Whoever waits for a token is told, and then the server ends.
+        except BaseException as error:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _obey(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skippipe_sched.errors import SkipPipeError
+from skippipe_sched.errors import InputError, SkipPipeError
 
 INVALID = "invalid_request_error"
 AGAIN_S = 1
@@ -38,6 +38,11 @@ class ApiError(SkipPipeError):
     def body(self) -> dict[str, Any]:
         """The body of the response."""
         return {"error": self.error}
+
+
+def wrong(param: str, error: InputError) -> ApiError:
+    """Return the error of a request with a parameter that the library refuses."""
+    return ApiError(400, f"{param}: {error.problem}. {error.remedy}.", param=param)
 
 
 def too_busy() -> ApiError:

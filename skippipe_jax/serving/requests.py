@@ -15,7 +15,7 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.chat import Message
 from skippipe_jax.inference.decode_requests import MOST_LIKELIEST
 from skippipe_jax.inference.partial import Order, kept, order_of
-from skippipe_jax.serving.errors import ApiError
+from skippipe_jax.serving.errors import ApiError, wrong
 
 MOST_CHOICES = 128
 MOST_STOPS = 64
@@ -24,8 +24,6 @@ LONGEST_STOP = 1000
 DEFAULT_NEW_TOKENS = 16
 """Of a completion that does not say how many, as in OpenAI's API."""
 
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Likeliest = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 _Stop = Annotated[str, Meta(max_length=LONGEST_STOP)]
 _Place = re.compile(r" - at `\$(?:\[\.\.\.\])?\.?([^`]*)`$")
@@ -49,13 +47,13 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
     top_k: Annotated[int, Meta(ge=-1)] = 0
-    min_p: _Share = 0.0
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] = []
     ignore_eos: bool = False
@@ -80,17 +78,24 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, seed: int) -> Sampling:
-        """Return how tokens are drawn, by a seed that is taken below the largest one."""
-        return Sampling(
-            self.temperature,
-            self.top_p,
-            seed % (fields.LARGEST_SEED + 1),
-            max(self.top_k, 0),
-            self.min_p,
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.repetition_penalty,
-        )
+        """Return how tokens are drawn, by a seed that is taken below the largest one.
+
+        Raises:
+            ApiError: if a parameter of it is out of range.
+        """
+        try:
+            return Sampling(
+                self.temperature,
+                self.top_p,
+                seed % (fields.LARGEST_SEED + 1),
+                max(self.top_k, 0),
+                self.min_p,
+                self.presence_penalty,
+                self.frequency_penalty,
+                self.repetition_penalty,
+            )
+        except InputError as error:  # It names the option of a command.
+            raise wrong(error.field.lstrip("-").replace("-", "_"), error) from error
 
     def stages(self, count: int, seed: int) -> Order:
         """Return which of so many stages run.
@@ -104,8 +109,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
                 return kept(count, 1.0 if keep is None else keep, 1, seed).ways[0].stages
             order = order_of(keep, count, "skippipe_keep", keep)
         except InputError as error:
-            message = f"skippipe_keep: {error.problem}. {error.remedy}."
-            raise ApiError(400, message, param="skippipe_keep") from error
+            raise wrong("skippipe_keep", error) from error
         if list(order) != sorted(order):
             raise ApiError(400, "skippipe_keep: name stages in order", param="skippipe_keep")
         return order

@@ -16,7 +16,7 @@ from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.serving.choices import Choice, Piece, chat_logprobs, completion_logprobs
 from skippipe_jax.serving.engine import EngineThread, Sequences
-from skippipe_jax.serving.errors import ApiError
+from skippipe_jax.serving.errors import ApiError, wrong
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.requests import ChatRequest, CompletionRequest
 
@@ -106,7 +106,7 @@ class Job:
             try:
                 tokens = encode_prompt(self.asked.conversation, tokenizer, served.today)
             except InputError as error:
-                raise ApiError(400, f"messages: {error.problem}", param="messages") from error
+                raise wrong("messages", error) from error
             return [("", [*map(int, tokens)], 0)]
         prompts = []
         for given in self.asked.prompts:

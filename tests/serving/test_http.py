@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "stage order": ("completions", {"prompt": "a", "skippipe_keep": [0, 2, 1]}, 400, "in order"),
     "share": ("completions", {"prompt": "a", "skippipe_keep": 1.5}, 400, "skippipe_keep"),
     "temperature": ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+    "infinite": ("completions", {"prompt": "a", "temperature": 1e300}, 400, "temperature"),
+    "min_p": ("completions", {"prompt": "a", "min_p": 1.5}, 400, "min_p"),
+    "penalty": ("completions", {"prompt": "a", "presence_penalty": -3}, 400, "presence_penalty"),
+    "likeliest": ("completions", {"prompt": "a", "top_k": 1 << 40}, 400, "top_k"),
     "nothing asked": ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     "too many": ("completions", {"prompt": ["a"] * 100, "n": 100}, 400, "room for"),
     "image": (
