@@ -13,6 +13,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -23,12 +24,12 @@ from tests.durations import seconds_of_files
 from tests.shapes import enforce_shapes
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile far more than they compute, and these flags make XLA a quick compiler.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4 "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+# Tests compile far more than they compute, and these flags make XLA a quick compiler. An unknown
+# flag ends the process: the last one is gone from JAX 0.11.
+xla_flags = "--xla_force_host_platform_device_count=4 --xla_cpu_parallel_codegen_split_count=1"
+if metadata.version("jaxlib").startswith("0.10."):
+    xla_flags += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", xla_flags)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "skippipe_jax_tests")
