@@ -55,9 +55,11 @@ class Decoded(NamedTuple):
         is_last: whether nothing more comes; a token of `ends` is drawn too.
         drawn: the token.
         prompt: the tokens of the prompt but the first, where scores were asked for.
+        stages: those that have run for all tokens so far; None if several models ran.
     """
 
     request: int
     is_last: bool
     drawn: ScoredToken | None = None
     prompt: tuple[ScoredToken, ...] = ()
+    stages: Order | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
@@ -86,8 +86,25 @@ class Decoder(Protocol):
         """How many tokens there are logits of."""
         ...
 
-    def prefill(self, step: Step) -> None:
-        """Take in tokens that come next in the sequence of one slot."""
+    @property
+    def is_one_model(self) -> bool:
+        """Tell whether it scores prompts, and lets sequences run along some stages."""
+        ...
+
+    def begin(self, slot: int, stages: Order | None) -> None:
+        """Let a new sequence in a slot run along these stages; None is all."""
+        ...
+
+    def end(self, slot: int) -> None:
+        """Forget the sequence in a slot."""
+        ...
+
+    def stages_of(self, slot: int) -> Order | None:
+        """Return the stages that have run for all tokens of a sequence; None if there are none."""
+        ...
+
+    def prefill(self, step: Step, targets: Int[np.ndarray, "1 time"] | None) -> Scores | None:
+        """Take in tokens that come next in the sequence of one slot; score `targets` behind them."""
         ...
 
     def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
@@ -113,15 +130,28 @@ class StageExecutor:
         # By slot: the stages that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
 
-    def use(self, slot: int, stages: Order | None) -> None:
-        """Let the next sequence in a slot run along these stages of the order; None is all."""
-        skipped = () if stages is None else set(self.order) - set(stages)
-        self._skipped[slot] = frozenset(skipped)
-
     @property
     def vocabulary_size(self) -> int:
         """How many tokens there are logits of."""
         return self.model.config.vocabulary_size
+
+    @property
+    def is_one_model(self) -> bool:
+        """Return what `Decoder.is_one_model` says."""
+        return True
+
+    def begin(self, slot: int, stages: Order | None) -> None:
+        """Do what `Decoder.begin` says."""
+        skipped = () if stages is None else set(self.order) - set(stages)
+        self._skipped[slot] = frozenset(skipped)
+
+    def end(self, slot: int) -> None:
+        """Do what `Decoder.end` says."""
+        self._skipped[slot] = frozenset()
+
+    def stages_of(self, slot: int) -> Order | None:
+        """Return what `Decoder.stages_of` says."""
+        return tuple(stage for stage in self.order if stage not in self._skipped[slot])
 
     def forward(self, stage: int, x: Array | np.ndarray, step: Step) -> Array:
         """Return the residual stream [row time width] after a stage, whose cache then knows it.
@@ -136,43 +166,63 @@ class StageExecutor:
         )
         return after
 
+    def skipped_by(self, step: Step) -> list[frozenset[int]]:
+        """Return, for each row of a step, the stages that its sequence does not use."""
+        return self._skipped if step.slot is None else [self._skipped[step.slot]]
+
     def run(self, step: Step) -> Float[Array, "row time width"]:
         """Return the residual stream after all stages of the order."""
-        x: Any = self.forward(self.order[0], step.tokens, step)
-        for stage in self.order[1:]:
-            rows = self._skipped if step.slot is None else [self._skipped[step.slot]]
-            skips = np.array([stage in skipped for skipped in rows])
+        x = self.forward(self.order[0], step.tokens, step)
+        return self.follow(self.order[1:], x, step, self.skipped_by(step))
+
+    def follow(
+        self,
+        stages: Order,
+        x: Array | np.ndarray,
+        step: Step,
+        skipped: Sequence[Collection[int]],
+    ) -> Float[Array, "row time width"]:
+        """Return the residual stream after these stages; each row has some that it skips."""
+        for stage in stages:
+            skips = np.array([stage in own for own in skipped])
             if not skips.any():
                 x = self.forward(stage, x, step)
             elif not skips.all():
                 x = _unless_skipped(skips, x, self.forward(stage, x, step))
-        return x
+        return jnp.asarray(x)
 
-    def prefill(self, step: Step) -> None:
+    def prefill(
+        self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
+    ) -> Scores | None:
         """Do what `Decoder.prefill` says."""
-        self.run(step)
+        x = self.run(step)
+        if targets is None:
+            return None
+        return _scored_logits(self.model.structures[0], self.model.parameters[0], x, targets)
 
     def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
         """Return what `Decoder.next_logits` says."""
         return _logits(self.model.structures[0], self.model.parameters[0], self.run(step))
 
-    def prefill_scored(self, step: Step, targets: Int[np.ndarray, "1 time"]) -> Scores:
-        """Do what `prefill` does, and score the token behind each [1, time]."""
-        x = self.run(step)
-        return _scored_logits(self.model.structures[0], self.model.parameters[0], x, targets)
-
-    def warm_up(self) -> None:
-        """Compile whatever sequences may need, while all slots are empty."""
+    def steps_of_all_sizes(self) -> Iterator[Step]:
+        """Yield a step for each program that sequences may need."""
         last = {min(attended, self.length) - 1 for attended in _powers(LEAST_ATTENDED, self.length)}
         for position in sorted(last):
             for time in _powers(LEAST_LENGTH, PREFILL_TOKENS):
                 positions = np.full((1, time), self.length, np.int32)
                 positions[0, 0] = position
-                tokens = np.zeros((1, time), np.int32)
-                self.prefill_scored(Step(tokens, positions, 0), tokens)
+                yield Step(np.zeros((1, time), np.int32), positions, 0)
             positions = np.full((self.slots, 1), self.length, np.int32)
             positions[0] = position
-            x = self.run(Step(np.zeros((self.slots, 1), np.int32), positions))
+            yield Step(np.zeros((self.slots, 1), np.int32), positions)
+
+    def warm_up(self) -> None:
+        """Compile whatever sequences may need, while all slots are empty."""
+        for step in self.steps_of_all_sizes():
+            if step.slot is not None:
+                self.prefill(step, step.tokens)
+                continue
+            x = self.run(step)
             _unless_skipped(np.zeros(self.slots, bool), x, x)
 
 
@@ -336,7 +386,7 @@ class Generator:
             remedy = "Give a prompt, and ask for one token or more, as many as fit behind it"
             raise InputError("max_new_tokens", count, problem, remedy)
         needs_one = request.scores_prompt or request.stages is not None
-        if needs_one and not isinstance(self.decoder, StageExecutor):
+        if needs_one and not self.decoder.is_one_model:
             problem = "only one model scores a prompt, or runs some stages"
             raise InputError("scores_prompt, stages", needs_one, problem, "Leave it out")
         self._waiting.append((self._submitted, request))
@@ -348,6 +398,7 @@ class Generator:
         self._waiting = deque(own for own in self._waiting if own[0] != number)
         for slot in [slot for slot, own in self._entering.items() if own.number == number]:
             del self._entering[slot]
+            self.decoder.end(slot)
         for slot in [slot for slot, (own, _) in self._running.items() if own == number]:
             self._leave(slot)
 
@@ -358,7 +409,8 @@ class Generator:
         """
         for slot in range(self.decoder.slots):
             if self._waiting and slot not in self._running and slot not in self._entering:
-                self._entering[slot] = _Entering(*self._waiting.popleft())
+                own = self._entering[slot] = _Entering(*self._waiting.popleft())
+                self.decoder.begin(slot, own.request.stages)
         found, prompts = [], dict[int, tuple[ScoredToken, ...]]()
         run = 0
         while self._entering and (self._prompt_tokens is None or run < self._prompt_tokens):
@@ -368,7 +420,9 @@ class Generator:
                 continue
             del self._entering[slot]
             if own.request.max_new_tokens == 0:
-                found.append(Decoded(own.number, True, None, tuple(own.scored)))
+                stages = self.decoder.stages_of(slot)
+                found.append(Decoded(own.number, True, None, tuple(own.scored), stages))
+                self.decoder.end(slot)
             else:
                 self._enter(slot, own.number, own.request)
                 prompts[own.number] = tuple(own.scored)
@@ -378,21 +432,17 @@ class Generator:
         """Run the next span of a prompt, but not its last token; return of how many tokens."""
         prompt, start = own.request.prompt, own.done
         span = np.asarray(prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)], np.int32)
-        if isinstance(self.decoder, StageExecutor) and start == 0:
-            self.decoder.use(slot, own.request.stages)
         if not len(span):
             return 0
         shape = 1, padded_length(len(span), PREFILL_TOKENS)
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, self.decoder.length, np.int32)
         tokens[0, : len(span)], positions[0, : len(span)] = span, start + np.arange(len(span))
-        step = Step(tokens, positions, slot)
-        if own.request.scores_prompt and isinstance(self.decoder, StageExecutor):
-            targets, behind = np.zeros(shape, np.int32), prompt[start + 1 :][: len(span)]
-            targets[0, : len(span)] = behind
-            scores = self.decoder.prefill_scored(step, targets)
+        targets, behind = np.zeros(shape, np.int32), prompt[start + 1 :][: len(span)]
+        targets[0, : len(span)] = behind
+        asked = targets if own.request.scores_prompt else None
+        scores = self.decoder.prefill(Step(tokens, positions, slot), asked)
+        if scores is not None:
             own.scored += scores.tokens(behind, [own.request.likeliest] * len(span))
-        else:
-            self.decoder.prefill(step)
         own.done += len(span)
         return len(span)
 
@@ -430,19 +480,19 @@ class Generator:
                 self._penalties.counts[slot, token] += 1
             count = int(self._positions[slot, 0]) - len(request.prompt) + 1
             is_last = token in request.ends or count == request.max_new_tokens
-            found.append(Decoded(number, is_last, scored[slot], prompts.get(number, ())))
+            stages = self.decoder.stages_of(slot)
+            found.append(Decoded(number, is_last, scored[slot], prompts.get(number, ()), stages))
             if is_last:
                 self._leave(slot)
         return found
 
     def _leave(self, slot: int) -> None:
         del self._running[slot]
+        self.decoder.end(slot)
         self._positions[slot], self._rows.temperatures[slot] = self.decoder.length, 0.0
 
     def warm_up(self) -> None:
-        """Compile whatever requests to one model may need, before the first of them."""
-        assert isinstance(self.decoder, StageExecutor)
-        self.decoder.warm_up()
+        """Compile what draws tokens, before the first request."""
         step = Step(self._tokens, self._positions)
         logits = self.decoder.next_logits(step)
         penalties = Penalties.empty(self.slots, self.decoder.vocabulary_size)

@@ -79,7 +79,7 @@ class HarnessModel(LM):
             generator.submit(own)
         with tqdm(total=len(asked), disable=None) as bar:
             while generator.is_busy:
-                for number, is_last, drawn, _ in generator.step():
+                for number, is_last, drawn, *_ in generator.step():
                     text = texts[number]
                     if drawn is not None and drawn.token != self.tokenizer.end:
                         text.add(text.stream.push(drawn.token))

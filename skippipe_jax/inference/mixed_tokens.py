@@ -20,6 +20,7 @@ from skippipe_jax.data.batches import NOT_COUNTED
 from skippipe_jax.ensemble.mixtures import arithmetic
 from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
 from skippipe_jax.inference.decoding import Step
+from skippipe_jax.inference.partial import Order
 from skippipe_jax.models.head_chunks import tokens_of_chunk
 
 if TYPE_CHECKING:
@@ -52,8 +53,24 @@ class MixtureExecutor:
         shape = len(experts), slots
         self._known = Known(jnp.zeros(shape), jnp.zeros((*shape, self.vocabulary_size)))
 
-    def prefill(self, step: Step) -> None:
-        """Do what `Decoder.prefill` says."""
+    @property
+    def is_one_model(self) -> bool:
+        """Return what `Decoder.is_one_model` says."""
+        return False
+
+    def begin(self, slot: int, stages: Order | None) -> None:
+        """Begin with the prior, which a step at position 0 does by itself."""
+
+    def end(self, slot: int) -> None:
+        """Forget nothing: a step at position 0 does so."""
+
+    def stages_of(self, slot: int) -> Order | None:
+        """Return None, as there are several models."""
+        return None
+
+    def prefill(self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None) -> None:
+        """Do what `Decoder.prefill` says; nobody asks several models for scores."""
+        assert targets is None, "refused by the generator"
         self.next_logits(step)
 
     def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:

@@ -49,6 +49,8 @@ class Choice:
     ):
         """Begin with the text that is `echoed`; `hidden` tokens of the prompt are not in it."""
         self.index, self.request = index, request
+        self.stages = request.stages
+        """Those that have run for all of its tokens so far."""
         self.drawn = 0
         self._tokenizer, self._echoed, self._hidden = tokenizer, echoed, hidden
         self._text = TextStream(tokenizer.decode, request.prompt)
@@ -59,6 +61,7 @@ class Choice:
     def take(self, decoded: Decoded) -> Piece:
         """Take what was decoded, and return what it adds; there may be no text in it yet."""
         text, tokens = "", list[PlacedToken]()
+        self.stages = decoded.stages or self.stages
         if self._echoed is not None:
             text, tokens = self._echoed, self._echoed_tokens(decoded.prompt)
             self._echoed = None

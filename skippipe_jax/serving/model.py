@@ -44,7 +44,9 @@ def open_engine(
         learns_answers(data) or tokenizer.chat_template is not None,
         today,
     )
-    engine = Generator(model.decoder(slots, length), PREFILL_TOKENS)
+    decoder = model.decoder(slots, length)
+    decoder.warm_up()
+    engine = Generator(decoder, PREFILL_TOKENS)
     engine.warm_up()
     return served, engine
 

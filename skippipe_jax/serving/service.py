@@ -241,7 +241,7 @@ class Job:
 
     def _used(self, index: int) -> dict[str, Any]:
         """Return what is told of how a choice came about."""
-        return {"stages": list(self.choices[index].request.stages or ())}
+        return {"stages": list(self.choices[index].stages or ())}
 
 
 def _delta(text: str) -> dict[str, str]:

@@ -147,7 +147,7 @@ def test_requests_get_what_they_get_alone(asked: list[tuple[DecodeRequest, int]]
     generator, found, done = Generator(model.decoder(3, 64)), defaultdict(list), set()
 
     def take_step():
-        for number, is_last, drawn, _ in generator.step():
+        for number, is_last, drawn, *_ in generator.step():
             assert number not in done
             assert drawn is not None
             found[number].append(drawn)
