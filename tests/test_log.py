@@ -181,8 +181,9 @@ def test_a_notebook_shows_lines_at_once(monkeypatch: pytest.MonkeyPatch):
 def test_a_forked_process_prints_at_once():
     done = run(
         """
-import os
+import os, warnings
 from skippipe_jax import log
+warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks.
 log.configure()
 if os.fork() == 0:
     log.info("child")

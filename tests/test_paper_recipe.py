@@ -71,7 +71,7 @@ def test_runs_that_go_on_begin_with_the_trained_weights_and_take_the_time_of_ful
 
 def test_domains_are_left_out_of_the_general_text():
     names = {
-        text: {document for _, document in study_text.documents_of(text) if document}
+        text: {own for own in study_text.documents_of(text) if own[1]}
         for text in (study_text.ALL, study_text.GENERAL, *study_text.DOMAINS)
     }
     everything, general, windows, documentation = names.values()

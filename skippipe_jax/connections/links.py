@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import socket
 import ssl
@@ -326,10 +327,17 @@ async def open_link(
 
 
 async def _require_allowed(address: tuple[str, int], keys: Keys) -> None:
-    if not keys.has_secret:
+    if keys.has_secret:
+        return
+    try:
+        # A thread would look it up, and none is started while the interpreter ends.
+        addresses = [str(ipaddress.ip_address(address[0]))]
+    except ValueError:
         loop = asyncio.get_running_loop()
-        for *_, found in await loop.getaddrinfo(*address, type=socket.SOCK_STREAM):
-            keys.require_allowed(str(found[0]))
+        found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        addresses = [str(own[0]) for *_, own in found]
+    for own in addresses:
+        keys.require_allowed(own)
 
 
 async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBACK_ONLY) -> Link:
