@@ -16,7 +16,8 @@ from flax import nnx
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
 from skippipe_jax.inference.evaluation import Evaluation, evaluate
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.storage.checkpoint import CheckpointItems
 from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy

@@ -24,7 +24,7 @@ from experiments.paper.gated_tasks import GatedTask
 from experiments.paper.gates import AT_ONCE, LENGTH, SEQUENCES, GatedRun, losses, optimizer_config
 from experiments.paper.recipe import FULL, Setting, arms
 from skippipe_jax.config import to_tree
-from skippipe_jax.inference.staged_model import read_run
+from skippipe_jax.inference.model_source import read_run
 
 NAME = "recipe_paths"
 COMMAND = "python -m experiments.paper.recipe_paths"

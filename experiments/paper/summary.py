@@ -19,9 +19,9 @@ from skippipe_sched.errors import run_command
 from experiments.paper import provenance
 from skippipe_jax import Run
 from skippipe_jax.inference.evaluation import Answer, evaluate
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Question, Way, kept, swapped
 from skippipe_jax.inference.scaling import SHARE, scaling_of
-from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.storage.files import PARTIAL
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16

@@ -321,8 +321,8 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
         InputError: if there is none, it cannot be read, or it cannot be scaled so.
     """
     with loading():
+        from skippipe_jax.inference.model_source import read_model
         from skippipe_jax.inference.scaling import parse_scale, scaling_of
-        from skippipe_jax.inference.staged_model import read_model
         from skippipe_jax.runtime.compilation import keep_programs
 
     scale = spec.scale

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     restarts = fields.integer(arguments.max_restarts, "--max-restarts", 0)
     most = None if arguments.restart == NEVER else restarts
-    launched = LocalHosts(hosts, words, grace_s, outlives_hosts, most)
+    launched = LocalHosts(range(hosts), words, grace_s, outlives_hosts, most)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: launched.told(number))
     return launched.run()

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
-from skippipe_jax.cli.arguments import ModelSpec, add_log_level, add_overrides, open_model
+from skippipe_jax.cli.arguments import add_log_level, add_overrides
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
+from skippipe_jax.serving.routing import WHEN_LOST
+
+if TYPE_CHECKING:
+    from skippipe_jax.inference.decoding import Generator
+    from skippipe_jax.inference.model_source import ModelSource
+    from skippipe_jax.serving.hosts import StageHosts
+    from skippipe_jax.serving.service import Served
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -21,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Serve a model through the API of OpenAI: completions, conversations, and streams of both."
     )
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--run", metavar="DIR[@STEP]", help="the folder of a run, and which step of it: a number, "
         "or best for the lowest held-out loss (default: the latest)",
@@ -50,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="name by which clients ask for the model (default: that of its folder)",
     )
     _add_limits(parser)
+    _add_hosts(parser)
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -97,11 +112,45 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    several = parser.add_argument_group("several hosts")
+    several.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of hosts: the first takes requests and has the data stage, the others have "
+        "the rest. Without --coordinator all are started on this machine (default: %(default)s)",
+    )
+    several.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of the first host, for the others; they come and go as they like, and need "
+        "no --run or --hf: the first sends them what they have not",
+    )
+    several.add_argument(
+        "--host-id",
+        type=int,
+        metavar="I",
+        help="with --coordinator: 0 for the first host; others need no number",
+    )
+    several.add_argument(
+        "--when-stage-lost",
+        choices=WHEN_LOST,
+        default=WHEN_LOST[0],
+        help="what becomes of sequences while no host has a stage: they do without it, wait for "
+        "it, or fail (default: %(default)s)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit code."""
+    if arguments.coordinator is not None and arguments.host_id != 0:
+        return _hold_stages(arguments)
     slots = fields.integer(arguments.max_num_seqs, "--max-num-seqs", 1)
     waiting = fields.integer(arguments.max_waiting, "--max-waiting", 0)
     drain_s = fields.number(arguments.drain_timeout, "--drain-timeout", 0.0)
+    hosts = fields.integer(arguments.hosts, "--hosts", 1)
     with loading():
         for module in ("starlette", "uvicorn", "prometheus_client"):
             require(module, "serve", "serve", arguments.port)
@@ -110,11 +159,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     keys = read_keys(arguments.api_key_file)
     listening = listen(arguments.host, arguments.port, keys)
-    with listening:
-        model, data, *_ = open_model(_spec(arguments))
-        name = arguments.served_model_name or _name(arguments)
-        served, engine = open_engine(name, model, data, slots, arguments.max_model_len)
-        server = Server(served, engine, Conduct(waiting, drain_s, keys))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listening)
+        source = _source(arguments)
+        name, conduct = (
+            arguments.served_model_name or _name(arguments),
+            Conduct(waiting, drain_s, keys),
+        )
+        if hosts == 1:
+            given = source.config.data, slots, arguments.max_model_len
+            served, engine = open_engine(name, source.model(), *given)
+            engines = [engine]
+        else:
+            served, engines = stack.enter_context(_over_hosts(arguments, name, source, slots))
+        server = Server(served, engines, conduct)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
@@ -123,17 +181,119 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _spec(arguments: argparse.Namespace) -> ModelSpec:
+@contextlib.contextmanager
+def _over_hosts(
+    arguments: argparse.Namespace, name: str, source: ModelSource, sequences: int
+) -> Iterator[tuple[Served, list[Generator]]]:
+    """Gather hosts, which are started here unless there is a coordinator, and end them at last."""
+    with loading():
+        from skippipe_jax.connections.addresses import chosen_address, parse_address
+        from skippipe_jax.connections.keys import Keys
+        from skippipe_jax.serving.held_stages import Slots
+        from skippipe_jax.serving.hosts import StageHosts
+        from skippipe_jax.serving.model import length_of, open_groups
+
+    count, cluster = arguments.hosts, source.config.cluster
+    if source.stages == 1:
+        problem = "the model has one stage, which is on the first host"
+        raise InputError("--hosts", count, problem, "Write 1, or name more stages by --num-stages")
+    groups = min(source.stages, count, sequences)
+    length = length_of(source.config.model.context, arguments.max_model_len)
+    slots = Slots(groups, -(-sequences // groups), length)
+    silent_s = cluster.heartbeat_timeout_s
+    hosts = StageHosts(source, slots, arguments.when_stage_lost, Keys.of(cluster), silent_s)
+    given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
+    host, _, port = given.rpartition(":")
+    if arguments.coordinator is not None:
+        host, port = parse_address("--coordinator", given)
+    address = hosts.listen(host, int(port))
+    with contextlib.ExitStack() as stack:
+        stack.callback(hosts.close)
+        if arguments.coordinator is None:
+            stack.enter_context(_started_here(arguments, address, hosts))
+        hosts.gather(count - 1, cluster.connect_timeout_s)
+        yield open_groups(name, source, hosts, slots)
+        hosts.close()
+
+
+@contextlib.contextmanager
+def _started_here(
+    arguments: argparse.Namespace, coordinator: str, hosts: StageHosts
+) -> Iterator[None]:
+    """Start all hosts but the first as processes of this machine, again when they are lost."""
+    from skippipe_jax.campaign.tries import MOST_FAULTS
+    from skippipe_jax.local.hosts import LocalHosts
+
+    shared = [*_model_words(arguments), "--log-level", arguments.log_level]
+    command = [sys.executable, "-m", "skippipe_jax", "serve", *shared]
+
+    def words(host: int) -> list[str]:
+        return [*command, "--coordinator", coordinator, "--host-id", str(host)]
+
+    started = LocalHosts(range(1, arguments.hosts), words, 5.0, lambda: True, MOST_FAULTS)
+
+    def supervise() -> None:
+        started.run()
+        hosts.give_up()  # None comes any more.
+
+    thread = threading.Thread(target=supervise, name="skippipe-local-hosts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        started.told(signal.SIGTERM)
+        thread.join()
+
+
+def _hold_stages(arguments: argparse.Namespace) -> int:
+    """Hold stages for the service at the coordinator, until it ends."""
+    with loading():
+        from skippipe_jax.config import Config
+        from skippipe_jax.connections.keys import Keys
+        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.serving.stage_host import StageHost
+
+    has_weights = arguments.run is not None or arguments.hf is not None
+    source = _source(arguments) if has_weights else None
+    config = Config.from_dict({}, arguments.set) if source is None else source.config
+    keep_programs(config.compilation_cache)
+    cluster = config.cluster
+    name = None if arguments.host_id is None else f"--host-id {arguments.host_id}"
+    keys, own = Keys.of(cluster), (source, cluster.bind_address, name)
+    host = StageHost(arguments.coordinator, keys, *own)
+    asyncio.run(host.serve())
+    log.info("the service has ended")
+    return 0
+
+
+def _source(arguments: argparse.Namespace) -> ModelSource:
+    """Open the model that is named.
+
+    Raises:
+        InputError: if there is none.
+    """
+    with loading():
+        from skippipe_jax.inference.model_source import open_source
+        from skippipe_jax.runtime.compilation import keep_programs
+
     overrides = list(arguments.set)
     if arguments.dtype != DTYPES[0]:
         # The weights of a run are as they were saved.
         parts = ("compute",) if arguments.hf is None else ("compute", "parameter")
         overrides += [f"model.{part}_dtype={arguments.dtype}" for part in parts]
-    given = arguments.num_stages, tuple(overrides)
-    if arguments.hf is not None:
-        return ModelSpec(hf=(arguments.hf,), num_stages=given[0], overrides=given[1])
-    folder, step = _run_and_step(arguments.run)
-    return ModelSpec(runs=(folder,), step=step, num_stages=given[0], overrides=given[1])
+    run, step = (None, None) if arguments.run is None else _run_and_step(arguments.run)
+    source = open_source(run, arguments.hf, step, arguments.num_stages, overrides)
+    keep_programs(source.config.compilation_cache)
+    return source
+
+
+def _model_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the arguments that name the model, for another host."""
+    words = [word for one in arguments.set for word in ("--set", one)]
+    for option in ("run", "hf", "dtype", "num_stages"):
+        if (value := getattr(arguments, option)) is not None:
+            words += [f"--{option.replace('_', '-')}", str(value)]
+    return words
 
 
 def _run_and_step(text: str) -> tuple[Path, int | str | None]:

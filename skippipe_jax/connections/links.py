@@ -217,6 +217,17 @@ class Link:
             self.ending = SENT_NONSENSE
         return None
 
+    async def exactly(self, size: int) -> bytes | None:
+        """Read so many bytes that follow a message; None if the connection ends before."""
+        try:
+            while len(self._came) < size:
+                if not await self._receives():
+                    return None
+        except OSError as error:
+            self.ending = f"its connection broke ({error})"
+            return None
+        return self._taken(size)
+
     async def heard(self, timeout_s: float) -> Any:
         """Read the next message; None also if none comes in time."""
         try:
@@ -398,6 +409,11 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def cancel(self) -> None:
+        """Cancel all that have not ended."""
+        for task in self._tasks:
+            task.cancel()
 
 
 Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]

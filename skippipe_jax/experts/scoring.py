@@ -13,8 +13,8 @@ from skippipe_sched.errors import run_command
 
 from skippipe_jax.experts.tasks import DONE, asked_of, data_of
 from skippipe_jax.inference.ensemble import averaged
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import score
-from skippipe_jax.inference.staged_model import read_run
 from skippipe_jax.runtime.compilation import keep_programs
 from skippipe_jax.storage.files import atomic_write
 

@@ -103,8 +103,12 @@ class Decoder(Protocol):
         """Return the stages that have run for all tokens of a sequence; None if there are none."""
         ...
 
+    def close(self) -> None:
+        """Wait for nothing any more; another thread may call this."""
+        ...
+
     def prefill(self, step: Step, targets: Int[np.ndarray, "1 time"] | None) -> Scores | None:
-        """Take in tokens that come next in the sequence of one slot; score `targets` behind them."""
+        """Take in tokens that come next in the sequence of a slot; score `targets` behind them."""
         ...
 
     def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
@@ -115,8 +119,18 @@ class Decoder(Protocol):
 class StageExecutor:
     """The `Decoder` of one model: runs its stages, each over a cache of its own."""
 
-    def __init__(self, model: StagedModel, order: Order, slots: int, length: int):
-        """Make room for so many sequences of so many positions in each stage of an order."""
+    def __init__(
+        self,
+        model: StagedModel,
+        order: Order,
+        slots: int,
+        length: int,
+        held: Order | None = None,
+    ):
+        """Make room for so many sequences of so many positions in each stage of an order.
+
+        `held` are those stages that are here, if others run elsewhere.
+        """
         self.model, self.order, self.slots, self.length = model, order, slots, length
         config = model.config
 
@@ -126,7 +140,7 @@ class StageExecutor:
             place = jax.tree.leaves(model.parameters[stage])[0].sharding
             return jax.device_put(jnp.zeros(shape, config.compute_dtype), place)
 
-        self._caches = {stage: KVCache(empty(stage), empty(stage)) for stage in order}
+        self._caches = {stage: KVCache(empty(stage), empty(stage)) for stage in held or order}
         # By slot: the stages that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
 
@@ -152,6 +166,9 @@ class StageExecutor:
     def stages_of(self, slot: int) -> Order | None:
         """Return what `Decoder.stages_of` says."""
         return tuple(stage for stage in self.order if stage not in self._skipped[slot])
+
+    def close(self) -> None:
+        """Do what `Decoder.close` says: nothing is waited for."""
 
     def forward(self, stage: int, x: Array | np.ndarray, step: Step) -> Array:
         """Return the residual stream [row time width] after a stage, whose cache then knows it.
@@ -401,6 +418,19 @@ class Generator:
             self.decoder.end(slot)
         for slot in [slot for slot, (own, _) in self._running.items() if own == number]:
             self._leave(slot)
+
+    def clear(self) -> None:
+        """Drop all requests, and free their slots."""
+        self._waiting.clear()
+        for slot in [*self._entering]:
+            del self._entering[slot]
+            self.decoder.end(slot)
+        for slot in [*self._running]:
+            self._leave(slot)
+
+    def close(self) -> None:
+        """Wait for no other host any more; another thread may call this."""
+        self.decoder.close()
 
     def step(self) -> list[Decoded]:
         """Give waiting requests the empty slots, and draw a token for each whose prompt is in.

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.inference.staged_model import StagedModel, read_model
+from skippipe_jax.inference.model_source import read_model
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.storage.run_dir import RunDir
 
 

@@ -64,6 +64,9 @@ class MixtureExecutor:
     def end(self, slot: int) -> None:
         """Forget nothing: a step at position 0 does so."""
 
+    def close(self) -> None:
+        """Do what `Decoder.close` says: nothing is waited for."""
+
     def stages_of(self, slot: int) -> Order | None:
         """Return None, as there are several models."""
         return None

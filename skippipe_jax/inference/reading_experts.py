@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import Config
 from skippipe_jax.ensemble import posterior, priors
 from skippipe_jax.inference.ensemble import Ensemble
-from skippipe_jax.inference.staged_model import read_model, require_same_held_out
+from skippipe_jax.inference.model_source import read_model, require_same_held_out
 from skippipe_jax.storage.run_dir import RunDir
 
 GIVEN = "file"

@@ -13,8 +13,9 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, held_out_batches
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scaling import Scale, Scaling, scaling_of
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.reporting.line_chart import Chart
 from skippipe_jax.reporting.metrics import load_metrics
 from skippipe_jax.reporting.page import curves

@@ -27,7 +27,8 @@ from tqdm import tqdm
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.model import StageCut
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales, folded
 from skippipe_jax.storage.restore import latest_intact
 from skippipe_jax.storage.run_dir import PLAN, RunDir

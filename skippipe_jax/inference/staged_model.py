@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -18,21 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import Config, DataConfig, ModelConfig, parse_config, to_tree
-from skippipe_jax.config.data import BYTES, has_tokenizer
-from skippipe_jax.config.model import AUTO, MOST_STAGES, PLATFORM_OF, StageCut
-from skippipe_jax.config.pretrained import require_no_window
+from skippipe_jax.config import ModelConfig
+from skippipe_jax.config.data import BYTES
+from skippipe_jax.config.model import AUTO, PLATFORM_OF, StageCut
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import (
     NOT_COUNTED,
     Batch,
     check_vocabulary,
-    tokenizer_of,
 )
-from skippipe_jax.data.documents import local_path
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 from skippipe_jax.inference.decoding import (
     StageExecutor,
@@ -41,13 +36,9 @@ from skippipe_jax.inference.decoding import (
     padded_length,
 )
 from skippipe_jax.inference.partial import Order, full, kept, order_of
-from skippipe_jax.interop import huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.document_mask import marked_tokens
-from skippipe_jax.models.llama import create_stage, stage_shapes
-from skippipe_jax.storage.loading import load_stage
-from skippipe_jax.storage.restore import latest_intact
-from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.models.llama import create_stage
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence position"]
 """A sequence of tokens, or several of one length."""
@@ -307,108 +298,3 @@ def _scores(structure: Any, parameters: Any, x: Array, targets: Array) -> tuple[
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(structure: Any, parameters: Any, x: Array) -> Array:
     return nnx.merge(structure, parameters).logits(x)
-
-
-def read_model(
-    run: Path | None,
-    hf: Path | None,
-    step: int | str | None = None,
-    cut: int | None = None,
-    overrides: Sequence[str] = (),
-) -> tuple[StagedModel, Config, int | None]:
-    """Return the model of a run or else of a folder from Hugging Face, as the arguments name it.
-
-    Returns its configuration too, and the step of its checkpoint if it has one.
-
-    Raises:
-        InputError: if there is no such model, or it cannot be read.
-    """
-    if run is not None:
-        if cut is not None:
-            raise InputError("--num-stages", cut, "a run is cut by its plan", "Leave it out")
-        return read_run(run, step, overrides)
-    if hf is None:
-        raise InputError("--run", None, "no model is named", "Name the folder of a run")
-    if step is not None:
-        raise InputError("--step", step, "only a run has steps", "Leave it out")
-    return (*_read_huggingface(hf, cut, overrides), None)
-
-
-def _read_huggingface(
-    folder: Path, cut: int | None, overrides: Sequence[str]
-) -> tuple[StagedModel, Config]:
-    weights = huggingface.open_weights(folder, "--hf")
-    length = min(weights.model.context, Config().data.sequence_length)
-    tree = {"model": to_tree(weights.model), "data": {"sequence_length": length}}
-    if has_tokenizer(folder):
-        tree["data"]["tokenizer"] = str(folder)
-    config = parse_config(tree, overrides)
-    require_no_window(folder, config.model.context)
-    if cut is None:
-        cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
-    layers = config.model.layers_of_stages(fields.integer(cut, "--num-stages", 1))
-    parameters = [
-        jax.device_put(weights.load_stage(shapes, sum(layers[:stage])))
-        for stage, shapes in enumerate(stage_shapes(config.model, cut))
-    ]
-    model = StagedModel(config.model, parameters, tokenizer_name=tokenizer_of(config.data))
-    return model, config
-
-
-def read_run(
-    folder: Path, step: int | str | None = None, overrides: Sequence[str] = ()
-) -> tuple[StagedModel, Config, int]:
-    """Return the model in a checkpoint of a run, by default the newest whole one.
-
-    `step` may be "best", for that of the lowest held-out loss.
-
-    Returns it with its configuration and the step.
-
-    Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
-            overrides hold out text that the run has trained on.
-    """
-    run = RunDir(folder)
-    config = run.config("--run", overrides)
-    # An override leads from the current folder.
-    is_as_saved = not any(one.startswith(("data.path=", "data.mixture")) for one in overrides)
-    data = run.with_tokenizer(run.located(config.data) if is_as_saved else config.data)
-    if overrides:
-        require_same_held_out(data, run.located(run.config("--run").data))
-    checkpoint = latest_intact(folder, run.step_named(step))
-    # The run may have cut its model otherwise since.
-    cut = checkpoint.record.stage_layers
-    config = replace(
-        config,
-        model=replace(config.model, stage_layers=cut),
-        data=data,
-    )
-    parameters = [
-        load_stage(checkpoint, cut, stage, {"parameters": shapes})["parameters"]
-        for stage, shapes in enumerate(stage_shapes(config.model, len(cut)))
-    ]
-    model = StagedModel(config.model, parameters, tokenizer_name=tokenizer_of(config.data))
-    return model, config, checkpoint.step
-
-
-def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
-    """Refuse to divide the text of a run otherwise than it did."""
-    if not _divided_by_seed(data) & _divided_by_seed(of_run):
-        return
-    for key in ("held_out", "shuffle_seed"):
-        if getattr(data, key) != getattr(of_run, key):
-            raise InputError(
-                f"data.{key}",
-                getattr(data, key),
-                "text would be held out here that the run has trained on",
-                f"Leave it at {getattr(of_run, key)}, or name other text",
-            )
-
-
-def _divided_by_seed(data: DataConfig) -> set[tuple[str, str | None, str]]:
-    """The sources of which the configuration decides what is held out, alone or in a mixture."""
-    return {
-        (one.kind, one.path and local_path(one.path), one.text_field)
-        for one in data.sources()
-        if one.kind != "tokens"
-    }

@@ -62,7 +62,7 @@ class LocalHosts:
 
     def __init__(
         self,
-        count: int,
+        indices: Sequence[int],
         words: Callable[[int], Sequence[str]],
         grace_s: float,
         outlives_hosts: Callable[[], bool],
@@ -71,15 +71,15 @@ class LocalHosts:
         """Start nothing yet.
 
         Args:
-            count: how many hosts there are.
+            indices: the numbers of the hosts.
             words: makes the command line of a host, each time that it is started.
             grace_s: seconds that the others have to stop once one has failed.
             outlives_hosts: whether the run continues without a host that fails now.
             max_restarts: of each host, after errors of its own; None restarts no host.
         """
-        self._hosts = [LocalHost(index, words) for index in range(count)]
+        self._hosts = [LocalHost(index, words) for index in indices]
         most = max_restarts
-        self._tries = None if most is None else [Tries(most) for _ in range(count)]
+        self._tries = None if most is None else {index: Tries(most) for index in indices}
         self._grace_s, self._outlives_hosts = grace_s, outlives_hosts
         self._to_pass_on: list[int] = []
         self._told: int | None = None

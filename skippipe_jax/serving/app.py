@@ -19,7 +19,7 @@ from starlette.routing import Route
 from skippipe_jax import log
 from skippipe_jax.data.tokenizer import MARKS
 from skippipe_jax.serving.choices import Piece
-from skippipe_jax.serving.engine import EngineThread
+from skippipe_jax.serving.engine import Engines
 from skippipe_jax.serving.errors import ApiError
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.requests import (
@@ -50,25 +50,25 @@ class App:
     def __init__(
         self,
         served: Served,
-        thread: EngineThread,
+        engines: Engines,
         metrics: Metrics,
         created: int,
         keys: tuple[str, ...] = (),
     ):
         """Serve a model that was made at a time, in seconds of the epoch, to all or to `keys`."""
-        self._served, self._thread, self._metrics = served, thread, metrics
+        self._served, self._engines, self._metrics = served, engines, metrics
         self._created, self._keys = created, [key.encode() for key in keys]
         # A tokenizer whose marks have no texts is told of by those that an export gives them.
         self._marks = served.tokenizer.special_tokens or MARKS
 
     def starlette(self) -> Starlette:
-        """Return the application, which starts and ends the thread of the engine."""
+        """Return the application, which starts and ends the threads of engines."""
 
         @asynccontextmanager
         async def running(_: Starlette) -> AsyncIterator[None]:
-            self._thread.start()
+            self._engines.start()
             yield
-            await asyncio.to_thread(self._thread.stop)
+            await asyncio.to_thread(self._engines.stop)
 
         def route(path: str, handler: Handler, method: str = "GET") -> Route:
             guarded = path not in ("/health", "/ready", "/metrics")
@@ -127,7 +127,7 @@ class App:
     # Health and metrics.
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self._thread.error is None else 503)
+        return Response(status_code=200 if self._engines.error is None else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -168,11 +168,11 @@ class App:
     ) -> Response:
         asked = parse(await _body(request), kind)
         # A long prompt takes a while, in which the tokens of others go on to their clients.
-        job = await asyncio.to_thread(Job, asked, self._served, self._thread.capacity)
-        sequences = self._thread.submit(job.requests)
-        pieces = job.pieces(sequences, self._thread, self._metrics)
+        job = await asyncio.to_thread(Job, asked, self._served, self._engines.capacity)
+        sequences = self._engines.submit(job.requests)
+        pieces = job.pieces(sequences, self._engines, self._metrics)
         if asked.stream:
-            return _Stream(job.events(pieces), lambda: self._thread.cancel(sequences))
+            return _Stream(job.events(pieces), lambda: self._engines.cancel(sequences))
         whole = await _unless_gone(request, _gathered(pieces))
         return _json(job.answer(whole))
 

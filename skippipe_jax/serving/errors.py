@@ -7,6 +7,8 @@ from typing import Any
 
 from skippipe_sched.errors import InputError, SkipPipeError
 
+from skippipe_jax.errors import PeerError
+
 INVALID = "invalid_request_error"
 AGAIN_S = 1
 """When a client that found no room may ask again, in seconds."""
@@ -40,6 +42,10 @@ class ApiError(SkipPipeError):
         return {"error": self.error}
 
 
+class Unavailable(PeerError):
+    """Nothing can be decoded at the moment, as a stage is lost."""
+
+
 def wrong(param: str, error: InputError) -> ApiError:
     """Return the error of a request with a parameter that the library refuses."""
     return ApiError(400, f"{param}: {error.problem}. {error.remedy}.", param=param)
@@ -54,6 +60,12 @@ def too_busy() -> ApiError:
         kind="rate_limit_error",
         headers={"Retry-After": str(AGAIN_S)},
     )
+
+
+def unavailable(why: str) -> ApiError:
+    """Return the error of a request for which hosts are missing."""
+    headers = {"Retry-After": str(AGAIN_S)}
+    return ApiError(503, why, kind="server_error", headers=headers)
 
 
 def failed() -> ApiError:

@@ -10,9 +10,13 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.chat import end_of_turn, learns_answers
-from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
+from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator, StageExecutor
+from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.profiling.devices import available_bytes
+from skippipe_jax.serving.held_stages import Slots
+from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.routed import DATA_STAGE, RoutedExecutor
 from skippipe_jax.serving.service import Served
 
 
@@ -26,15 +30,53 @@ def open_engine(
     Raises:
         InputError: if it may not be so long, or there is too little memory.
     """
-    context = model.context
-    if length is not None and fields.integer(length, "--max-model-len", 2) > context:
+    length = length_of(model.context, length)
+    _require_memory(Slots(1, slots, length).cache_bytes(model.config, model.config.layers), slots)
+    engine = _engine(model.decoder(slots, length))
+    return _served(name, model, data, length), engine
+
+
+def open_groups(
+    name: str, source: ModelSource, hosts: StageHosts, slots: Slots
+) -> tuple[Served, list[Generator]]:
+    """Make a generator for each group, over hosts that hold all stages but the data stage.
+
+    Raises:
+        InputError: if there is too little memory for the data stage.
+    """
+    model = source.model([DATA_STAGE])
+    needed = slots.cache_bytes(model.config, model.cut[DATA_STAGE])
+    _require_memory(needed, slots.groups * slots.each)
+    engines = [
+        _engine(RoutedExecutor(model, hosts, group, slots.each, slots.length))
+        for group in range(slots.groups)
+    ]
+    return _served(name, model, source.config.data, slots.length), engines
+
+
+def length_of(context: int, wanted: int | None) -> int:
+    """Return how many tokens a sequence may have.
+
+    Raises:
+        InputError: if these are more than the context of the model.
+    """
+    if wanted is not None and fields.integer(wanted, "--max-model-len", 2) > context:
         problem = f"the model's context is {context} tokens"
-        raise InputError("--max-model-len", length, problem, "Write that or less")
-    length = context if length is None else length
-    _require_memory(model, slots, length)
+        raise InputError("--max-model-len", wanted, problem, "Write that or less")
+    return context if wanted is None else wanted
+
+
+def _engine(decoder: StageExecutor) -> Generator:
+    decoder.warm_up()
+    engine = Generator(decoder, PREFILL_TOKENS)
+    engine.warm_up()
+    return engine
+
+
+def _served(name: str, model: StagedModel, data: DataConfig, length: int) -> Served:
     tokenizer, today = model.tokenizer, data.today or datetime.date.today().isoformat()
     turn_end = end_of_turn(tokenizer, today)
-    served = Served(
+    return Served(
         name,
         tokenizer,
         length,
@@ -44,20 +86,12 @@ def open_engine(
         learns_answers(data) or tokenizer.chat_template is not None,
         today,
     )
-    decoder = model.decoder(slots, length)
-    decoder.warm_up()
-    engine = Generator(decoder, PREFILL_TOKENS)
-    engine.warm_up()
-    return served, engine
 
 
-def _require_memory(model: StagedModel, slots: int, length: int) -> None:
+def _require_memory(needed: int, sequences: int) -> None:
     """Refuse caches that do not fit beside the weights, which are there already."""
-    config = model.config
-    of_token = 2 * config.layers * config.kv_heads * config.head_width
-    needed = of_token * jax.numpy.dtype(config.compute_dtype).itemsize * slots * length
     available = available_bytes(jax.local_devices()[0], 1, 1)
     if needed > available:
-        problem = f"the caches of {slots} sequences of {length} tokens take {needed / 1e9:,.1f} "
-        problem += f"GB, and {available / 1e9:,.1f} GB are free"
-        raise InputError("--max-num-seqs", slots, problem, "Lower it, or --max-model-len")
+        problem = f"the caches of {sequences} sequences take {needed / 1e9:,.1f} GB, and "
+        problem += f"{available / 1e9:,.1f} GB are free"
+        raise InputError("--max-num-seqs", sequences, problem, "Lower it, or --max-model-len")

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.serving.app import App
-from skippipe_jax.serving.engine import Engine, EngineThread
+from skippipe_jax.serving.engine import Engine, Engines
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.service import Served
 
@@ -92,13 +92,13 @@ def _is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Answers requests by an engine until SIGTERM or Ctrl-C, then finishes those under way."""
+    """Answers requests by engines until SIGTERM or Ctrl-C, then finishes those under way."""
 
-    def __init__(self, served: Served, engine: Engine, conduct: Conduct):
-        """Prepare to serve a model by an engine."""
+    def __init__(self, served: Served, engines: Sequence[Engine], conduct: Conduct):
+        """Prepare to serve a model by engines."""
         metrics = Metrics(served.name)
-        self.engine_thread = EngineThread(engine, conduct.most_waiting, metrics, self._end)
-        app = App(served, self.engine_thread, metrics, int(time.time()), conduct.keys)
+        self.engines = Engines(engines, conduct.most_waiting, metrics, self._end)
+        app = App(served, self.engines, metrics, int(time.time()), conduct.keys)
         self._app = app.starlette()
         config = uvicorn.Config(
             self._until_end,
@@ -118,14 +118,14 @@ class Server(uvicorn.Server):
         """Serve the clients of a socket until the end.
 
         Raises:
-            BaseException: that by which the engine has failed.
+            BaseException: that by which an engine has failed.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         asyncio.run(self.serve(sockets=[listening]))
-        if self.engine_thread.error is not None:
-            raise self.engine_thread.error
+        if self.engines.error is not None:
+            raise self.engines.error
 
     async def _until_end(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -15,7 +15,7 @@ from skippipe_jax.data.chat import encode_prompt
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.serving.choices import Choice, Piece, chat_logprobs, completion_logprobs
-from skippipe_jax.serving.engine import EngineThread, Sequences
+from skippipe_jax.serving.engine import Engines, Sequences
 from skippipe_jax.serving.errors import ApiError, wrong
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.requests import ChatRequest, CompletionRequest
@@ -142,7 +142,7 @@ class Job:
         }
 
     async def pieces(
-        self, sequences: Sequences, thread: EngineThread, metrics: Metrics
+        self, sequences: Sequences, engines: Engines, metrics: Metrics
     ) -> AsyncIterator[Piece]:
         """Yield what is new of each choice, until all have ended; one that ends early is cancelled.
 
@@ -161,7 +161,7 @@ class Job:
                     last_s[place] = now_s
                 piece = self.choices[place].take(decoded)
                 if piece.reason is not None:
-                    thread.cancel(sequences, place)
+                    engines.cancel(sequences, place)
                     metrics.done(piece.reason)
                 yield piece
             metrics.prompt_tokens.inc(self.prompt_tokens)
@@ -169,7 +169,7 @@ class Job:
         finally:
             for _ in sequences.open:
                 metrics.done("abort")
-            thread.cancel(sequences)
+            engines.cancel(sequences)
 
     # The format of answers.
 

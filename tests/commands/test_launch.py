@@ -53,7 +53,9 @@ class Shells:
     def hosts(
         self, *, restarts: int | None = MOST_FAULTS, outlives: bool = True, grace_s: float = LONG_S
     ) -> LocalHosts:
-        return LocalHosts(len(self._scripts), self.words, grace_s, lambda: outlives, restarts)
+        return LocalHosts(
+            range(len(self._scripts)), self.words, grace_s, lambda: outlives, restarts
+        )
 
 
 @pytest.fixture

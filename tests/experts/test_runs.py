@@ -25,8 +25,8 @@ from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.members import Members
 from skippipe_jax.experts.tasks import Place, Scored
+from skippipe_jax.inference.model_source import read_model
 from skippipe_jax.inference.scores import score
-from skippipe_jax.inference.staged_model import read_model
 from skippipe_jax.storage.run_dir import RunDir
 from tests.experts.examples import CONFIG, write_config, write_text
 from tests.multihost.processes import Processes, started_processes

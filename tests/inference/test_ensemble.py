@@ -29,8 +29,9 @@ from skippipe_jax.inference.ensemble import Ensemble, averaged
 from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.mixed_tokens import MixtureExecutor, _next_logits
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import score
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.ensemble import by_hand
 from tests.partial_models import logits_of, random_model, save_run

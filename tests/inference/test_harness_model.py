@@ -23,8 +23,9 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from tests.partial_models import logits_of, save_run
 
 SECTIONS: dict[str, Any] = {

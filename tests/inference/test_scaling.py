@@ -30,6 +30,7 @@ from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
 from skippipe_jax.inference import scaling
 from skippipe_jax.inference.evaluation import losses_along
 from skippipe_jax.inference.harness_model import HarnessModel
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import full, kept
 from skippipe_jax.inference.scaling import (
     FIT,
@@ -41,7 +42,7 @@ from skippipe_jax.inference.scaling import (
     scaling_of,
     training_text,
 )
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.interop.conversion import from_huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from tests.llama_models import random_llama, save

@@ -16,8 +16,9 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.by_domain import evaluate_domains
+from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
-from skippipe_jax.inference.staged_model import StagedModel, _scores, read_run
+from skippipe_jax.inference.staged_model import StagedModel, _scores
 from tests.partial_models import evaluate_run, logits_of, random_model, save_run
 
 LENGTH = 24

@@ -64,6 +64,12 @@ class ScriptedEngine:
         self.cancelled.append(number)
         del self._left[number]
 
+    def clear(self) -> None:
+        self._left.clear()
+
+    def close(self) -> None:
+        self.may_go_on.set()
+
     def step(self) -> list[Decoded]:
         if self.failure is not None:
             raise self.failure
@@ -95,7 +101,7 @@ def serving(
     """Serve in a thread; yields the address, as URL."""
     conduct = Conduct(drain_s=5) if conduct is None else conduct
     listening = listen("127.0.0.1", 0, conduct.keys)
-    server = Server(served() if what is None else what, engine, conduct)
+    server = Server(served() if what is None else what, [engine], conduct)
     failures = []
 
     def answer() -> None:

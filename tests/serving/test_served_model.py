@@ -20,7 +20,8 @@ from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompleti
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.model import open_engine
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.commands.conftest import command as command  # a fixture

@@ -24,7 +24,8 @@ from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.config.pretrained import origin_of
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
-from skippipe_jax.inference.staged_model import StagedModel, read_run
+from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.storage.checkpoint import COMMITTED, committed_steps, step_folder

@@ -1,0 +1,189 @@
+"""Where the weights of a trained model come from: a checkpoint of a run, or a Hugging Face folder.
+
+Stages are read one by one, so that a host can hold some of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+from skippipe_jax.config import Config, DataConfig, parse_config, to_tree
+from skippipe_jax.config.data import has_tokenizer
+from skippipe_jax.config.model import MOST_STAGES
+from skippipe_jax.config.pretrained import require_no_window
+from skippipe_jax.data.batches import tokenizer_of
+from skippipe_jax.data.documents import local_path
+from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.interop import huggingface
+from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.storage.loading import load_stage
+from skippipe_jax.storage.restore import latest_intact
+from skippipe_jax.storage.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A trained model of which no stage has been read yet.
+
+    Attributes:
+        config: its configuration.
+        stages: how many there are.
+        load: reads the parameters of a stage onto the first device.
+        step: that of its checkpoint, if it has one.
+        files: which weights these are: digests of the files of a checkpoint, or their sizes.
+    """
+
+    config: Config
+    stages: int
+    load: Callable[[int], Any]
+    step: int | None
+    files: Mapping[str, str | int]
+
+    @property
+    def identity(self) -> str:
+        """What other hosts know these weights by, cut into these stages and computed alike."""
+        described = [to_tree(self.config.model), self.stages, self.step, dict(self.files)]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def model(self, held: Collection[int] | None = None) -> StagedModel:
+        """Read these stages, by default all; in place of the others there is None."""
+        parameters = [
+            self.load(stage) if held is None or stage in held else None
+            for stage in range(self.stages)
+        ]
+        data = self.config.data
+        return StagedModel(self.config.model, parameters, tokenizer_name=tokenizer_of(data))
+
+
+def open_source(
+    run: Path | None,
+    hf: Path | None,
+    step: int | str | None = None,
+    cut: int | None = None,
+    overrides: Sequence[str] = (),
+) -> ModelSource:
+    """Return the model of a run or else of a folder from Hugging Face, as the arguments name it.
+
+    Raises:
+        InputError: if there is no such model, or its configuration cannot be read.
+    """
+    if run is not None:
+        if cut is not None:
+            raise InputError("--num-stages", cut, "a run is cut by its plan", "Leave it out")
+        return _of_run(run, step, overrides)
+    if hf is None:
+        raise InputError("--run", None, "no model is named", "Name the folder of a run")
+    if step is not None:
+        raise InputError("--step", step, "only a run has steps", "Leave it out")
+    return _of_huggingface(hf, cut, overrides)
+
+
+def read_model(
+    run: Path | None,
+    hf: Path | None,
+    step: int | str | None = None,
+    cut: int | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[StagedModel, Config, int | None]:
+    """Return the model that `open_source` finds, with its configuration and step.
+
+    Raises:
+        InputError: if there is no such model, or it cannot be read.
+    """
+    source = open_source(run, hf, step, cut, overrides)
+    return source.model(), source.config, source.step
+
+
+def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> ModelSource:
+    weights = huggingface.open_weights(folder, "--hf")
+    length = min(weights.model.context, Config().data.sequence_length)
+    tree = {"model": to_tree(weights.model), "data": {"sequence_length": length}}
+    if has_tokenizer(folder):
+        tree["data"]["tokenizer"] = str(folder)
+    config = parse_config(tree, overrides)
+    require_no_window(folder, config.model.context)
+    if cut is None:
+        cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
+    layers = config.model.layers_of_stages(fields.integer(cut, "--num-stages", 1))
+    shapes = stage_shapes(config.model, cut)
+
+    def load(stage: int) -> Any:
+        return jax.device_put(weights.load_stage(shapes[stage], sum(layers[:stage])))
+
+    files = {name: path.stat().st_size for name, path in weights.files.items()}
+    return ModelSource(config, cut, load, None, files)
+
+
+def read_run(
+    folder: Path, step: int | str | None = None, overrides: Sequence[str] = ()
+) -> tuple[StagedModel, Config, int]:
+    """Return the model in a checkpoint of a run, by default the newest whole one.
+
+    `step` may be "best", for that of the lowest held-out loss.
+
+    Returns it with its configuration and the step.
+
+    Raises:
+        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
+            overrides hold out text that the run has trained on.
+    """
+    source = _of_run(folder, step, overrides)
+    assert source.step is not None, "a run has steps"
+    return source.model(), source.config, source.step
+
+
+def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> ModelSource:
+    run = RunDir(folder)
+    config = run.config("--run", overrides)
+    # An override leads from the current folder.
+    is_as_saved = not any(one.startswith(("data.path=", "data.mixture")) for one in overrides)
+    data = run.with_tokenizer(run.located(config.data) if is_as_saved else config.data)
+    if overrides:
+        require_same_held_out(data, run.located(run.config("--run").data))
+    checkpoint = latest_intact(folder, run.step_named(step))
+    # The run may have cut its model otherwise since.
+    cut = checkpoint.record.stage_layers
+    config = replace(
+        config,
+        model=replace(config.model, stage_layers=cut),
+        data=data,
+    )
+    shapes = stage_shapes(config.model, len(cut))
+
+    def load(stage: int) -> Any:
+        abstract = {"parameters": shapes[stage]}
+        return load_stage(checkpoint, cut, stage, abstract)["parameters"]
+
+    return ModelSource(config, len(cut), load, checkpoint.step, checkpoint.record.files)
+
+
+def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
+    """Refuse to divide the text of a run otherwise than it did."""
+    if not _divided_by_seed(data) & _divided_by_seed(of_run):
+        return
+    for key in ("held_out", "shuffle_seed"):
+        if getattr(data, key) != getattr(of_run, key):
+            raise InputError(
+                f"data.{key}",
+                getattr(data, key),
+                "text would be held out here that the run has trained on",
+                f"Leave it at {getattr(of_run, key)}, or name other text",
+            )
+
+
+def _divided_by_seed(data: DataConfig) -> set[tuple[str, str | None, str]]:
+    """The sources of which the configuration decides what is held out, alone or in a mixture."""
+    return {
+        (one.kind, one.path and local_path(one.path), one.text_field)
+        for one in data.sources()
+        if one.kind != "tokens"
+    }

@@ -1,0 +1,120 @@
+"""Decodes the sequences of a group over hosts that come and go."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, padded_length
+from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.serving.hosts import RouteLost, StageHosts
+from skippipe_jax.serving.routing import Route, parts_between, stages_of
+
+DATA_STAGE = 0
+
+
+class RoutedExecutor(StageExecutor):
+    """Has the data stage here, and runs the others on the hosts of a route.
+
+    When a host of the route is lost, or a stage comes back, another route is taken: the tokens of
+    all sequences run along it from their beginning, so that each is as if it had been there always.
+    """
+
+    def __init__(self, model: StagedModel, hosts: StageHosts, group: int, slots: int, length: int):
+        """Begin with empty slots, and no route."""
+        order = tuple(range(model.stages))
+        super().__init__(model, order, slots, length, held=(DATA_STAGE,))
+        self._hosts, self._group = hosts, group
+        self._route: Route | None = None
+        self._version = -1
+        self._epoch = 0
+        # By slot: the tokens that have run, and the stages that have run for all of them.
+        self._tokens: dict[int, list[int]] = {}
+        self._used: dict[int, set[int]] = {}
+
+    def begin(self, slot: int, stages: Order | None) -> None:
+        """Do what `Decoder.begin` says."""
+        super().begin(slot, stages)
+        if not self._tokens:
+            self._route = None  # Nothing is lost by another one, which may be better by now.
+        self._tokens[slot] = []
+        self._used[slot] = {*self.order} - self._skipped[slot]
+
+    def end(self, slot: int) -> None:
+        """Do what `Decoder.end` says."""
+        super().end(slot)
+        self._tokens.pop(slot, None)
+        self._used.pop(slot, None)
+
+    def close(self) -> None:
+        """Do what `Decoder.close` says."""
+        self._hosts.give_up()
+
+    def stages_of(self, slot: int) -> Order:
+        """Return what `Decoder.stages_of` says."""
+        return tuple(sorted(self._used[slot]))
+
+    def run(self, step: Step) -> Float[Array, "row time width"]:
+        """Return the residual stream after all stages that can be had.
+
+        Raises:
+            Unavailable: if a stage is lost, and sequences shall fail then.
+        """
+        while True:
+            try:
+                route = self._route_kept()
+                x = self._along(route, step)
+            except RouteLost:
+                self._route = None
+                continue
+            self._note(step, route)
+            return x
+
+    def _route_kept(self) -> Route:
+        """Return the route, or a new one along which all sequences have run so far.
+
+        Raises:
+            RouteLost: if a host of it is lost in the meantime.
+        """
+        version = self._hosts.version
+        if self._route is not None and version != self._version and self._hosts.holds(self._route):
+            self._version = version
+        if self._route is None or version != self._version:
+            self._route = None
+            route, self._epoch = self._hosts.route(self._group)
+            for slot, tokens in self._tokens.items():
+                for start in range(0, len(tokens), PREFILL_TOKENS):
+                    self._along(route, self._span(slot, start, tokens[start:][:PREFILL_TOKENS]))
+                if tokens:
+                    self._used[slot] &= {DATA_STAGE, *stages_of(route)}
+            self._route, self._version = route, version
+        return self._route
+
+    def _along(self, route: Route, step: Step) -> Array:
+        x = self.forward(DATA_STAGE, step.tokens, step)
+        skipped = [sorted(own) for own in self.skipped_by(step)]
+        place = x.sharding
+        for part in parts_between(route):
+            given = np.asarray(x), step, skipped
+            x = jax.device_put(self._hosts.run(self._group, self._epoch, part, *given), place)
+        return x
+
+    def _span(self, slot: int, start: int, tokens: list[int]) -> Step:
+        """Return a step of a slot's tokens from a position on."""
+        shape = 1, padded_length(len(tokens), PREFILL_TOKENS)
+        padded, positions = np.zeros(shape, np.int32), np.full(shape, self.length, np.int32)
+        padded[0, : len(tokens)] = tokens
+        positions[0, : len(tokens)] = start + np.arange(len(tokens))
+        return Step(padded, positions, slot)
+
+    def _note(self, step: Step, route: Route) -> None:
+        """Keep the tokens that have run, to run them along another route one day."""
+        is_given = step.positions < self.length
+        for slot in self._tokens if step.slot is None else [step.slot]:
+            row = slot if step.slot is None else 0
+            tokens: Int[np.ndarray, " token"] = step.tokens[row][is_given[row]]
+            if len(tokens) and slot in self._tokens:
+                self._tokens[slot] += tokens.tolist()
+                self._used[slot] &= {DATA_STAGE, *stages_of(route)}

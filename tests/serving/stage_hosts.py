@@ -1,0 +1,123 @@
+"""The hosts of a service in threads of one process, which a test may end at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from skippipe_jax.connections.keys import Keys
+from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
+from skippipe_jax.inference.model_source import ModelSource
+from skippipe_jax.serving.held_stages import Slots
+from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.routed import DATA_STAGE, RoutedExecutor
+from skippipe_jax.serving.routing import SKIP
+from skippipe_jax.serving.stage_host import StageHost
+from tests.serving.scripted_engine import PATIENCE_S, eventually
+
+SILENT_S = 3.0
+CONNECT_S = 5.0
+
+
+class HostThread:
+    """A host in a thread."""
+
+    def __init__(self, address: str, source: ModelSource | None, keys: Keys):
+        self.host = StageHost(address, keys, source, patience_s=CONNECT_S)
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            await self.host.serve()
+
+        try:
+            with suppress(asyncio.CancelledError):
+                asyncio.run(serve())
+        except Exception as error:
+            self.error = error
+
+    def kill(self) -> None:
+        """End it at once: its connections close without a word."""
+        assert self._task is not None
+        with suppress(RuntimeError):  # It may have ended.
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.join()
+
+    def part_from(self, others: Sequence[HostThread]) -> None:
+        """Let no other host reach this one, though the front does."""
+        self._loop.call_soon_threadsafe(self.host._listening.close)
+        for other in others:
+            other._loop.call_soon_threadsafe(other._drop)
+
+    def _drop(self) -> None:
+        assert self.host._session is not None
+        for wire in self.host._session._wires.values():
+            wire.close()
+
+    def join(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+class Service:
+    """The front of a service, and its hosts."""
+
+    def __init__(self, source: ModelSource, slots: Slots, when_lost: str, keys: Keys):
+        self.source, self.slots, self.keys = source, slots, keys
+        self.hosts = StageHosts(source, slots, when_lost, keys, SILENT_S)
+        self.address = self.hosts.listen("127.0.0.1", 0)
+        self.threads: list[HostThread] = []
+
+    def start(self, count: int, *, has_weights: bool = True) -> list[HostThread]:
+        """Start more hosts."""
+        source = self.source if has_weights else None
+        started = [HostThread(self.address, source, self.keys) for _ in range(count)]
+        self.threads += started
+        return started
+
+    def generator(self, group: int = 0) -> Generator:
+        """What decodes the sequences of a group."""
+        model = self.source.model([DATA_STAGE])
+        given = group, self.slots.each, self.slots.length
+        return Generator(RoutedExecutor(model, self.hosts, *given), PREFILL_TOKENS)
+
+    def holding(self, stage: int) -> list[HostThread]:
+        """The hosts that have a stage."""
+        ports = {own["address"] for own in self.hosts.status() if stage in own["stages"]}
+        return [thread for thread in self.threads if thread.host.address in ports]
+
+    def await_stages(self, *stages: int) -> None:
+        """Wait until somebody holds these stages, and nobody others."""
+        eventually(
+            lambda: {stage for own in self.hosts.status() for stage in own["stages"]} == {*stages}
+        )
+
+
+@contextlib.contextmanager
+def service(
+    source: ModelSource,
+    count: int,
+    *,
+    slots: Slots = Slots(1, 2, 64),  # noqa: B008 (it is frozen)
+    when_lost: str = SKIP,
+    keys: Keys | None = None,
+    has_weights: bool = True,
+) -> Iterator[Service]:
+    """Gather so many hosts beside the front, and end them at last."""
+    own = Service(source, slots, when_lost, Keys() if keys is None else keys)
+    try:
+        own.start(count, has_weights=has_weights)
+        own.hosts.gather(count, PATIENCE_S)
+        yield own
+    finally:
+        own.hosts.close()
+        for thread in own.threads:
+            thread.join()
+            if thread.error is not None:
+                raise thread.error

@@ -1,0 +1,228 @@
+"""A model whose stages are on several hosts says what it says on one, whoever comes and goes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from skippipe_sched.errors import TemporaryError
+
+from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.connections.keys import Keys, Secret
+from skippipe_jax.inference.decode_requests import DecodeRequest
+from skippipe_jax.inference.decoding import Generator
+from skippipe_jax.inference.model_source import ModelSource, open_source
+from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.serving.errors import Unavailable
+from skippipe_jax.serving.held_stages import Slots
+from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.routing import FAIL, WAIT
+from tests.partial_models import save_run
+from tests.serving.scripted_engine import eventually
+from tests.serving.stage_hosts import service
+
+SECTIONS: dict[str, Any] = {
+    "model": {
+        "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 64,
+    },
+    "data": {"sequence_length": 32},
+}  # fmt: skip
+GREEDY = Sampling(temperature=0.0)
+PROMPT = [256, *b"some words"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("hosts") / "run"
+    save_run(folder, SECTIONS, 4)
+    return open_source(folder, None)
+
+
+@pytest.fixture(scope="module")
+def model(source: ModelSource) -> StagedModel:
+    return source.model()
+
+
+def drawn_by(
+    generator: Generator, requests: Sequence[DecodeRequest], then: Callable[[int], None] = id
+) -> tuple[list[list[int]], list[tuple[int, ...] | None]]:
+    """The tokens of requests and the stages they used; `then` is called after each step."""
+    numbers = [generator.submit(request) for request in requests]
+    tokens: dict[int, list[int]] = defaultdict(list)
+    stages: dict[int, tuple[int, ...] | None] = {}
+    for step in itertools.count():
+        if not generator.is_busy:
+            return [tokens[number] for number in numbers], [stages[number] for number in numbers]
+        for own in generator.step():
+            assert own.drawn is not None
+            tokens[own.request].append(own.drawn.token)
+            stages[own.request] = own.stages
+        then(step)
+    raise AssertionError
+
+
+def greedy(model: StagedModel, prompt: list[int], count: int, order: Sequence[int]) -> list[int]:
+    return model.generate(prompt, count, order, GREEDY)
+
+
+@pytest.mark.parametrize(("count", "has_weights"), [(1, True), (2, True), (3, False), (5, True)])
+def test_sequences_are_those_of_one_device(
+    count: int, has_weights: bool, source: ModelSource, model: StagedModel
+):
+    orders = [None, (0, 2), (0,), (0, 1, 2, 3), (0, 1, 3)]
+    asked = [
+        ([256, *text.encode()], order, Sampling(temperature, 0.9, seed))
+        for seed, text in enumerate(("a", "four words of text", "x" * 40))
+        for order in orders
+        for temperature in (0.0, 0.8)
+    ]
+    expected = [model.generate(prompt, 20, order, how) for prompt, order, how in asked]
+    requests = [DecodeRequest(prompt, 20, how, stages=order) for prompt, order, how in asked]
+    with service(source, count, slots=Slots(2, 2, 64), has_weights=has_weights) as own:
+        found: dict[int, Any] = {}
+
+        def decode(group: int) -> None:
+            found[group] = drawn_by(own.generator(group), requests[group::2])
+
+        threads = [threading.Thread(target=decode, args=(group,)) for group in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for group, (tokens, stages) in found.items():
+        ends = [own.index(257) if 257 in own else len(own) for own in tokens]
+        assert [own[:end] for own, end in zip(tokens, ends, strict=True)] == expected[group::2]
+        assert stages == [order or (0, 1, 2, 3) for _, order, _ in asked[group::2]]
+
+
+def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: StagedModel):
+    with service(source, 6) as own:
+
+        def kill_the_one_in_use(step: int) -> None:
+            if step in (3, 9):
+                [used] = [
+                    host for host in own.hosts.status() if host["groups"] and 2 in host["stages"]
+                ]
+                [thread] = [one for one in own.threads if one.host.address == used["address"]]
+                thread.kill()
+                if step == 3:
+                    own.start(1)
+                    eventually(lambda: len(own.holding(2)) == 2)
+
+        requests = [DecodeRequest(PROMPT, 25, GREEDY), DecodeRequest(PROMPT[:4], 30, GREEDY)]
+        tokens, stages = drawn_by(own.generator(), requests, kill_the_one_in_use)
+    assert tokens == [greedy(model, PROMPT, 25, range(4)), greedy(model, PROMPT[:4], 30, range(4))]
+    assert stages == [(0, 1, 2, 3)] * 2
+
+
+def test_a_lost_stage_is_left_out_until_it_is_back(source: ModelSource, model: StagedModel):
+    with service(source, 3) as own:
+
+        def change(step: int) -> None:
+            if step == 4:
+                [thread] = own.holding(2)
+                thread.kill()
+                own.await_stages(1, 3)
+            if step == 9:
+                own.start(1)
+                own.await_stages(1, 2, 3)
+
+        request = DecodeRequest(PROMPT, 20, GREEDY)
+        [tokens], [stages] = drawn_by(own.generator(), [request], change)
+        [after], [all_stages] = drawn_by(own.generator(), [request])
+    expected = greedy(model, PROMPT, 5, range(4))
+    expected += greedy(model, PROMPT + expected, 5, (0, 1, 3))
+    expected += greedy(model, PROMPT + expected, 10, range(4))
+    assert tokens == expected
+    assert stages == (0, 1, 3)
+    assert after == greedy(model, PROMPT, 20, range(4))
+    assert all_stages == (0, 1, 2, 3)
+
+
+def test_the_data_stage_answers_alone(source: ModelSource, model: StagedModel):
+    with service(source, 1) as own:
+        [thread] = own.threads
+        thread.kill()
+        own.await_stages()
+        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
+    assert tokens == greedy(model, PROMPT, 9, (0,))
+    assert stages == (0,)
+
+
+def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
+    with service(source, 3, when_lost=WAIT) as own:
+
+        def change(step: int) -> None:
+            if step == 2:
+                [thread] = own.holding(3)
+                thread.kill()
+                own.await_stages(1, 2)
+                threading.Thread(target=own.start, args=(1,)).start()
+
+        [tokens], _ = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)], change)
+        assert tokens == greedy(model, PROMPT, 9, range(4))
+        [thread] = own.holding(3)
+        thread.kill()
+        own.await_stages(1, 2)
+        generator = own.generator()
+        generator.submit(DecodeRequest(PROMPT, 1, GREEDY))
+        waiting = threading.Thread(target=generator.step)
+        waiting.start()
+        generator.close()  # As the end of the service does.
+        waiting.join()
+
+
+def test_sequences_fail_without_a_stage(source: ModelSource, model: StagedModel):
+    with service(source, 3, when_lost=FAIL) as own:
+        generator, request = own.generator(), DecodeRequest(PROMPT, 9, GREEDY)
+
+        def change(step: int) -> None:
+            if step == 2:
+                [thread] = own.holding(1)
+                thread.kill()
+                own.await_stages(2, 3)
+
+        with pytest.raises(Unavailable, match=r"stages \[1\]"):
+            drawn_by(generator, [request], change)
+        generator.clear()
+        own.start(1)
+        own.await_stages(1, 2, 3)
+        assert drawn_by(generator, [request])[0] == [greedy(model, PROMPT, 9, range(4))]
+
+
+def test_hosts_that_do_not_reach_each_other_are_reached_by_the_front(
+    source: ModelSource, model: StagedModel
+):
+    with service(source, 3) as own:
+        [second] = own.holding(2)
+
+        def cut(step: int) -> None:
+            if step == 3:
+                second.part_from(own.threads)
+
+        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 12, GREEDY)], cut)
+    assert tokens == greedy(model, PROMPT, 12, range(4))
+    assert stages == (0, 1, 2, 3)
+
+
+def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):
+    def keys(text: str) -> Keys:
+        return Keys(Secret("cluster.secret", "file", text * 32))
+
+    with service(source, 2, keys=keys("a")) as own:
+        [tokens], _ = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
+    assert tokens == greedy(model, PROMPT, 9, range(4))
+
+
+def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
+    hosts = StageHosts(source, Slots(1, 1, 32), WAIT, Keys(), 3.0)
+    hosts.listen("127.0.0.1", 0)
+    try:
+        with pytest.raises(TemporaryError, match="0 hosts have come"):
+            hosts.gather(2, 0.1)
+    finally:
+        hosts.close()
