@@ -403,12 +403,12 @@ def test_an_answer_that_is_none_is_one_line(name: str, run: Path, command: Comma
 
 def test_sequences_that_are_too_long_for_the_service_are_refused(run: Path, command: Command):
     engine = ScriptedEngine(lambda request: [])
-    with serving(engine, served(LENGTH)) as url:
+    with serving(engine, served(LENGTH - 4)) as url:
         asked = ["--run", str(run), "--url", f"{url}/v1"]
-        words = ["the context is 64 tokens", f"--set data.sequence_length={LENGTH - 1}"]
+        words = ["the context is 60 tokens", "--set data.sequence_length=59"]
         expect_one_error(evaluate(command, *asked), "--url", *words)
-        shorter = ["--set", f"data.sequence_length={LENGTH - 1}", "--sequences", "2"]
-        assert evaluated(command, *asked, *shorter)["tokens"] == 2 * (LENGTH - 1)
+        shorter = ["--set", "data.sequence_length=59", "--sequences", "2"]
+        assert evaluated(command, *asked, *shorter)["tokens"] == 2 * 59
 
 
 def test_stages_in_an_order_that_is_not_served_are_refused(run: Path, url: str, command: Command):
