@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OF_ONE = (
     *("step", "stage_order", "keep_fraction", "paths", "swaps", "importance"),
-    *("scale", "plot", "part"),
+    *("scale", "plot", "part", "url"),
 )
 OF_SEVERAL = ("mix", "prior")
 """Arguments that are about a single model, and about models that are mixed."""

@@ -24,7 +24,9 @@ from skippipe_jax.cli.arguments import (
 from skippipe_jax.config.data import HELD_OUT_PARTS
 
 if TYPE_CHECKING:
+    from skippipe_jax.config import DataConfig
     from skippipe_jax.inference.partial import Question
+    from skippipe_jax.inference.remote_model import RemoteModel
 
 DEFAULT_SEQUENCES = 256
 DEFAULT_SUBSETS = 32
@@ -71,6 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     partial.add_argument("--importance", action="store_true", help="each stage skipped in turn")
     accept_former(parser, keep="--keep-fraction", stages="--num-stages")
     add_scale(partial, "evaluate once more")
+    service = parser.add_argument_group("service", "Who computes, instead of this process.")
+    service.add_argument(
+        "--url",
+        metavar="http://HOST:PORT/v1",
+        help="address of a skippipe serve, which computes all that is evaluated; --run or --hf "
+        "then names only the text and its tokenizer",
+    )
+    service.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with an API key of the service in its first line",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument(
@@ -89,11 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
     asked = arguments.sequences
     sequences = DEFAULT_SEQUENCES if asked is None else fields.integer(asked, "--sequences", 1)
     spec = ModelSpec.of(arguments)
+    if arguments.api_key_file is not None and arguments.url is None:
+        problem = "only a service takes a key"
+        raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Name it by --url")
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
     shares = _shares(arguments)
-    model, data, step, scaling = open_model(spec)
-    _ = model.tokenizer  # Which is refused before anything is evaluated.
+    step = scaling = served = None
+    if arguments.url is not None:
+        served, data = _open_service(arguments, spec)
+        model = served
+    else:
+        model, data, step, scaling = open_model(spec)
+        _ = model.tokenizer  # Which is refused before anything is evaluated.
     questions = _questions(arguments, spec.run, shares, model.stages)
     part = arguments.part or "all"
     found = evaluate(model, step, data, sequences, questions, scaling, part)
@@ -109,11 +132,35 @@ def run(arguments: argparse.Namespace) -> int:
         log.info(line)
     if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
         log.info("for your own text: --set data.source=text --set data.path=PATH")
+    others = [own for own in (by_domain, served) if own is not None]
     if arguments.json:
-        print(json.dumps(found.to_json() | (by_domain.to_json() if by_domain else {})))
+        print(json.dumps({k: v for own in (found, *others) for k, v in own.to_json().items()}))
     else:
-        print(table(found, model.cut, data) + (f"\n{by_domain.table()}" if by_domain else ""))
+        print("\n".join([table(found, model, data), *(own.table() for own in others)]))
     return 0
+
+
+def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[RemoteModel, DataConfig]:
+    """Return the model of --url, and the data that it is evaluated on.
+
+    Raises:
+        InputError: if there is no such model or data, or an argument is about a model that this
+            process would read.
+    """
+    with loading():
+        from skippipe_jax.inference.model_source import open_source
+        from skippipe_jax.inference.remote_model import RemoteModel, in_large_batches
+
+    given = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
+    given["--set"] = next((one for one in spec.overrides if not one.startswith("data.")), None)
+    for option, value in given.items():
+        if value is not None:
+            problem = "is about a model that is read here, and that of --url is served"
+            raise InputError(option, value, problem, "Leave it out, or give it to skippipe serve")
+    hf = spec.hf[0] if spec.hf else None
+    source = open_source(spec.run, hf, overrides=spec.overrides)
+    data = in_large_batches(source.config.data)
+    return RemoteModel(arguments.url, data, arguments.api_key_file), data
 
 
 def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:

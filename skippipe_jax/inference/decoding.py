@@ -398,7 +398,8 @@ class Generator:
         """
         given, count, length = len(request.prompt), request.max_new_tokens, self.decoder.length
         least = 0 if request.scores_prompt else 1
-        if given < 1 or count < least or given + count > length:
+        # The last token of a prompt that is only scored is a target, and takes no position.
+        if given < 1 or count < least or given + count > length + (count == 0):
             problem = f"a slot has {length} positions, and the prompt has {given} tokens"
             remedy = "Give a prompt, and ask for one token or more, as many as fit behind it"
             raise InputError("max_new_tokens", count, problem, remedy)

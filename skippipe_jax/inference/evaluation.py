@@ -17,8 +17,8 @@ from skippipe_sched.figures.tables import aligned
 from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
-from skippipe_jax.config.model import StageCut
-from skippipe_jax.data.batches import held_out_batches
+from skippipe_jax.data.batches import NOT_COUNTED, Batch, held_out_batches
+from skippipe_jax.inference.language_model import PartialScorer
 from skippipe_jax.inference.partial import Order, Question, Way, full
 from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
@@ -123,7 +123,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: StagedModel,
+    model: PartialScorer,
     step: int | None,
     data: DataConfig,
     sequences: int,
@@ -144,8 +144,9 @@ def evaluate(
     losses, tokens = losses_along(model, orders, data, sequences, part)
     for order, loss in losses.items():
         if not loss < MOST_NATS:
+            without_step = "--hf" if isinstance(model, StagedModel) else "--url"
             raise InputError(
-                "--hf" if step is None else "--step",
+                without_step if step is None else "--step",
                 step,
                 f"the loss along stages {list(order)} is {loss}: training had diverged",
                 "Name an earlier step, or train again with a lower optimizer.learning_rate",
@@ -183,7 +184,7 @@ def _evaluation(
 
 
 def losses_along(
-    model: StagedModel,
+    model: PartialScorer,
     orders: Collection[Order],
     data: DataConfig,
     sequences: int,
@@ -195,12 +196,22 @@ def losses_along(
     totals = np.zeros((len(ordered), 2))
     with tqdm(unit="pass", disable=None, leave=False) as bar:
         for batch in held_out_batches(data, batch_size, sequences, part=part):
-            embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
-            losses = _losses_along(model, ordered, 1, embedded, targets)
-            totals += np.stack(jax.device_get(list(losses)))
+            totals += _sums(model, ordered, batch)
             bar.update(len(ordered))
     means = totals[:, 0] / totals[:, 1]
     return dict(zip(ordered, means.tolist(), strict=True)), int(totals[0, 1])
+
+
+def _sums(
+    model: PartialScorer, orders: Sequence[Order], batch: Batch
+) -> Float[np.ndarray, "order 2"]:
+    """Sum of the losses in nats along each of the sorted orders, and how many targets there are."""
+    if isinstance(model, StagedModel):
+        embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
+        losses = _losses_along(model, orders, 1, embedded, targets)
+        return np.stack(jax.device_get(list(losses)))
+    counted = np.count_nonzero(batch["targets"] != NOT_COUNTED)
+    return np.array([(-model.log_probabilities(batch, own).sum(), counted) for own in orders])
 
 
 def _losses_along(
@@ -232,7 +243,7 @@ def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
     return perplexities
 
 
-def table(found: Evaluation, cut: StageCut, data: DataConfig) -> str:
+def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
     """The evaluation for a reader: a line for the full model, and one for each way and question.
 
     The first line names the text of `data`. What is scaled stands beside what is not.
@@ -246,6 +257,8 @@ def table(found: Evaluation, cut: StageCut, data: DataConfig) -> str:
     ]
     scaled = found.scaled
     if scaled is not None:
+        assert isinstance(model, StagedModel)
+        cut = model.cut
         lines.append(f"scaled: loss {scaled.loss:.4f}, perplexity {scaled.perplexity:.3f}")
         lines += [
             f"scales where {kept} of {len(cut)} stages run: {scales.told(cut)}"
@@ -253,7 +266,7 @@ def table(found: Evaluation, cut: StageCut, data: DataConfig) -> str:
         ]
     if not found.answers:
         return "\n".join(lines)
-    each = [_rows(one, len(cut)) for one in (found, scaled) if one is not None]
+    each = [_rows(one, model.stages) for one in (found, scaled) if one is not None]
     titles = ["", "stages"] + ["loss", "perplexity", ""] * len(each)
     if scaled is not None:
         titles[5:7] = ["scaled", "perplexity"]

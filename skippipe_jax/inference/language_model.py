@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,21 @@ class Scorer(Protocol):
 
     def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "sequence position"]:
         """The log-probability of each target of a batch in nats; 0 where it is not counted."""
+        ...
+
+
+class PartialScorer(Protocol):
+    """A model that says so by all of its stages or by some, in any order that it can run."""
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        ...
+
+    def log_probabilities(
+        self, batch: Batch, order: Sequence[int] | None = None
+    ) -> Float[np.ndarray, "sequence position"]:
+        """The same as of a `Scorer`; `order` names the stages, by default the model's own."""
         ...
 
 

@@ -124,8 +124,10 @@ class Job:
     def _new_tokens(self, prompt: int) -> int:
         """Return how many tokens may be drawn behind a prompt of so many."""
         context, wanted = self.served.context, self.asked.most_new_tokens
-        count = context - prompt if wanted is None else wanted
-        if prompt + count > context or prompt >= context + self.asked.echo:
+        count = max(context - prompt, 0) if wanted is None else wanted
+        # The last token of a prompt that is only scored is a target, and takes no position.
+        is_scored = count == 0 and self.asked.echo
+        if prompt + count > context + is_scored or not (count or is_scored):
             message = f"the context is {context} tokens, the prompt has {prompt}, and "
             message += f"{count if wanted is not None else 1} are asked for behind it"
             param = "messages" if self.is_chat else "prompt"

@@ -31,14 +31,14 @@ class HostThread:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _run(self) -> None:
-        async def serve() -> None:
-            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-            await self.host.serve()
+    async def _serve(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        await self.host.serve()
 
+    def _run(self) -> None:
         try:
             with suppress(asyncio.CancelledError):
-                asyncio.run(serve())
+                asyncio.run(self._serve())
         except Exception as error:
             self.error = error
 

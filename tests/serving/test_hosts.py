@@ -48,7 +48,9 @@ def model(source: ModelSource) -> StagedModel:
 
 
 def drawn_by(
-    generator: Generator, requests: Sequence[DecodeRequest], then: Callable[[int], None] = id
+    generator: Generator,
+    requests: Sequence[DecodeRequest],
+    then: Callable[[int], object] = lambda _: None,
 ) -> tuple[list[list[int]], list[tuple[int, ...] | None]]:
     """The tokens of requests and the stages they used; `then` is called after each step."""
     numbers = [generator.submit(request) for request in requests]
