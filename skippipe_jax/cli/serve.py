@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
@@ -169,10 +170,11 @@ def run(arguments: argparse.Namespace) -> int:
         if hosts == 1:
             given = source.config.data, slots, arguments.max_model_len
             served, engine = open_engine(name, source.model(), *given)
-            engines = [engine]
+            engines, status = [engine], lambda: [_alone(source)]
         else:
-            served, engines = stack.enter_context(_over_hosts(arguments, name, source, slots))
-        server = Server(served, engines, conduct)
+            over = stack.enter_context(_over_hosts(arguments, name, source, slots))
+            served, engines, status = over
+        server = Server(served, engines, conduct, status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
@@ -181,10 +183,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _alone(source: ModelSource) -> dict[str, Any]:
+    return {"host": 0, "name": socket.gethostname(), "stages": [*range(source.stages)]}
+
+
 @contextlib.contextmanager
 def _over_hosts(
     arguments: argparse.Namespace, name: str, source: ModelSource, sequences: int
-) -> Iterator[tuple[Served, list[Generator]]]:
+) -> Iterator[tuple[Served, list[Generator], Callable[[], list[dict[str, Any]]]]]:
     """Gather hosts, which are started here unless there is a coordinator, and end them at last."""
     with loading():
         from skippipe_jax.connections.addresses import chosen_address, parse_address
@@ -212,7 +218,7 @@ def _over_hosts(
         if arguments.coordinator is None:
             stack.enter_context(_started_here(arguments, address, hosts))
         hosts.gather(count - 1, cluster.connect_timeout_s)
-        yield open_groups(name, source, hosts, slots)
+        yield *open_groups(name, source, hosts, slots), hosts.status
         hosts.close()
 
 

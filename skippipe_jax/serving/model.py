@@ -16,7 +16,8 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
-from skippipe_jax.serving.routed import DATA_STAGE, RoutedExecutor
+from skippipe_jax.serving.routed import RoutedExecutor
+from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.service import Served
 
 

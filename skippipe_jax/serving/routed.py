@@ -10,9 +10,7 @@ from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step,
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.hosts import RouteLost, StageHosts
-from skippipe_jax.serving.routing import Route, parts_between, stages_of
-
-DATA_STAGE = 0
+from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_between, stages_of
 
 
 class RoutedExecutor(StageExecutor):
