@@ -19,6 +19,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_log_level, add_overrides
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.hardware import HOPS
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 from skippipe_jax.serving.routing import WHEN_LOST
 
@@ -136,6 +137,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="with --coordinator: 0 for the first host; others need no number",
     )
     several.add_argument(
+        "--activation-dtype",
+        choices=HOPS,
+        help="number format of activations on their way from host to host; int8 has a scale for "
+        "some channels each (default: as they are computed)",
+    )
+    several.add_argument(
         "--when-stage-lost",
         choices=WHEN_LOST,
         default=WHEN_LOST[0],
@@ -205,7 +212,8 @@ def _over_hosts(
         raise InputError("--hosts", count, problem, "Write 1, or name more stages by --num-stages")
     groups = min(source.stages, count, sequences)
     length = length_of(source.config.model.context, arguments.max_model_len)
-    slots = Slots(groups, -(-sequences // groups), length)
+    each = -(-sequences // groups)
+    slots = Slots(groups, each, length, arguments.activation_dtype)
     silent_s = cluster.heartbeat_timeout_s
     hosts = StageHosts(source, slots, arguments.when_stage_lost, Keys.of(cluster), silent_s)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
@@ -218,7 +226,7 @@ def _over_hosts(
         if arguments.coordinator is None:
             stack.enter_context(_started_here(arguments, address, hosts))
         hosts.gather(count - 1, cluster.connect_timeout_s)
-        yield *open_groups(name, source, hosts, slots), hosts.status
+        yield *open_groups(name, source, hosts), hosts.status
         hosts.close()
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from jaxtyping import Float
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax import log
@@ -99,6 +98,7 @@ class StageHosts:
     What is not marked as of the event loop may be called by any thread.
 
     Attributes:
+        slots: for sequences, on every host.
         address: where it listens, ``IP:PORT``, once it does.
     """
 
@@ -106,7 +106,7 @@ class StageHosts:
         self, source: ModelSource, slots: Slots, when_lost: str, keys: Keys, silent_s: float
     ):
         """Expect no host yet; one counts as lost after so many seconds of silence."""
-        self._source, self._slots, self._when_lost = source, slots, when_lost
+        self._source, self.slots, self._when_lost = source, slots, when_lost
         self._keys, self._silent_s = keys, silent_s
         self._service = secrets.token_hex(8)
         self.address = ""
@@ -265,10 +265,10 @@ class StageHosts:
         group: int,
         epoch: int,
         route: Route,
-        x: Float[np.ndarray, "row time width"],
+        travelling: np.ndarray,
         step: Step,
         skipped: Sequence[Sequence[int]],
-    ) -> Float[np.ndarray, "row time width"]:
+    ) -> np.ndarray:
         """Run a step of a group along a part of a route, and return what comes back.
 
         Raises:
@@ -284,7 +284,7 @@ class StageHosts:
             "skipped": skipped,
             "seconds": [],
         }
-        arrays = [x, step.positions]
+        arrays = [travelling, step.positions]
         self._loop.call_soon_threadsafe(self._send, pending, given, arrays)
         return pending.done.result()
 
@@ -375,7 +375,7 @@ class StageHosts:
                 "silent_s": self._silent_s,
                 "model": to_tree(self._source.config.model),
                 "stages": self._source.stages,
-                "slots": asdict(self._slots),
+                "slots": asdict(self.slots),
             },
         )
         with self._changed:

@@ -84,8 +84,7 @@ class Service:
     def generator(self, group: int = 0) -> Generator:
         """What decodes the sequences of a group."""
         model = self.source.model([DATA_STAGE])
-        given = group, self.slots.each, self.slots.length
-        return Generator(RoutedExecutor(model, self.hosts, *given), PREFILL_TOKENS)
+        return Generator(RoutedExecutor(model, self.hosts, group), PREFILL_TOKENS)
 
     def holding(self, stage: int) -> list[HostThread]:
         """The hosts that have a stage."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
@@ -22,12 +23,13 @@ from skippipe_sched.errors import TemporaryError
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.connections.keys import Keys, Secret
 from skippipe_jax.inference.decode_requests import DecodeRequest
-from skippipe_jax.inference.decoding import Generator
+from skippipe_jax.inference.decoding import Generator, Step
 from skippipe_jax.inference.model_source import ModelSource, open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import FAIL, WAIT
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
@@ -230,6 +232,22 @@ def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):
     with service(source, 2, keys=keys("a")) as own:
         [tokens], _ = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
     assert tokens == greedy(model, PROMPT, 9, range(4))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.0), ("bfloat16", 0.03), ("int8", 0.05)])
+def test_activations_travel_in_fewer_bytes(
+    dtype: str, most: float, source: ModelSource, model: StagedModel
+):
+    tokens = [*PROMPT, *b" and more of them"]
+    step = Step(np.array([tokens], np.int32), np.arange(len(tokens), dtype=np.int32)[None], 0)
+    expected = np.asarray(model.decoder(2, 64).run(step))
+    with service(source, 2, slots=Slots(1, 2, 64, dtype)) as own:
+        executor = own.generator().decoder
+        assert isinstance(executor, RoutedExecutor)
+        found = np.asarray(executor.run(step))
+    difference = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert (difference > 0) == (most > 0)
+    assert difference <= most
 
 
 def test_who_is_no_host_is_told_of_the_service(source: ModelSource, command: Command):
