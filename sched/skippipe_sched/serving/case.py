@@ -28,7 +28,7 @@ MOST_HOSTS, MOST_STAGES, MOST_GROUPS = 1_000, 256, 10_000
 ROUNDING = 1e-9
 REQUIRED = ("hosts", "links", "stage_bytes", "activation_bytes", "groups", "slots")
 OPTIONAL = ("head_s", "same_location")
-OF_HOST = ("location", "step_s", "room_bytes")
+OF_HOST = ("location", "room_bytes", "step_s")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
         field = f"case.hosts[{index}]"
         host = fields.mapping(entry, field, OF_HOST, OF_HOST)
         locations.append(fields.text(host["location"], f"{field}.location"))
-        step_s.append(of_each_stage(host["step_s"], f"{field}.step_s", len(sizes), above=True))
+        step_s.append(_durations(host["step_s"], f"{field}.step_s", len(sizes)))
         room_bytes.append(fields.number(host["room_bytes"], f"{field}.room_bytes", 0.0))
     table = links.table(links.rows_of(given["links"], folder), links.same_location_of(given))
     latency_s, bandwidth = table.matrices(locations)
@@ -167,8 +167,17 @@ def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
         activation_bytes=fields.number(given["activation_bytes"], "case.activation_bytes", 0.0),
         groups=given["groups"],
         slots=given["slots"],
-        head_s=fields.number(given.get("head_s", 0.0), "case.head_s", 0.0),
+        head_s=fields.duration(given.get("head_s", 0.0), "case.head_s"),
     )
+
+
+def _durations(value: Any, field: str, stages: int) -> tuple[float, ...]:
+    """Read the seconds of each stage, from one time for all of them or a list."""
+    if isinstance(value, list):
+        seconds = [fields.duration(time, f"{field}[{n}]") for n, time in enumerate(value)]
+    else:
+        seconds = fields.duration(value, field)
+    return of_each_stage(seconds, field, stages, above=True)
 
 
 def checked_placement(case: ServingCase, placement: Any, field: str) -> Placement:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from skippipe_sched import fields
 from skippipe_sched.serving.case import (
     FRONT,
     Placement,
@@ -79,6 +80,7 @@ def search(case: ServingCase, room: Room, seed: int, tries: int) -> list[Route] 
 
     They may load stages where there is room. Returns None if no route was found.
     """
+    fields.integer(seed, "seed", 0, fields.LARGEST_SEED)
     if case.groups == 1:
         route, _ = shortest(case, room, alone(case), remaining_s(case))
         return None if route is None else [route]

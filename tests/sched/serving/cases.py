@@ -95,7 +95,10 @@ def least_s(case: ServingCase) -> float:
 
 
 def most_tokens_per_s(case: ServingCase) -> float:
-    """Tokens per second of all groups, of all placements and routes."""
+    """Tokens per second of all groups, of all placements and routes.
+
+    Which group has which of the routes, may still make a difference.
+    """
     return max(
         simulate(case, chosen, STEPS).tokens_per_s
         for routes in all_routes(case)

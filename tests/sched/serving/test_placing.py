@@ -59,13 +59,13 @@ def test_one_sequence_is_as_quick_as_it_can_be(case: ServingCase):
 def test_all_groups_get_most_of_the_tokens_that_are_possible():
     """Against all placements and routes of small cases."""
     lost = []
-    for seed in range(40):
+    for seed in range(24):
         random = np.random.default_rng(seed)
         case = random_service(random, (3, 4) if seed % 2 else (4, 3), 2 + seed % 2)
         found = simulate(case, routes(case, place(case)), STEPS).tokens_per_s
         lost.append(1 - found / most_tokens_per_s(case))
-    assert np.mean(lost) < 0.01
-    assert max(lost) < 0.1
+    assert np.mean(lost) < 0.005
+    assert max(lost) < 0.05
 
 
 @given(services(), OBJECTIVE)
