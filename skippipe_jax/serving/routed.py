@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 from jaxtyping import Array, Float, Int
+from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, padded_length
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.held_stages import Hops
 from skippipe_jax.serving.hosts import RouteLost, StageHosts
-from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_between, stages_of
+from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
 
 
 class RoutedExecutor(StageExecutor):
-    """Has the data stage here, and runs the others on the hosts of a route.
+    """Runs the stages of the front here, and the others on the hosts of a route.
 
     When a host of the route is lost, or a stage comes back, another route is taken: the tokens of
     all sequences run along it from their beginning, so that each is as if it had been there always.
@@ -23,7 +24,7 @@ class RoutedExecutor(StageExecutor):
     def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
         """Begin with empty slots, and no route."""
         order, slots = tuple(range(model.stages)), hosts.slots
-        super().__init__(model, order, slots.each, slots.length, held=(DATA_STAGE,))
+        super().__init__(model, order, slots.each, slots.length, held=hosts.own_stages)
         self._hosts, self._group = hosts, group
         self._hops = Hops(model.config, slots.hop_dtype)
         self._route: Route | None = None
@@ -95,7 +96,10 @@ class RoutedExecutor(StageExecutor):
         x = self.forward(DATA_STAGE, step.tokens, step)
         skipped = [sorted(own) for own in self.skipped_by(step)]
         place = x.sharding
-        for part in parts_between(route):
+        for part in parts_of(route):
+            if part[0].host == FRONT:
+                x = self.follow(part[0].stages, x, step, skipped)
+                continue
             given = self._hops.packed(x), step, skipped
             x = self._hops.unpacked(self._hosts.run(self._group, self._epoch, part, *given), place)
         return x
