@@ -53,6 +53,8 @@ PART_BYTES = 1 << 22
 """Weights are sent in parts of at most so many bytes."""
 AVOIDED_S = 30.0
 """How long no route has a connection that has broken, in seconds."""
+PARTING_S = 2.0
+"""How long hosts have to end their connections at the end of the service, in seconds."""
 ROUND_TRIPS_S = 5.0
 """How long is waited for what hosts measure between them, before they get stages, in seconds."""
 
@@ -362,10 +364,12 @@ class StageHosts:
         async with await asyncio.start_server(attend, sock=listening, limit=LINE_BYTES):
             begun.set_result(None)
             await self._over.wait()
-            wires = [member.wire for member in self._members.values()]
-            for wire in wires:
-                wire.send("end")
-            await asyncio.gather(*(wire.drained() for wire in wires))
+            for member in self._members.values():
+                member.wire.send("end")
+            # Each ends its connection when it has heard that; closed here, it might not hear.
+            until_s = self._loop.time() + PARTING_S
+            while self._members and self._loop.time() < until_s:
+                await asyncio.sleep(0.01)
 
     def _send(self, pending: _Pending, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         first = self._members.get(given["route"][0][0])
