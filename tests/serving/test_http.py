@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,9 +16,12 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.serving import app, server
 from skippipe_jax.serving.server import Conduct
+from tests.commands.conftest import command as command  # a fixture
+from tests.commands.examples import Command
 from tests.serving.scripted_engine import (
     NAME,
     TOKENIZER,
@@ -408,3 +412,26 @@ def test_a_model_that_has_learnt_no_conversations_says_so(engine: ScriptedEngine
         with pytest.raises(openai.BadRequestError) as caught:
             client_of(url).chat.completions.create(model=NAME, messages=messages)
         assert caught.value.param == "messages"
+
+
+def test_status_is_shown_of_a_service(engine: ScriptedEngine, tmp_path: Path, command: Command):
+    (tmp_path / "key").write_text("one\n")
+    with serving(engine, conduct=Conduct(keys=("one", "two"), drain_s=5)) as url:
+        refused = command("status", url)
+        assert refused.code == 2
+        assert "the service answers by status 401. Give a key of the service by --api-key-file" in (
+            refused.err
+        )
+        for address in (url, f"{url}/v1"):
+            shown = command("status", address, "--api-key-file", str(tmp_path / "key"))
+            assert shown.out.splitlines()[0] == (
+                "scripted: 0 of 4 slots are in use, 0 sequences wait; no host has stages 0, 1, 2"
+            )
+        asked = command("status", url, "--api-key-file", str(tmp_path / "key"), "--json")
+        assert json.loads(asked.out) == {
+            **{"model": "scripted", "stages": 3, "running": 0, "waiting": 0, "slots": 4},
+            "hosts": [],
+        }
+    gone = command("status", url)
+    assert gone.code == TemporaryError.exit_code
+    assert "nothing answers there" in gone.err

@@ -448,3 +448,9 @@ def test_arguments_that_do_not_go_together_are_refused(
 ):
     given = [own.replace("{url}", url).replace("{run}", str(run)) for own in arguments]
     expect_one_error(evaluate(command, "--run", str(run), *given), *words)
+
+
+@pytest.mark.parametrize("answer", [{"hosts": 1}, [], {"stages": 3, "hosts": [{}]}])
+def test_what_is_no_service_of_ours_has_no_status(answer: Any, command: Command):
+    with scripted(lambda path, asked: (200, answer)) as url:
+        expect_one_error(command("status", url), "ADDRESS", "no service of skippipe answers there")
