@@ -220,9 +220,7 @@ def _client(network: ShapedNetwork) -> Iterator[Client]:
 
 def distant_links(
     hosts: int, token_bytes: int
-) -> tuple[
-    list[str], Float[np.ndarray, "hosts hosts"], Float[np.ndarray, "hosts hosts"]
-]:
+) -> tuple[list[str], Float[np.ndarray, "hosts hosts"], Float[np.ndarray, "hosts hosts"]]:
     """Return regions of hosts, latencies [s], and rates of what TCP carries [bytes per second].
 
     A token takes `token_bytes` from host to host.
