@@ -21,6 +21,7 @@ import yaml
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import OPTIONAL, REQUIRED
+from skippipe_sched.serving import case as serving
 
 from docs import reference
 from docs.follow import (
@@ -312,6 +313,12 @@ def test_every_field_of_cases_and_plans_is_told_of(followed: Callable[[str], Fol
     assert told >= CASE_KEYS | plan.keys() | plan["predicted"].keys()
 
 
+def test_every_key_of_the_case_of_a_service_is_told_of():
+    told = set(FIELD.findall(read("serve_plan.md")))
+    assert told >= {*serving.REQUIRED, *serving.OPTIONAL}
+    assert f"`{{{', '.join(serving.OF_HOST)}}}`" in read("serve_plan.md")
+
+
 def test_every_key_and_word_of_a_status_is_told_of():
     told = set(re.findall(r"`([\w ]+)`", read("watch.md")))
     keys = RunStatus.__struct_fields__ + HostPresence.__struct_fields__
@@ -340,6 +347,8 @@ def test_yaml_is_a_configuration_or_a_case(page: str, tmp_path: Path):
             # Some sections of a configuration are keys of a case, too.
             if tree.keys() <= CASE_KEYS and "nodes" in tree:
                 candidates(tree, tmp_path)
+            elif "slots" in tree:
+                serving.parse_case(tree, tmp_path)
             elif "domains" in tree:
                 path = tmp_path / "experts.yaml"
                 path.write_text(block.text)

@@ -260,6 +260,49 @@ def test_churn_plans_a_case_first(command, tmp_path):
     assert printed.startswith("4 nodes, ")
 
 
+def test_serve_plan(command, tmp_path):
+    host = {"location": "here", "room_bytes": 20, "step_s": 1}
+    case = {"hosts": [host] * 3, "links": [], "stage_bytes": [10] * 4, "activation_bytes": 0}
+    case |= {
+        "groups": 2,
+        "slots": 3,
+        "same_location": {"latency_ms": 500, "bandwidth_GiB_per_s": 1},
+    }
+    path = tmp_path / "service.yaml"
+    path.write_text(yaml.safe_dump(case))
+    code, printed, errors = command(
+        "serve-plan", path, "--objective", "seconds_per_token", "--json"
+    )
+    assert (code, errors) == (0, "")
+    told = json.loads(printed)
+    assert {stage for stages in told["placement"] for stage in stages} == {0, 1, 2, 3}
+    assert [len(route) for route in told["routes"]] == [4, 4]
+    # Four stages, and two hops between two hosts.
+    assert told["seconds_per_token"] == told["bounds"]["seconds_per_token"] == 5
+    assert told["tokens_per_s"] == pytest.approx(told["bounds"]["tokens_per_s"]) == 2 * 3 / 5
+    code, printed, errors = command("serve-plan", path)
+    assert (code, errors) == (0, "")
+    table = printed.splitlines()
+    assert table[0].split() == ["host", "stages", "groups"]
+    assert [line.split()[0] for line in table[1:4]] == ["0", "1", "2"]
+    assert table[-1] == "one sequence alone: 5.0000 s/token, at least 5.0000"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "field"),
+    [({"groups": 0}, [], "case.groups"), ({}, ["--seed", "-1"], "seed")],
+)
+def test_a_service_that_cannot_be_planned_is_refused(command, tmp_path, change, words, field):
+    host = {"location": "here", "room_bytes": 20, "step_s": 1}
+    case = {"hosts": [host], "links": [], "stage_bytes": [10], "activation_bytes": 0}
+    path = tmp_path / "service.yaml"
+    path.write_text(yaml.safe_dump(case | {"groups": 1, "slots": 1} | change))
+    code, printed, errors = command("serve-plan", path, *words)
+    assert (code, printed) == (2, "")
+    assert errors.startswith(f"error: {field} = ")
+    assert errors.count("\n") == 1
+
+
 # What is wrong. Each gives the change, the field that the error names, what it shows of the value,
 # and part of what it says to do.
 

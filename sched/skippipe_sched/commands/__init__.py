@@ -13,5 +13,6 @@ COMMANDS = {
     "simulate": "simulate one iteration of a plan",
     "plot": "draw one iteration of a plan",
     "simulate-faults": "simulate a run whose hosts vanish and come back",
+    "serve-plan": "plan which hosts serve which stages of a model",
 }
 FORMER_NAMES = {"draw": "plot", "churn": "simulate-faults"}

@@ -55,7 +55,6 @@ OPTIONAL = (
 AUTO = "auto"
 # What is greater is a mistake, and would only fill the memory.
 MOST_NODES, MOST_MICROBATCHES = 10_000, 100_000
-DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
 
 
 @dataclass(frozen=True)
@@ -261,15 +260,6 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     stages, left_out = sizes_and_left_out(given)
     nodes = _nodes(given, stages)
     table_source = links.rows_of(given["links"], folder)
-    same = fields.mapping(
-        given.get("same_location", DEFAULT_SAME_LOCATION),
-        "case.same_location",
-        DEFAULT_SAME_LOCATION,
-        DEFAULT_SAME_LOCATION,
-    )
-    same_location = links.link(
-        same["latency_ms"], same["bandwidth_GiB_per_s"], "case.same_location"
-    )
     path_length = fields.integer(given["path_length"], "case.path_length", 1)
     visited = len(stages) - len(left_out)
     if path_length > visited:
@@ -280,7 +270,7 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
             f"Write {visited} or less, or add {path_length - visited} to case.stages",
         )
     link_table = _all_times(
-        links.table(table_source, same_location),
+        links.table(table_source, links.same_location_of(given)),
         fields.number(
             given.get("bandwidth_factor", 1.0), "case.bandwidth_factor", links.LEAST_BANDWIDTH
         ),
@@ -293,8 +283,8 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
         gradient_bytes=_of_hop(
             given, "gradient_bytes" if "gradient_bytes" in given else "activation_bytes"
         ),
-        stage_bytes=_of_each_stage(_known(given, "stage_bytes"), "case.stage_bytes", len(stages)),
-        stage_cost=_of_each_stage(
+        stage_bytes=of_each_stage(_known(given, "stage_bytes"), "case.stage_bytes", len(stages)),
+        stage_cost=of_each_stage(
             given.get("stage_cost", 1.0), "case.stage_cost", len(stages), above=True
         ),
         stages=stages,
@@ -421,9 +411,8 @@ def _rate(direction: str, given: Mapping[str, Any], node: Mapping[str, Any], fie
     return rate
 
 
-def _of_each_stage(
-    value: Any, field: str, stages: int, *, above: bool = False
-) -> tuple[float, ...]:
+def of_each_stage(value: Any, field: str, stages: int, *, above: bool = False) -> tuple[float, ...]:
+    """Read a number of each stage, from one for all of them or a list."""
     if not isinstance(value, list):
         return (fields.number(value, field, 0.0, above=above),) * stages
     if len(value) != stages:

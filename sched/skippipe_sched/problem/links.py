@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -36,6 +36,7 @@ BANDWIDTHS = {
 # world12: 12 cities (the paper's first release, February 2025); Amsterdam-Ireland and
 # Sofia-Ireland are missing there and have the figure of a nearby pair: 10 ms, 0.80 GiB/s.
 BUILT_IN = ("gcp12", "world12")
+DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,17 @@ def table(value: Any, same_location: Link) -> LinkTable:
             raise InputError(field, row, "this pair is given twice", "Delete one of the two rows")
         links[source, target] = link(row[2], row[3], field)
     return LinkTable(links, same_location)
+
+
+def same_location_of(given: Mapping[str, Any]) -> Link:
+    """Read the link between places at one location, from `same_location` of a case."""
+    same = fields.mapping(
+        given.get("same_location", DEFAULT_SAME_LOCATION),
+        "case.same_location",
+        DEFAULT_SAME_LOCATION,
+        DEFAULT_SAME_LOCATION,
+    )
+    return link(same["latency_ms"], same["bandwidth_GiB_per_s"], "case.same_location")
 
 
 def link(latency_ms: Any, bandwidth_gib: Any, field: str) -> Link:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skippipe_sched.problem.case import DEFAULT_SAME_LOCATION, Case, parse_case
+from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.fewer_nodes import rates_told, with_nodes
-from skippipe_sched.problem.links import GIBIBYTE, Link
+from skippipe_sched.problem.links import DEFAULT_SAME_LOCATION, GIBIBYTE, Link
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""Plan which hosts serve which stages of a model, and by which routes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippipe_sched.errors import loading
+
+if TYPE_CHECKING:
+    from skippipe_sched.serving.bound import Bounds
+    from skippipe_sched.serving.case import Placement, Route, ServingCase
+    from skippipe_sched.serving.simulate import Prediction
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("case", type=Path, help="the case of a service, a YAML file")
+    add(
+        "--objective", choices=("tokens_per_s", "seconds_per_token"), default="tokens_per_s",
+        help="most tokens per second of all groups, or fewest seconds per token of one sequence "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    add("--seed", type=int, default=0, help="of the search (default: 0)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what each host holds, the routes, what they give and what nothing can beat."""
+    with loading():
+        from dataclasses import asdict, replace
+
+        from skippipe_sched.serving.bound import bounds
+        from skippipe_sched.serving.case import load_case
+        from skippipe_sched.serving.placing import place
+        from skippipe_sched.serving.routing import routes
+        from skippipe_sched.serving.simulate import simulate
+    case = load_case(arguments.case)
+    placement = place(case, arguments.objective, seed=arguments.seed)
+    found = routes(case, placement, seed=arguments.seed)
+    alone = routes(replace(case, groups=1), placement)
+    seconds_per_token = simulate(case, alone).seconds_per_token
+    predicted = replace(simulate(case, found), seconds_per_token=seconds_per_token)
+    bound = bounds(case)
+    if arguments.json:
+        told = {"placement": placement, "routes": found}
+        print(json.dumps(told | asdict(predicted) | {"bounds": asdict(bound)}))
+    else:
+        print(_table(placement, found))
+        print(_summary(case, predicted, bound))
+    return 0
+
+
+def _table(placement: Placement, routes: tuple[Route, ...]) -> str:
+    """Write what each host holds, and then which way how many groups go."""
+    from skippipe_sched.figures.tables import aligned
+
+    rows = [["host", "stages", "groups"]]
+    for host, stages in enumerate(placement):
+        visits = sum(host in route for route in routes)
+        rows.append([str(host), " ".join(map(str, stages)), str(visits)])
+    lines = [aligned(rows, left=(1,))]
+    for route, groups in Counter(routes).items():
+        visited = " ".join("-" if host is None else str(host) for host in route)
+        lines.append(f"groups: {groups}, hosts of the stages: {visited}")
+    return "\n".join(lines)
+
+
+def _summary(case: ServingCase, predicted: Prediction, bound: Bounds) -> str:
+    """Write what the routes give as lines of text."""
+    return (
+        f"{case.groups} groups of {case.slots} sequences: {predicted.tokens_per_s:.1f} tokens/s, "
+        f"at most {bound.tokens_per_s:.1f}\n"
+        f"one sequence alone: {predicted.seconds_per_token:.4f} s/token, "
+        f"at least {bound.seconds_per_token:.4f}"
+    )

@@ -1,0 +1,94 @@
+"""A host for as many stages as possible, with as few bytes loaded as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float
+
+from skippipe_sched.serving.case import ServingCase
+from skippipe_sched.serving.shortest import empty_room
+
+MOST_TRIES = 20_000
+"""Places of a stage that are tried; only where sizes hardly fit together are there more."""
+
+
+def hosts_of_stages(
+    case: ServingCase, loading: Float[np.ndarray, "hosts stages"] | None = None
+) -> dict[int, int]:
+    """Choose a host for each stage after 0, or for as many as the memory of all hosts allows.
+
+    That is as cheap as possible where `loading` is what a stage costs on a host. Of stages that
+    hardly fit together one may be left out that would fit (`MOST_TRIES`).
+    """
+    free_of_charge = np.zeros((case.hosts, case.stages))
+    by_size = (1 + np.argsort(case.stage_bytes[1:], kind="stable")).tolist()
+    # If as many of any stages fit, so do the smallest.
+    for skips in range(len(by_size)):
+        found = packed(case, by_size[: len(by_size) - skips], free_of_charge)
+        if found is not None:
+            cheap = None if loading is None else packed(case, by_size, loading, skips)
+            return found if cheap is None else cheap
+    return {}
+
+
+def packed(
+    case: ServingCase,
+    stages: Sequence[int],
+    loading: Float[np.ndarray, "hosts stages"],
+    skips: int = 0,
+) -> dict[int, int] | None:
+    """Choose a host for each of these stages but for `skips` of them, as cheaply as possible.
+
+    `loading` is what a stage costs on a host. Returns None if they were not found to fit.
+    """
+    order = sorted(stages, key=lambda stage: -case.stage_bytes[stage])
+    packing = _Packing(case, order, loading)
+    packing.go_on(0, 0.0, skips)
+    return packing.best
+
+
+@dataclass(eq=False)
+class _Packing:
+    """A depth-first search: the largest stage first, each on the cheapest and fullest host."""
+
+    case: ServingCase
+    order: list[int]
+    loading: Float[np.ndarray, "hosts stages"]
+    chosen: dict[int, int] = field(default_factory=dict)
+    best: dict[int, int] | None = None
+    best_cost: float = np.inf
+    tries: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin with empty hosts, and reckon what is left to place after each stage."""
+        self.free = empty_room(self.case).free_bytes
+        self.sizes = self.case.stage_bytes[self.order]
+        self.least = self.loading.min(axis=0)[self.order]
+
+    def go_on(self, place: int, cost: float, skips: int) -> None:
+        """Choose hosts for the stages from this place in the order on."""
+        sizes = self.sizes[place:]
+        needed = len(sizes) - skips
+        # What can be skipped may be what costs most.
+        least = np.sort(self.least[place:])[: max(needed, 0)].sum()
+        if self.tries > MOST_TRIES or cost + least >= self.best_cost:
+            return
+        if needed <= 0:
+            self.best, self.best_cost = dict(self.chosen), cost
+            return
+        if np.floor(self.free / sizes[-1]).sum() < needed or self.free.sum() < sizes[skips:].sum():
+            return
+        stage, size = self.order[place], sizes[0]
+        for host in np.lexsort((self.free, self.loading[:, stage])).tolist():
+            if self.free[host] >= size:
+                self.tries += 1
+                self.free[host] -= size
+                self.chosen[stage] = host
+                self.go_on(place + 1, cost + float(self.loading[host, stage]), skips)
+                del self.chosen[stage]
+                self.free[host] += size
+        if skips:
+            self.go_on(place + 1, cost, skips - 1)

@@ -1,0 +1,148 @@
+"""Which host holds which stages.
+
+A stage without a host is never run, so as few as possible are. Hosts that hold something keep it,
+unless a stage would have no host otherwise; then as few bytes as possible are loaded. The others
+get the stages of the routes that are found if they have all their room. What is left of it is
+filled with the stages of the fewest hosts, so that a lost host takes fewer stages with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool
+
+from skippipe_sched import fields
+from skippipe_sched.serving.case import (
+    FRONT,
+    Placement,
+    ServingCase,
+    checked_lost,
+    checked_placement,
+)
+from skippipe_sched.serving.packing import hosts_of_stages
+from skippipe_sched.serving.routing import TRIES, held_stages, search
+from skippipe_sched.serving.shortest import Room, alone, empty_room, remaining_s, shortest
+
+Objective = Literal["tokens_per_s", "seconds_per_token"]
+OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "seconds_per_token")
+
+
+def place(
+    case: ServingCase,
+    objective: Objective = "tokens_per_s",
+    held: Any = None,
+    lost: Collection[int] = (),
+    seed: int = 0,
+    tries: int = TRIES,
+) -> Placement:
+    """Choose the stages that each host holds.
+
+    As few stages as possible have no host. Then all groups in flight at once get as many
+    `tokens_per_s` as possible, or one sequence alone as few `seconds_per_token`. Hosts that are
+    `lost` hold nothing.
+
+    Where `held` says what each host holds already, hosts that hold something keep it and load
+    nothing else, but for stages that would have no host otherwise: of these, as few bytes as
+    possible. Hosts that hold nothing, as when they have joined, get what suits the objective. The
+    same arguments give the same placement; more `tries` give a better one, in as much more time.
+
+    Raises:
+        InputError: if the objective is none, `held` does not fit the case, or a lost host is none
+            of it or the front.
+    """
+    fields.text(objective, "objective", OBJECTIVES)
+    gone = list(checked_lost(case, lost))
+    room_bytes = case.room_bytes.copy()
+    room_bytes[gone] = 0.0
+    kept = empty_room(case).held
+    if held is not None:
+        kept = held_stages(case, checked_placement(case, held, "held"))
+        kept[gone] = False
+    case = replace(case, room_bytes=room_bytes)
+    empty = ~kept.any(axis=1)
+    empty[FRONT] |= held is None
+    hosts = hosts_of_stages(case, np.where(kept | empty[:, None], 0.0, case.stage_bytes))
+    kept = _with_needed(case, kept, empty, hosts)
+    room = Room(kept, np.where(empty, room_bytes - kept @ case.stage_bytes, 0.0))
+    run = kept.any(axis=0)
+    run[list(hosts)] = True
+    if held is None and not run.all():
+        run = _run_by_the_quickest(case, room, run)
+    of_objective = replace(case, groups=1) if objective == "seconds_per_token" else case
+    loaded = _loaded(of_objective, room, run, seed, tries)
+    if loaded is None:
+        # No route was found that fills the room as it must be filled.
+        room = _holding(case, room, {s: h for s, h in hosts.items() if empty[h]})
+        loaded = _loaded(of_objective, room, room.held.any(axis=0), seed, tries)
+        assert loaded is not None, "each of these stages has a host"
+    _fill(case, loaded)
+    return tuple(tuple(np.flatnonzero(row).tolist()) for row in loaded.held)
+
+
+def _with_needed(
+    case: ServingCase,
+    kept: Bool[np.ndarray, "hosts stages"],
+    empty: Bool[np.ndarray, " hosts"],
+    hosts: Mapping[int, int],
+) -> Bool[np.ndarray, "hosts stages"]:
+    """Load stages on the hosts that need them, if these hold others, of which the largest stay."""
+    kept = kept.copy()
+    for host in {host for stage, host in hosts.items() if not (kept[host, stage] or empty[host])}:
+        needed = [stage for stage, own in hosts.items() if own == host] + [0] * (host == FRONT)
+        free = case.room_bytes[host] - case.stage_bytes[needed].sum()
+        others = [stage for stage in np.flatnonzero(kept[host]).tolist() if stage not in needed]
+        kept[host] = False
+        kept[host, needed] = True
+        for stage in sorted(others, key=lambda stage: -case.stage_bytes[stage]):
+            if case.stage_bytes[stage] <= free:
+                kept[host, stage] = True
+                free -= case.stage_bytes[stage]
+    return kept
+
+
+def _run_by_the_quickest(
+    case: ServingCase, room: Room, run: Bool[np.ndarray, " stages"]
+) -> Bool[np.ndarray, " stages"]:
+    """Choose which stages are run, if not all can be: as many as in `run`."""
+    rest_s = remaining_s(case, skips=int((~run).sum()))
+    route, _ = shortest(case, room, alone(case), rest_s)
+    return run if route is None else np.array([host is not None for host in route])
+
+
+def _loaded(
+    case: ServingCase, room: Room, run: Bool[np.ndarray, " stages"], seed: int, tries: int
+) -> Room | None:
+    """Return what hosts hold for the best routes that are found, and the room that is left then."""
+    if not (room.free_bytes[:, None] >= case.stage_bytes[1:]).any():
+        return room if room.held[:, run].any(axis=0).all() else None
+    found = search(case.with_stages(run), Room(room.held[:, run], room.free_bytes), seed, tries)
+    if found is None:
+        return None
+    for route in found:
+        room = _holding(case, room, dict(zip(np.flatnonzero(run).tolist(), route, strict=True)))
+    return room
+
+
+def _holding(case: ServingCase, room: Room, hosts: Mapping[int, int | None]) -> Room:
+    """Return the room that is left if stages are held by these hosts, too."""
+    held = room.held.copy()
+    held[list(hosts.values()), list(hosts)] = True
+    return Room(held, room.free_bytes - (held & ~room.held) @ case.stage_bytes)
+
+
+def _fill(case: ServingCase, room: Room) -> None:
+    """Load in what room is left stages that few hosts hold."""
+    while True:
+        fits = ~room.held & (case.stage_bytes <= room.free_bytes[:, None])
+        fits[:, 0] = False
+        if not fits.any():
+            return
+        holders = np.where(fits.any(axis=0), room.held.sum(axis=0), case.hosts)
+        stage = int(np.argmin(holders))
+        host = int(np.argmax(np.where(fits[:, stage], room.free_bytes, -np.inf)))
+        room.held[host, stage] = True
+        room.free_bytes[host] -= case.stage_bytes[stage]

@@ -1,0 +1,179 @@
+"""Routes of groups that are in flight at once.
+
+Groups are routed one after another, each by the shortest route if it has to wait for what the
+groups before it take of hosts and links. Then some get other routes, and keep them if more tokens
+come of it, as the simulation says. Where hosts have room left, routes give them stages, so the same
+search finds placements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from skippipe_sched import fields
+from skippipe_sched.serving.case import (
+    FRONT,
+    Placement,
+    Route,
+    ServingCase,
+    checked_lost,
+    checked_placement,
+)
+from skippipe_sched.serving.shortest import Costs, Room, alone, remaining_s, shortest
+from skippipe_sched.serving.simulate import Use, cycle, steps_per_s
+
+TRIES = 150
+# Ways kept for one of many routes, and steps of a group for one of many simulations.
+MOST_WAYS, STEPS = 16, 60
+# A busy host is dearer by a factor whose logarithm lies within this of that of the groups.
+SPREAD = 4.0
+
+
+def routes(
+    case: ServingCase,
+    placement: Any,
+    lost: Collection[int] = (),
+    seed: int = 0,
+    tries: int = TRIES,
+) -> tuple[Route, ...]:
+    """Find a route for each group, through all stages that a host holds which is not lost.
+
+    The route of a single group is the shortest. For the groups that are active, give the case their
+    number. The same arguments give the same routes. With no `tries`, these are the first that are
+    found, each the shortest if it waits for those before it, which takes milliseconds.
+
+    Raises:
+        InputError: if the placement does not fit the case, or a lost host is none of it or the
+            front.
+    """
+    held = held_stages(case, checked_placement(case, placement, "placement"))
+    held[list(checked_lost(case, lost))] = False
+    run = held.any(axis=0)
+    room = Room(held[:, run], np.zeros(case.hosts))
+    found = search(case.with_stages(run), room, seed, tries)
+    assert found is not None, "each of these stages has a host"
+    return tuple(through(run, route) for route in found)
+
+
+def held_stages(case: ServingCase, placement: Placement) -> Bool[np.ndarray, "hosts stages"]:
+    """Tell which host holds which stage."""
+    held = np.zeros((case.hosts, case.stages), dtype=bool)
+    for host, stages in enumerate(placement):
+        held[host, list(stages)] = True
+    return held
+
+
+def through(run: Bool[np.ndarray, " stages"], route: Route) -> Route:
+    """Return a route through all stages, from one through those that are `run`."""
+    hosts = iter(route)
+    return tuple(next(hosts) if own else None for own in run)
+
+
+def search(case: ServingCase, room: Room, seed: int, tries: int) -> list[Route] | None:
+    """Find a route through all stages for each group, so that they give many tokens per second.
+
+    They may load stages where there is room. Returns None if no route was found.
+    """
+    fields.integer(seed, "seed", 0, fields.LARGEST_SEED)
+    if case.groups == 1:
+        route, _ = shortest(case, room, alone(case), remaining_s(case))
+        return None if route is None else [route]
+    return _Search(case, room, seed).run(tries)
+
+
+class _Search:
+    """One search for the routes of all groups."""
+
+    def __init__(self, case: ServingCase, room: Room, seed: int):
+        self.case, self.room = case, room
+        self.random = np.random.default_rng(seed)
+        self.rest_s = remaining_s(case)
+        self.cycles: dict[Route, list[Use]] = {}
+
+    def run(self, tries: int) -> list[Route] | None:
+        """Route all groups one after another, and then some of them again and again."""
+        best: list[Route] = []
+        for _ in range(self.case.groups):
+            busy_s, sending_s = self.load(best)
+            hop_s = self.case.hop_s + sending_s + busy_s
+            np.fill_diagonal(hop_s, 0.0)
+            # The front's first and last turn are one, which every route has.
+            back_s = self.case.hop_s[:, FRONT] + sending_s[:, FRONT]
+            route = self.shortest(best, Costs(self.case.step_s, hop_s, back_s))
+            if route is None:
+                return None
+            best.append(route)
+        most_per_s = self.steps_per_s(best)
+        for _ in range(tries):
+            tried = self.rerouted(best)
+            if tried is None:
+                continue
+            per_s = self.steps_per_s(tried)
+            if per_s >= most_per_s:
+                best, most_per_s = tried, per_s
+        return best
+
+    def rerouted(self, best: Sequence[Route]) -> list[Route] | None:
+        """Give some groups, or all that visit some host, one or two other routes.
+
+        Each is the shortest if busy hosts are dearer, and all of them by chance.
+        """
+        random, case = self.random, self.case
+        if random.random() < 0.5:
+            again = random.permutation(case.groups)[: random.integers(1, case.groups + 1)]
+        else:
+            host = random.choice(sorted({*itertools.chain(*best)}))
+            again = random.permutation([g for g, route in enumerate(best) if host in route])
+        tried = {group: route for group, route in enumerate(best) if group not in again}
+        for groups in np.array_split(again, random.integers(1, 3)):
+            busy_s, _ = self.load(best if random.random() < 0.5 else tried.values())
+            busy_share = busy_s / self.load(best)[0].max()
+            price = case.groups * np.exp(random.uniform(-SPREAD, SPREAD))
+            chance = np.exp(random.random() * random.normal(size=case.step_s.shape))
+            dearer = chance * (1.0 + price * busy_share[:, None] ** 2)
+            costs = replace(alone(case), step_s=case.step_s * dearer)
+            route = self.shortest(tried.values(), costs)
+            if route is None:
+                return None
+            tried |= dict.fromkeys(groups.tolist(), route)
+        return [tried[group] for group in range(case.groups)]
+
+    def shortest(self, beside: Iterable[Route], costs: Costs) -> Route | None:
+        """Find a route of little cost in the room that is left beside others."""
+        return shortest(self.case, self.left(beside), costs, self.rest_s, MOST_WAYS)[0]
+
+    def steps_per_s(self, routes: Iterable[Route]) -> float:
+        """Count steps of all groups per second, in a short simulation."""
+        return steps_per_s([self.cycle(route) for route in routes], STEPS)
+
+    def left(self, routes: Iterable[Route]) -> Room:
+        """Return the room that is left beside the stages of these routes."""
+        held = self.room.held.copy()
+        for route in routes:
+            held[route, range(len(route))] = True
+        loaded = held & ~self.room.held
+        return Room(held, self.room.free_bytes - loaded @ self.case.stage_bytes)
+
+    def load(
+        self, routes: Iterable[Route]
+    ) -> tuple[Float[np.ndarray, " hosts"], Float[np.ndarray, "hosts hosts"]]:
+        """Add up what a step of each of these routes takes of hosts and of links [s]."""
+        busy_s = np.zeros(self.case.hosts)
+        sending_s = np.zeros((self.case.hosts, self.case.hosts))
+        for route in routes:
+            for use in self.cycle(route):
+                of_kind = sending_s if isinstance(use.resource, tuple) else busy_s
+                of_kind[use.resource] += use.takes_s
+        return busy_s, sending_s
+
+    def cycle(self, route: Route) -> list[Use]:
+        """Return the turns of a route; kept."""
+        if route not in self.cycles:
+            self.cycles[route] = cycle(self.case, route)
+        return self.cycles[route]

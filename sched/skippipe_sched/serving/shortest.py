@@ -1,0 +1,210 @@
+"""The shortest route through hosts that hold stages, or have room for them.
+
+A route is found stage by stage, as ways through the first stages. Of ways that end on one host and
+leave the same room on all hosts, only the quickest is kept. Where no host has room left, there are
+at most as many as hosts, and the route is the shortest. Else the most promising ones are kept, by
+what the whole route takes at least (`remaining_s`); what the best one of the others promises is a
+bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt64
+
+from skippipe_sched.serving.case import FRONT, MOST_HOSTS, Route, ServingCase
+
+MOST_WAYS = 1_000
+# Sums of products with them tell apart what is on the hosts.
+MARKS = np.random.default_rng(0).integers(2**63, size=MOST_HOSTS + 2, dtype=np.uint64)
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Which stages hosts hold, and for how many more bytes they have room."""
+
+    held: Bool[np.ndarray, "hosts stages"]
+    free_bytes: Float[np.ndarray, " hosts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What a route shall have the least of: seconds on hosts, to another host, and back."""
+
+    step_s: Float[np.ndarray, "hosts stages"]
+    hop_s: Float[np.ndarray, "hosts hosts"]
+    back_s: Float[np.ndarray, " hosts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Stages that follow one another on one host: from `first` to before `end`, some skipped.
+
+    `takes_s` is on each host, infinite on those without room. What is skipped are the stages that
+    take longest, and as many of the largest.
+    """
+
+    first: int
+    end: int
+    skipped: int
+    takes_s: Float[np.ndarray, " hosts"]
+
+
+class _Ways(NamedTuple):
+    """Ways through the first stages.
+
+    Attributes:
+        host: where each ends.
+        cost_s: what it costs so far.
+        skips: how many stages it may still skip.
+        loaded: equal for ways that have given each host as many stages of each size.
+        parent: the way without its last stage.
+        visits: whether that stage was run.
+    """
+
+    host: Int[np.ndarray, " ways"]
+    cost_s: Float[np.ndarray, " ways"]
+    skips: Int[np.ndarray, " ways"]
+    loaded: UInt64[np.ndarray, " ways"]
+    parent: Int[np.ndarray, " ways"]
+    visits: Bool[np.ndarray, " ways"]
+
+    def some(self, which: Int[np.ndarray, " some"]) -> _Ways:
+        """Choose some of the ways."""
+        return _Ways(*(array[which] for array in self))
+
+
+def empty_room(case: ServingCase) -> Room:
+    """Return the room of hosts of which only the front holds anything: stage 0."""
+    held = np.zeros((case.hosts, case.stages), dtype=bool)
+    held[FRONT, 0] = True
+    return Room(held, case.room_bytes - held @ case.stage_bytes)
+
+
+def alone(case: ServingCase) -> Costs:
+    """Return the seconds of a step of a group that meets no others."""
+    return Costs(case.step_s, case.hop_s, case.hop_s[:, FRONT])
+
+
+def runs_from(case: ServingCase, first: int, skips: int) -> Iterator[Run]:
+    """List the runs that begin with a stage after 0, of which at most `skips` are skipped."""
+    room_bytes = empty_room(case).free_bytes
+    for end in range(first + 1, case.stages + 1):
+        sizes = np.sort(case.stage_bytes[first:end])
+        times = np.sort(case.step_s[:, first:end], axis=1)
+        for skipped in range(min(skips, end - first) + 1):
+            kept = end - first - skipped
+            fits = sizes[:kept].sum() <= room_bytes
+            yield Run(first, end, skipped, np.where(fits, times[:, :kept].sum(axis=1), np.inf))
+
+
+def remaining_s(case: ServingCase, skips: int = 0) -> Float[np.ndarray, "skips stages hosts"]:
+    """Compute what the rest of a step takes a lone group at least [s], as no host would fill up.
+
+    By how many stages may be skipped, the next stage, and the host where the group is. Each run of
+    stages has to fit on its host, but a host that is visited again is as empty as before.
+    """
+    rest_s = np.full((skips + 1, case.stages + 1, case.hosts), np.inf)
+    rest_s[:, case.stages] = case.hop_s[:, FRONT]
+    leaving_s = rest_s.copy()
+    hop_s = case.hop_s + np.where(np.eye(case.hosts, dtype=bool), np.inf, 0.0)
+    for first in range(case.stages - 1, 0, -1):
+        for run in runs_from(case, first, skips):
+            for left in range(run.skipped, skips + 1):
+                with_run_s = run.takes_s + leaving_s[left - run.skipped, run.end]
+                np.minimum(rest_s[left, first], with_run_s, out=rest_s[left, first])
+        leaving_s[:, first] = (hop_s + rest_s[:, None, first]).min(axis=2)
+        np.minimum(rest_s[:, first], leaving_s[:, first], out=rest_s[:, first])
+    return rest_s
+
+
+def shortest(
+    case: ServingCase,
+    room: Room,
+    costs: Costs,
+    rest_s: Float[np.ndarray, "skips stages hosts"],
+    most_ways: int = MOST_WAYS,
+) -> tuple[Route | None, float]:
+    """Find a route that costs little, and what no route costs less than [s].
+
+    A stage that no host holds goes to one that has room for it, or is skipped, as often as `rest_s`
+    allows (`remaining_s`). Where no more than `most_ways` were met at a stage, there is no cheaper
+    route, and the bound is what it costs. The route is None where none was found.
+    """
+    ways = _Ways(
+        host=np.array([FRONT]),
+        cost_s=case.head_s + costs.step_s[FRONT, :1],
+        skips=np.array([len(rest_s) - 1]),
+        loaded=np.zeros(1, dtype=np.uint64),
+        parent=np.zeros(1, dtype=int),
+        visits=np.ones(1, dtype=bool),
+    )
+    free_bytes = room.free_bytes[None]
+    bound_s = np.inf
+    found = []
+    for stage in range(1, case.stages):
+        ways = _extended(case, room, costs, ways, free_bytes, stage)
+        promised_s = ways.cost_s + rest_s[ways.skips, stage + 1, ways.host]
+        order = _best_of_equals(ways, promised_s)
+        if len(order) > most_ways:
+            bound_s = min(bound_s, float(promised_s[order[most_ways]]))
+        ways = ways.some(order[:most_ways])
+        free_bytes = free_bytes[ways.parent]
+        loads = np.flatnonzero(ways.visits & ~room.held[ways.host, stage])
+        free_bytes[loads, ways.host[loads]] -= case.stage_bytes[stage]
+        found.append(ways)
+    cost_s = ways.cost_s + costs.back_s[ways.host]
+    if not len(cost_s):
+        return None, bound_s
+    at = int(np.argmin(cost_s))
+    bound_s = min(bound_s, float(cost_s[at]))
+    backwards: list[int | None] = []
+    for ways in reversed(found):
+        backwards.append(int(ways.host[at]) if ways.visits[at] else None)
+        at = int(ways.parent[at])
+    return (FRONT, *reversed(backwards)), bound_s
+
+
+def _extended(
+    case: ServingCase,
+    room: Room,
+    costs: Costs,
+    ways: _Ways,
+    free_bytes: Float[np.ndarray, "ways hosts"],
+    stage: int,
+) -> _Ways:
+    """Extend each way by the stage on each host that holds it or has room, or by skipping it."""
+    held = room.held[:, stage]
+    parent, host = np.nonzero(held | (free_bytes >= case.stage_bytes[stage]))
+    marks = np.where(held, np.uint64(0), MARKS[: case.hosts] * case.kinds[stage])
+    run = _Ways(
+        host=host,
+        cost_s=ways.cost_s[parent]
+        + (costs.hop_s[ways.host[parent], host] + costs.step_s[host, stage]),
+        skips=ways.skips[parent],
+        loaded=ways.loaded[parent] + marks[host],
+        parent=parent,
+        visits=np.ones(len(parent), dtype=bool),
+    )
+    able = np.flatnonzero(ways.skips)
+    if not len(able) or held.any():
+        return run
+    skipped = ways.some(able)._replace(
+        skips=ways.skips[able] - 1, parent=able, visits=np.zeros(len(able), dtype=bool)
+    )
+    return _Ways(*map(np.concatenate, zip(run, skipped, strict=True)))
+
+
+def _best_of_equals(
+    ways: _Ways, promised_s: Float[np.ndarray, " ways"]
+) -> Int[np.ndarray, " some"]:
+    """Sort ways by their promise, and leave out those without any, and those that another beats."""
+    order = np.argsort(promised_s, kind="stable")
+    order = order[: np.searchsorted(promised_s[order], np.inf)]
+    equal = ways.loaded + MARKS[-1] * ways.host.astype(np.uint64)
+    equal += MARKS[-2] * ways.skips.astype(np.uint64)
+    return order[np.sort(np.unique(equal[order], return_index=True)[1])]
