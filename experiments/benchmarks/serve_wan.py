@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,8 @@ from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem import links
+from skippipe_sched.serving.case import ServingCase
+from skippipe_sched.serving.simulate import simulate
 
 from experiments.benchmarks import reporting
 from experiments.benchmarks.delays import Delays
@@ -296,27 +299,36 @@ def predicted(
     sequences: int,
     width: int,
 ) -> dict[str, Any]:
-    """Predict seconds of a token [s], and how many there are in a second.
+    """Predict the seconds of a token [s] of one sequence, and of many at once, by the planner.
 
     What a token takes without a network, beyond the seconds that hosts tell of their stages, counts
     as the first host's.
     """
-    step_s = {host["stages"][0]: host["seconds_per_step"] for host in status}
+    hosts = len(rates)
     # Hosts have come in order, and each has the next stage.
-    route = [0, *sorted(step_s), 0]
-    groups = min(len(route) - 1, sequences)
-    message_bytes = -(-sequences // groups) * 4 * (width + 1)  # and a position
-    hops_s = [latencies[pair] + message_bytes / rates[pair] for pair in pairwise(route)]
-    token_s = near_s + sum(hops_s)
-    front_s = near_s - sum(step_s.values())
-    # A group is at one place at a time: none waits as long as no place is taken all the time.
-    turn_s = max(token_s, groups * max(front_s, *step_s.values()))
+    stage_s = {own["stages"][0]: own["seconds_per_step"] for own in status}
+    route = tuple(range(hosts))
+    groups = min(hosts, sequences)
+    slots = -(-sequences // groups)
+    step_s = np.array([near_s - sum(stage_s.values()), *(stage_s[stage] for stage in route[1:])])
+    case = ServingCase(
+        step_s=np.tile(step_s, (hosts, 1)),
+        room_bytes=np.ones(hosts),
+        stage_bytes=np.ones(hosts),
+        latency_s=latencies,
+        bandwidth=rates,
+        activation_bytes=4.0 * slots * (width + 1),  # With a position of each.
+        groups=groups,
+        slots=slots,
+    )
+    found = simulate(case, [route] * groups)
     return {
         "near_s": near_s,
-        "step_s": [step_s[stage] for stage in sorted(step_s)],
-        "hops_s": hops_s,
-        "predicted_s": token_s,
-        "predicted_together_s": turn_s,
+        "step_s": step_s.tolist(),
+        "hops_s": [float(case.hop_s[pair]) for pair in pairwise((*route, 0))],
+        "predicted_s": found.seconds_per_token,
+        # In a step of all groups each sequence gets a token, also where slots are empty.
+        "predicted_together_s": groups * slots / found.tokens_per_s,
     }
 
 
@@ -415,8 +427,6 @@ def _await(port: int, process: subprocess.Popen[bytes]) -> None:
     Raises:
         RuntimeError: if it ends instead.
     """
-    import socket
-
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
