@@ -12,11 +12,12 @@ In turns, the network first has neither latencies nor rates, and one sequence te
 takes without them, and each host how long its stage takes: from this, latencies and rates the
 seconds of a token are predicted. Then, with them, one sequence is answered, and as many as the
 service has slots for; and one by a second service on the same hosts that has one slot, as programs
-have that pass one sequence from host to host at a time. Prompts do not count. Errors and ratios are
-medians of the turns.
+have that pass one sequence from host to host at a time. Prompts do not count: seconds are those
+from token to token while all sequences run. Ratios are medians of the turns.
 
-The part `one_host` needs no network: `skippipe serve` on one host, over HTTP, in turns with
-`generate` in this process.
+The part `one_host` needs no network: `skippipe serve` on one host, over HTTP, with one slot and
+with many, in turns with a `Generator` in this process, as `generate` has one. All tell the
+probabilities of tokens, by which the client counts these.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ from skippipe_sched.serving.simulate import simulate
 
 from experiments.benchmarks import reporting
 from experiments.benchmarks.delays import Delays
-from experiments.benchmarks.serve_client import Question, as_line, ask, seconds_per_token
+from experiments.benchmarks.serve_client import (
+    Answer,
+    Asks,
+    Question,
+    as_line,
+    ask,
+    seconds_per_token,
+)
 from experiments.benchmarks.shaped_network import ShapedNetwork
 from experiments.benchmarks.turns import ratio
 from experiments.benchmarks.wan import ENVIRONMENT, PAYLOAD_SHARE, SAME_LOCATION
@@ -71,8 +79,6 @@ WAN, ONE_HOST = PARTS = "wan", "one_host"
 TOKEN_BYTES_8B = 4096 * 2
 """What a token of Llama 3 8B takes from host to host, in bfloat16."""
 PROMPT_TOKENS = 16
-FIRST_TOKENS = 4
-"""Of a short answer, from which on tokens count."""
 PATIENCE_S = 300.0
 
 
@@ -102,17 +108,27 @@ def prompts_of(sequences: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
 
 
-def require_alike(model: StagedModel, texts: Sequence[str], tokens: int) -> None:
-    """Refuse answers to the first prompts that are not those of one device.
+def served_s(asks: Asks, question: Question, model: StagedModel) -> float:
+    """Ask, and return the seconds in which each sequence gets a token while all of them run [s].
+
+    Raises:
+        RuntimeError: if an answer is not that of one device.
+    """
+    answers = asks(question)
+    require_alike(model, question, [own.text for own in answers])
+    return seconds_per_token(answers)
+
+
+def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) -> None:
+    """Refuse answers that are not those of one device.
 
     Raises:
         RuntimeError: if one is not.
     """
-    prompts = prompts_of(len(texts))
     generator = Generator(model.decoder(len(texts), model.context))
     expected: dict[int, list[int]] = {
-        generator.submit(DecodeRequest(prompt, tokens, Sampling(temperature=0.0))): []
-        for prompt in prompts
+        generator.submit(DecodeRequest(prompt, question.tokens, Sampling(temperature=0.0))): []
+        for prompt in question.prompts
     }
     while generator.is_busy:
         for own in generator.step():
@@ -195,10 +211,9 @@ class Client:
         """Ask by a process that runs `serve_client`."""
         self._process = process
 
-    def __call__(self, question: Question) -> tuple[float, list[str]]:
-        """Do what `Asks` says."""
-        seconds, texts = _asked(self._process, as_line(question))
-        return seconds, texts
+    def __call__(self, question: Question) -> list[Answer]:
+        """Do what `ask` does, there."""
+        return [Answer(**own) for own in _asked(self._process, as_line(question))]
 
 
 def _asked(process: subprocess.Popen[str], line: str) -> Any:
@@ -258,10 +273,7 @@ def measured_over_hosts(
         many, one = services
 
         def measured(service: Service, count: int) -> float:
-            given = prompts[:count], tokens, FIRST_TOKENS
-            seconds, texts = seconds_per_token(asks, service.port, run.name, *given)
-            require_alike(model, texts, FIRST_TOKENS + tokens)
-            return seconds
+            return served_s(asks, Question(service.port, run.name, prompts[:count], tokens), model)
 
         for turn in range(turns + 1):
             _shape(network, delays, np.full_like(rates, np.inf), np.zeros_like(latencies))
@@ -373,52 +385,63 @@ def figures_of(
 
 
 def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) -> dict[str, Any]:
-    """Serve on one host, in turns with `generate`."""
-    run, port = folder / "one_host", free_port()
+    """Serve on one host, with one slot and with many, in turns with `generate`."""
+    run = folder / "one_host"
     save_run(run, 4, 4)
     model = open_source(run, None).model()
     prompts = prompts_of(sequences)
-    command = [sys.executable, "-m", "skippipe_jax", "serve", "--run", str(run)]
-    slots = ["--max-num-seqs", str(sequences), "--port", str(port)]
-
-    def generated_s() -> float:
-        seconds = []
-        for count in (FIRST_TOKENS, FIRST_TOKENS + tokens):
-            began_s = time.perf_counter()
-            drawn = model.generate(prompts[0], count, None, Sampling(temperature=0.0))
-            seconds.append(time.perf_counter() - began_s)
-            if len(drawn) < count:
-                raise RuntimeError(f"the model ends after {len(drawn)} of {count} tokens")
-        return (seconds[1] - seconds[0]) / tokens
-
-    def served_s(count: int) -> float:
-        given = prompts[:count], tokens, FIRST_TOKENS
-        seconds, texts = seconds_per_token(ask, port, run.name, *given)
-        require_alike(model, texts, FIRST_TOKENS + tokens)
-        return seconds
-
     found = []
-    with subprocess.Popen([*command, *slots], stderr=subprocess.DEVNULL) as process:
-        try:
-            _await(port, process)
-            for turn in range(turns + 1):
-                row = {"generate_s": generated_s(), "served_s": served_s(1)}
-                row["served_together_s"] = served_s(sequences)
-                if turn > 0:  # The first compiles.
-                    found.append(row)
-        finally:
-            process.terminate()
+    with contextlib.ExitStack() as stack:
+        ports = {slots: stack.enter_context(_served(run, slots)) for slots in (1, sequences)}
+
+        def measured(slots: int, count: int) -> float:
+            return served_s(ask, Question(ports[slots], run.name, prompts[:count], tokens), model)
+
+        for turn in range(turns + 1):
+            row = {
+                "generate_s": generated_s(model, prompts[0], tokens),
+                "one_slot_s": measured(1, 1),
+                "many_slots_s": measured(sequences, 1),
+                "together_s": measured(sequences, sequences),
+            }
+            if turn > 0:  # The first compiles.
+                found.append(row)
     each = {name: [own[name] for own in found] for name in found[0]}
     return {
         "sequences": sequences,
-        "seconds_per_token": {
-            "generate": statistics.median(each["generate_s"]),
-            "served": statistics.median(each["served_s"]),
-        },
-        "served_to_generate": ratio(each["served_s"], each["generate_s"]),
-        "times_as_many_together": sequences * ratio(each["served_s"], each["served_together_s"]),
+        "seconds_per_token": {name: statistics.median(own) for name, own in each.items()},
+        "one_slot_to_generate": ratio(each["one_slot_s"], each["generate_s"]),
+        "many_slots_to_generate": ratio(each["many_slots_s"], each["generate_s"]),
+        "times_as_many_together": sequences * ratio(each["many_slots_s"], each["together_s"]),
+        "times_as_many_as_one_slot": sequences * ratio(each["one_slot_s"], each["together_s"]),
         "turns": found,
     }
+
+
+def generated_s(model: StagedModel, prompt: Sequence[int], tokens: int) -> float:
+    """Return the seconds of a token that is drawn in this process, after the first one [s]."""
+    generator = Generator(model.decoder(1, model.context))
+    how = Sampling(temperature=0.0)
+    generator.submit(DecodeRequest(prompt, tokens, how, likeliest=0))
+    generator.step()
+    began_s = time.perf_counter()
+    while generator.is_busy:
+        generator.step()
+    return (time.perf_counter() - began_s) / (tokens - 1)
+
+
+@contextlib.contextmanager
+def _served(run: Path, slots: int) -> Iterator[int]:
+    """Serve on this host; yield the port."""
+    port = free_port()
+    command = [sys.executable, "-m", "skippipe_jax", "serve", "--run", str(run)]
+    given = ["--max-num-seqs", str(slots), "--port", str(port)]
+    with subprocess.Popen([*command, *given], stderr=subprocess.DEVNULL) as process:
+        try:
+            _await(port, process)
+            yield port
+        finally:
+            process.terminate()
 
 
 def _await(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -470,14 +493,14 @@ def table(report: Mapping[str, Any]) -> str:
         ]
     if ONE_HOST in report:
         own = report[ONE_HOST]
-        rows += [
-            ["one host: seconds per token, to generate", f"{own['served_to_generate']:.3f}", "-"],
-            [
-                f"one host: {own['sequences']} sequences, times as many as one",
-                f"{own['times_as_many_together']:.2f}",
-                "-",
-            ],
-        ]
+        count = own["sequences"]
+        times = {
+            "seconds per token, one slot, to generate": "one_slot_to_generate",
+            f"seconds per token, one of {count} slots, to generate": "many_slots_to_generate",
+            f"{count} sequences, times as many tokens as one": "times_as_many_together",
+            f"{count} sequences, times as many as with one slot": "times_as_many_as_one_slot",
+        }
+        rows += [[f"one host: {what}", f"{own[name]:.2f}", "-"] for what, name in times.items()]
     return aligned(rows, [0])
 
 
@@ -495,7 +518,7 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     hosts = fields.integer(arguments.hosts, "--hosts", 2)
     sequences = fields.integer(arguments.sequences, "--sequences", 1)
-    tokens = fields.integer(arguments.tokens, "--tokens", 1)
+    tokens = fields.integer(arguments.tokens, "--tokens", 8)
     turns = fields.integer(arguments.turns, "--turns", 1)
     report = reporting.begun("serve_wan") | {"tokens": tokens}
     with tempfile.TemporaryDirectory(prefix="serve-wan-") as name:
