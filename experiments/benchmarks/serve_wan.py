@@ -173,13 +173,13 @@ class Service:
         """
         self._start(host, "skippipe_jax", "serve")
         deadline_s = time.monotonic() + PATIENCE_S
-        while len(self.status()) < host:
+        while len(self.status()) <= host:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"host {host} does not come; see {self._output}")
             time.sleep(0.1)
 
     def status(self) -> list[dict[str, Any]]:
-        """Return what the first host says of the others.
+        """Return what the first host says of all, itself first.
 
         Raises:
             RuntimeError: if it has ended.
@@ -318,7 +318,7 @@ def predicted(
     """
     hosts = len(rates)
     # Hosts have come in order, and each has the next stage.
-    stage_s = {own["stages"][0]: own["seconds_per_step"] for own in status}
+    stage_s = {own["stages"][0]: own["seconds_per_step"] for own in status[1:]}
     route = tuple(range(hosts))
     groups = min(hosts, sequences)
     slots = -(-sequences // groups)

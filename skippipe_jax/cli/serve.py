@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
@@ -18,6 +19,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_log_level, add_overrides
 from skippipe_jax.config.extras import require
+from skippipe_jax.config.hardware import HOPS
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 from skippipe_jax.serving.routing import WHEN_LOST
 
@@ -135,6 +137,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="with --coordinator: 0 for the first host; others need no number",
     )
     several.add_argument(
+        "--activation-dtype",
+        choices=HOPS,
+        help="number format of activations on their way from host to host; int8 has a scale for "
+        "some channels each (default: as they are computed)",
+    )
+    several.add_argument(
         "--when-stage-lost",
         choices=WHEN_LOST,
         default=WHEN_LOST[0],
@@ -169,10 +177,11 @@ def run(arguments: argparse.Namespace) -> int:
         if hosts == 1:
             given = source.config.data, slots, arguments.max_model_len
             served, engine = open_engine(name, source.model(), *given)
-            engines = [engine]
+            engines, status = [engine], lambda: [_alone(source)]
         else:
-            served, engines = stack.enter_context(_over_hosts(arguments, name, source, slots))
-        server = Server(served, engines, conduct)
+            over = stack.enter_context(_over_hosts(arguments, name, source, slots))
+            served, engines, status = over
+        server = Server(served, engines, conduct, status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
@@ -181,10 +190,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _alone(source: ModelSource) -> dict[str, Any]:
+    return {"host": 0, "name": socket.gethostname(), "stages": [*range(source.stages)]}
+
+
 @contextlib.contextmanager
 def _over_hosts(
     arguments: argparse.Namespace, name: str, source: ModelSource, sequences: int
-) -> Iterator[tuple[Served, list[Generator]]]:
+) -> Iterator[tuple[Served, list[Generator], Callable[[], list[dict[str, Any]]]]]:
     """Gather hosts, which are started here unless there is a coordinator, and end them at last."""
     with loading():
         from skippipe_jax.connections.addresses import chosen_address, parse_address
@@ -199,7 +212,8 @@ def _over_hosts(
         raise InputError("--hosts", count, problem, "Write 1, or name more stages by --num-stages")
     groups = min(source.stages, count, sequences)
     length = length_of(source.config.model.context, arguments.max_model_len)
-    slots = Slots(groups, -(-sequences // groups), length)
+    each = -(-sequences // groups)
+    slots = Slots(groups, each, length, arguments.activation_dtype)
     silent_s = cluster.heartbeat_timeout_s
     hosts = StageHosts(source, slots, arguments.when_stage_lost, Keys.of(cluster), silent_s)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
@@ -212,7 +226,7 @@ def _over_hosts(
         if arguments.coordinator is None:
             stack.enter_context(_started_here(arguments, address, hosts))
         hosts.gather(count - 1, cluster.connect_timeout_s)
-        yield open_groups(name, source, hosts, slots)
+        yield *open_groups(name, source, hosts), hosts.status
         hosts.close()
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 
 from skippipe_sched import fields
 from skippipe_sched.errors import TemporaryError, loading
@@ -18,6 +19,9 @@ EPILOG = """\
 This machine needs the secret of the run, as a host that joins does: --set cluster.secret=FILE,
 SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It is no host of the run and changes nothing about it. A
 run of a single host does not listen, so it cannot be asked.
+
+With http://HOST:PORT as ADDRESS, the service is shown that skippipe serve has there: which host
+has which stages, what is lost, and how many sequences run and wait.
 """
 
 WATCH_S = "2s"
@@ -44,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"show it again and again, so many seconds after the last time (default: {WATCH_S}), "
         "until Ctrl-C; write it after ADDRESS",
     )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with an API key of the service in its first line, where ADDRESS is a URL",
+    )
     add_overrides(parser, "set a key of cluster, such as cluster.secret; repeatable")
     add_log_level(parser)
     parser.set_defaults(interrupted="interrupted; the run goes on")
@@ -58,9 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_jax.connections.keys import Keys
         from skippipe_jax.reporting.status import status_text
 
+    watch_s = arguments.watch and fields.duration(arguments.watch, "--watch", above=True)
+    if arguments.address[0].startswith(("http://", "https://")):
+        return _of_service(arguments, watch_s)
     for address in arguments.address:
         parse_address("ADDRESS", address)
-    watch_s = arguments.watch and fields.duration(arguments.watch, "--watch", above=True)
     keys = Keys.of(parse_config({}, arguments.set).cluster)
     known: list[str] = []
     while True:
@@ -73,9 +85,25 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             known = [asked, *(host.address for host in status.hosts if host.address)]
             shown = json.dumps(status.to_json()) if arguments.json else status_text(status)
-            if watch_s and not arguments.json:
-                shown = f"{CLEAR if sys.stdout.isatty() else ''}{shown}\n"
-            print(shown, flush=True)
+            _show(shown, arguments, watch_s)
+        if not watch_s:
+            return 0
+        time.sleep(watch_s)
+
+
+def _show(shown: str, arguments: argparse.Namespace, watch_s: float | None) -> None:
+    if watch_s and not arguments.json:
+        shown = f"{CLEAR if sys.stdout.isatty() else ''}{shown}\n"
+    print(shown, flush=True)
+
+
+def _of_service(arguments: argparse.Namespace, watch_s: float | None) -> int:
+    """Show the status of what `skippipe serve` serves at a URL."""
+    from skippipe_jax.serving.status import ask, status_text
+
+    while True:
+        status = ask(arguments.address[0], arguments.api_key_file)
+        _show(json.dumps(status) if arguments.json else status_text(status), arguments, watch_s)
         if not watch_s:
             return 0
         time.sleep(watch_s)

@@ -54,8 +54,13 @@ class App:
         metrics: Metrics,
         created: int,
         keys: tuple[str, ...] = (),
+        hosts: Callable[[], list[dict[str, Any]]] = list,
     ):
-        """Serve a model that was made at a time, in seconds of the epoch, to all or to `keys`."""
+        """Serve a model that was made at a time, in seconds of the epoch, to all or to `keys`.
+
+        `hosts` describes those that hold its stages.
+        """
+        self._hosts = hosts
         self._served, self._engines, self._metrics = served, engines, metrics
         self._created, self._keys = created, [key.encode() for key in keys]
         # A tokenizer whose marks have no texts is told of by those that an export gives them.
@@ -78,6 +83,7 @@ class App:
             route("/health", self._health),
             route("/ready", self._health),
             route("/metrics", self._show_metrics),
+            route("/status", self._status),
             route("/v1/models", self._models),
             route("/v1/models/{name:path}", self._model),
             route("/v1/completions", self._complete, "POST"),
@@ -131,6 +137,11 @@ class App:
 
     async def _show_metrics(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _status(self, _: Request) -> Response:
+        served, load = self._served, self._engines.load()
+        hosts = await asyncio.to_thread(self._hosts)
+        return _json({"model": served.name, "stages": served.stages, **load, "hosts": hosts})
 
     # The model.
 

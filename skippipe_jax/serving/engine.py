@@ -258,6 +258,12 @@ class Engines:
                 runner.cancel(number)
         self._count()
 
+    def load(self) -> dict[str, int]:
+        """Return how many sequences get tokens, wait, and could get tokens at a time."""
+        running = min(len(self._known), self._slots)
+        waiting = len(self._known) - running
+        return {"running": running, "waiting": waiting, "slots": self._slots}
+
     def _count(self) -> None:
         self._metrics.count(len(self._known), self._slots)
 

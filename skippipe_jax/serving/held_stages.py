@@ -9,27 +9,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jax.sharding import Sharding
+from jaxtyping import Array, Float
 
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.inference.decoding import StageExecutor, Step
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.runtime.wire_format import WireFormat
 
 
 @dataclass(frozen=True)
 class Slots:
-    """How many sequences a service decodes.
+    """How many sequences a service decodes, and what travels of them.
 
     Attributes:
         groups: those of a group run through the stages together, groups one behind the other.
         each: sequences of a group.
         length: tokens of a sequence, its prompt included.
+        hop_dtype: as what activations travel from host to host; None: as they are computed.
     """
 
     groups: int
     each: int
     length: int
+    hop_dtype: str | None = None
 
     def cache_bytes(self, model: ModelConfig, layers: int) -> int:
         """Return the bytes of the caches of so many blocks."""
@@ -38,12 +42,33 @@ class Slots:
         return of_token * itemsize * self.groups * self.each * self.length
 
 
+class Hops:
+    """How activations travel between the hosts of a service."""
+
+    def __init__(self, model: ModelConfig, dtype: str | None):
+        """Let them travel as a dtype; None is as they are computed."""
+        dtype = dtype or model.compute_dtype
+        # They are of several shapes, and packed and unpacked alike.
+        of_token = jax.ShapeDtypeStruct((1, 1, model.width), model.compute_dtype)
+        format = WireFormat(of_token, dtype, model.width)
+        self._pack, self._unpack = jax.jit(format.pack), jax.jit(format.unpack)
+
+    def packed(self, x: Float[Array, "row time width"]) -> np.ndarray:
+        """Return what travels."""
+        return np.asarray(self._pack(x))
+
+    def unpacked(self, travelled: np.ndarray, place: Sharding) -> Float[Array, "row time width"]:
+        """Return what has travelled, on a device."""
+        return self._unpack(jax.device_put(travelled, place))
+
+
 class HeldStages:
     """The stages of one host; stages may be added while others run."""
 
     def __init__(self, config: ModelConfig, stages: int, slots: Slots):
         """Hold none yet of so many stages."""
         self._config, self._stages, self._slots = config, stages, slots
+        self._hops = Hops(config, slots.hop_dtype)
         self._executors: dict[tuple[int, int], StageExecutor] = {}
 
     def hold(self, stage: int, parameters: Any) -> None:
@@ -53,36 +78,28 @@ class HeldStages:
         made = [
             StageExecutor(model, (stage,), slots.each, slots.length) for _ in range(slots.groups)
         ]
+        place = jax.tree.leaves(parameters)[0].sharding
         for step in made[0].steps_of_all_sizes():
             rows = len(step.positions)
-            x = np.zeros((*step.positions.shape, self._config.width), self._config.compute_dtype)
+            x = jnp.zeros((*step.positions.shape, self._config.width), self._config.compute_dtype)
+            travelled = self._hops.packed(jax.device_put(x, place))
             some = [[stage], *[[]] * (rows - 1)]
             for skipped in ([[]] * rows, some if rows > 1 else [[]]):
-                _run(made[0], (stage,), x, step, skipped)
+                given = self._hops.unpacked(travelled, place), step, skipped
+                self._hops.packed(made[0].follow((stage,), *given))
         self._executors |= {(stage, group): own for group, own in enumerate(made)}
 
     def run(
         self,
         group: int,
         stages: Order,
-        x: Float[np.ndarray, "row time width"],
+        travelled: np.ndarray,
         step: Step,
         skipped: Sequence[Collection[int]],
-    ) -> Float[np.ndarray, "row time width"]:
-        """Return the residual stream after these stages; each row has some that it skips."""
-        after: Any = x
+    ) -> np.ndarray:
+        """Return what travels on from these stages; each row of the step has some that it skips."""
+        parameters = self._executors[stages[0], group].model.parameters[stages[0]]
+        x = self._hops.unpacked(travelled, jax.tree.leaves(parameters)[0].sharding)
         for stage in stages:
-            after = _run(self._executors[stage, group], (stage,), after, step, skipped)
-        return np.asarray(after)
-
-
-def _run(
-    executor: StageExecutor,
-    stages: Order,
-    x: Any,
-    step: Step,
-    skipped: Sequence[Collection[int]],
-) -> jax.Array:
-    """Run stages on what comes from elsewhere, or from a stage before: both compile alike."""
-    place = jax.tree.leaves(executor.model.parameters[stages[0]])[0].sharding
-    return executor.follow(stages, jax.device_put(x, place), step, skipped)
+            x = self._executors[stage, group].follow((stage,), x, step, skipped)
+        return self._hops.packed(x)

@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
-from jaxtyping import Float
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax import log
@@ -33,6 +33,7 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.routing import (
+    DATA_STAGE,
     FAIL,
     FRONT,
     WAIT,
@@ -42,7 +43,7 @@ from skippipe_jax.serving.routing import (
     stages_of,
     stages_to_hold,
 )
-from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST
+from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
 from skippipe_jax.serving.wire import Wire
 
 PART_BYTES = 1 << 22
@@ -61,10 +62,7 @@ class Member:
 
     Attributes:
         host: its number, which no other host had before.
-        name: for readers.
-        address: where it takes what others pass on.
-        room_bytes: what it may fill.
-        identity: of the weights that it has itself; None if it has none.
+        hello: what it has said of itself.
         wire: the connection with it.
         chosen: the stages that it is to hold; None before that is known.
         ready: those of them that it holds.
@@ -73,15 +71,16 @@ class Member:
     """
 
     host: int
-    name: str
-    address: str
-    room_bytes: float
-    identity: str | None
+    hello: HostHello
     wire: Wire
     chosen: tuple[int, ...] | None = None
     ready: set[int] = field(default_factory=set)
     seconds: float = 0.0
     round_trips: dict[int, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Tell its number and name."""
+        return f"host {self.host} ({printable(self.hello.name)})"
 
 
 @dataclass
@@ -97,15 +96,20 @@ class StageHosts:
     """Takes in hosts, gives them stages, and runs steps along them.
 
     What is not marked as of the event loop may be called by any thread.
+
+    Attributes:
+        slots: for sequences, on every host.
+        address: where it listens, ``IP:PORT``, once it does.
     """
 
     def __init__(
         self, source: ModelSource, slots: Slots, when_lost: str, keys: Keys, silent_s: float
     ):
         """Expect no host yet; one counts as lost after so many seconds of silence."""
-        self._source, self._slots, self._when_lost = source, slots, when_lost
+        self._source, self.slots, self._when_lost = source, slots, when_lost
         self._keys, self._silent_s = keys, silent_s
         self._service = secrets.token_hex(8)
+        self.address = ""
         self._shapes = stage_shapes(source.config.model, source.stages)
         layers = source.config.model.layers_of_stages(source.stages)
         self._stage_bytes = [
@@ -137,6 +141,7 @@ class StageHosts:
         if (warning := self._keys.warning(address)) is not None:
             log.warning(warning)
         given, begun = listening_socket(address, port), Future[None]()
+        self.address = join_address(address, given.getsockname()[1])
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(given, begun)),
             name="skippipe-hosts",
@@ -144,7 +149,7 @@ class StageHosts:
         )
         self._thread.start()
         begun.result()
-        return join_address(address, given.getsockname()[1])
+        return self.address
 
     def gather(self, count: int, timeout_s: float) -> None:
         """Wait until so many hosts are there, and hold the stages that they are given.
@@ -195,13 +200,14 @@ class StageHosts:
             self._changed.notify_all()
 
     def status(self) -> list[dict[str, Any]]:
-        """Describe the hosts that are there."""
+        """Describe the hosts that are there, the front first."""
+        front = {"host": FRONT, "name": socket.gethostname(), "stages": [DATA_STAGE]}
         with self._changed:
-            return [
+            return [front] + [
                 {
                     "host": member.host,
-                    "name": member.name,
-                    "address": member.address,
+                    "name": member.hello.name,
+                    "address": member.hello.address,
                     "stages": sorted(member.ready),
                     "loading": sorted({*(member.chosen or ())} - member.ready),
                     "groups": self._load(member.host),
@@ -259,10 +265,10 @@ class StageHosts:
         group: int,
         epoch: int,
         route: Route,
-        x: Float[np.ndarray, "row time width"],
+        travelling: np.ndarray,
         step: Step,
         skipped: Sequence[Sequence[int]],
-    ) -> Float[np.ndarray, "row time width"]:
+    ) -> np.ndarray:
         """Run a step of a group along a part of a route, and return what comes back.
 
         Raises:
@@ -278,7 +284,7 @@ class StageHosts:
             "skipped": skipped,
             "seconds": [],
         }
-        arrays = [x, step.positions]
+        arrays = [travelling, step.positions]
         self._loop.call_soon_threadsafe(self._send, pending, given, arrays)
         return pending.done.result()
 
@@ -344,21 +350,24 @@ class StageHosts:
         match said:
             case [str(who), int(protocol), dict(given)] if who == STAGE_HOST:
                 pass
+            case None:
+                return
             case _:
+                remedy = "Hold stages for it by skippipe serve --coordinator ADDRESS"
+                refuse(link, InputError("ADDRESS", self.address, "a service is there", remedy))
                 return
         if protocol != PROTOCOL:
             problem = f"hosts of this service speak protocol {PROTOCOL}"
             refuse(link, InputError("skippipe-jax", protocol, problem, "Install the same version"))
             return
+        try:
+            hello = msgspec.convert(given, HostHello)
+            require_numeric(hello.address)
+        except ValueError as error:
+            log.info(f"refused a host, whose hello {error}")
+            return
         self._count += 1
-        member = Member(
-            self._count,
-            printable(str(given["name"])),
-            require_numeric(str(given["address"])),
-            float(given["room_bytes"]),
-            given["identity"],
-            Wire(link, self._silent_s),
-        )
+        member = Member(self._count, hello, Wire(link, self._silent_s))
         link.send(
             "welcome",
             {
@@ -366,7 +375,7 @@ class StageHosts:
                 "silent_s": self._silent_s,
                 "model": to_tree(self._source.config.model),
                 "stages": self._source.stages,
-                "slots": asdict(self._slots),
+                "slots": asdict(self.slots),
             },
         )
         with self._changed:
@@ -392,7 +401,7 @@ class StageHosts:
                     self._changed.notify_all()
                 if self._is_ready(member):
                     held = sorted(member.ready)
-                    log.info(f"host {member.host} ({member.name}) serves stages {held}")
+                    log.info(f"{member} serves stages {held}")
             case ["unreachable", int(host)], []:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
                 self._break({(member.host, host)}, f"{member.host} does not reach {host}")
@@ -419,7 +428,7 @@ class StageHosts:
             return
         held = f"stages {sorted(member.ready)}" if member.ready else "no stage yet"
         why = member.wire.ending
-        log.info(f"host {member.host} ({member.name}), which had {held}, is lost: {why}")
+        log.info(f"{member}, which had {held}, is lost: {why}")
         edges = {edge for own in self._pending.values() for edge in own.edges}
         self._break({edge for edge in edges if member.host in edge}, f"host {member.host} is lost")
         self._tell_addresses()
@@ -433,7 +442,9 @@ class StageHosts:
     def _tell_addresses(self) -> None:
         for member in self._members.values():
             others = {
-                other.host: other.address for other in self._members.values() if other is not member
+                other.host: other.hello.address
+                for other in self._members.values()
+                if other is not member
             }
             member.wire.send("hosts", others)
 
@@ -443,7 +454,7 @@ class StageHosts:
             return
         self._expected = 0
         members = [*self._members.values()]
-        new = {own.host: own.room_bytes for own in members if own.chosen is None}
+        new = {own.host: own.hello.room_bytes for own in members if own.chosen is None}
         held = {own.host: own.chosen for own in members if own.chosen is not None}
         for host, stages in stages_to_hold(new, self._stage_bytes, held).items():
             member = self._members[host]
@@ -453,7 +464,7 @@ class StageHosts:
 
     async def _give(self, member: Member, stage: int) -> None:
         """Let a host hold a stage, and send it the weights if it does not have them itself."""
-        if member.identity != self._source.identity:
+        if member.hello.identity != self._source.identity:
             parameters = await asyncio.to_thread(self._source.load, stage)
             for number, leaf in enumerate(jax.tree.leaves(parameters)):
                 flat = np.asarray(leaf).reshape(-1)

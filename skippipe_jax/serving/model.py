@@ -16,7 +16,8 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
-from skippipe_jax.serving.routed import DATA_STAGE, RoutedExecutor
+from skippipe_jax.serving.routed import RoutedExecutor
+from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.service import Served
 
 
@@ -37,20 +38,17 @@ def open_engine(
 
 
 def open_groups(
-    name: str, source: ModelSource, hosts: StageHosts, slots: Slots
+    name: str, source: ModelSource, hosts: StageHosts
 ) -> tuple[Served, list[Generator]]:
     """Make a generator for each group, over hosts that hold all stages but the data stage.
 
     Raises:
         InputError: if there is too little memory for the data stage.
     """
-    model = source.model([DATA_STAGE])
+    model, slots = source.model([DATA_STAGE]), hosts.slots
     needed = slots.cache_bytes(model.config, model.cut[DATA_STAGE])
     _require_memory(needed, slots.groups * slots.each)
-    engines = [
-        _engine(RoutedExecutor(model, hosts, group, slots.each, slots.length))
-        for group in range(slots.groups)
-    ]
+    engines = [_engine(RoutedExecutor(model, hosts, group)) for group in range(slots.groups)]
     return _served(name, model, source.config.data, slots.length), engines
 
 

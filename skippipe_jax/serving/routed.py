@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, padded_length
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.serving.held_stages import Hops
 from skippipe_jax.serving.hosts import RouteLost, StageHosts
-from skippipe_jax.serving.routing import Route, parts_between, stages_of
-
-DATA_STAGE = 0
+from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_between, stages_of
 
 
 class RoutedExecutor(StageExecutor):
@@ -22,11 +20,12 @@ class RoutedExecutor(StageExecutor):
     all sequences run along it from their beginning, so that each is as if it had been there always.
     """
 
-    def __init__(self, model: StagedModel, hosts: StageHosts, group: int, slots: int, length: int):
+    def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
         """Begin with empty slots, and no route."""
-        order = tuple(range(model.stages))
-        super().__init__(model, order, slots, length, held=(DATA_STAGE,))
+        order, slots = tuple(range(model.stages)), hosts.slots
+        super().__init__(model, order, slots.each, slots.length, held=(DATA_STAGE,))
         self._hosts, self._group = hosts, group
+        self._hops = Hops(model.config, slots.hop_dtype)
         self._route: Route | None = None
         self._version = -1
         self._epoch = 0
@@ -97,8 +96,8 @@ class RoutedExecutor(StageExecutor):
         skipped = [sorted(own) for own in self.skipped_by(step)]
         place = x.sharding
         for part in parts_between(route):
-            given = np.asarray(x), step, skipped
-            x = jax.device_put(self._hosts.run(self._group, self._epoch, part, *given), place)
+            given = self._hops.packed(x), step, skipped
+            x = self._hops.unpacked(self._hosts.run(self._group, self._epoch, part, *given), place)
         return x
 
     def _span(self, slot: int, start: int, tokens: list[int]) -> Step:

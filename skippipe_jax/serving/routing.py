@@ -10,6 +10,7 @@ from typing import NamedTuple
 FRONT = 0
 """The host to which clients come. It alone has stage 0, the data stage."""
 
+DATA_STAGE = 0
 SKIP, WAIT, FAIL = WHEN_LOST = ("skip", "wait", "fail")
 """What becomes of sequences while nobody holds a stage: they do without it, wait, or fail."""
 

@@ -9,10 +9,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from skippipe_sched import fields
@@ -93,11 +94,17 @@ def _is_loopback(host: str) -> bool:
 class Server(uvicorn.Server):
     """Answers requests by engines until SIGTERM or Ctrl-C, then finishes those under way."""
 
-    def __init__(self, served: Served, engines: Sequence[Engine], conduct: Conduct):
-        """Prepare to serve a model by engines."""
+    def __init__(
+        self,
+        served: Served,
+        engines: Sequence[Engine],
+        conduct: Conduct,
+        hosts: Callable[[], list[dict[str, Any]]] = list,
+    ):
+        """Prepare to serve a model by engines; `hosts` describes those that hold its stages."""
         metrics = Metrics(served.name)
         self.engines = Engines(engines, conduct.most_waiting, metrics, self._end)
-        app = App(served, self.engines, metrics, int(time.time()), conduct.keys)
+        app = App(served, self.engines, metrics, int(time.time()), conduct.keys, hosts)
         self._app = app.starlette()
         config = uvicorn.Config(
             self._until_end,

@@ -10,10 +10,12 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import msgspec
 import numpy as np
+from msgspec import Meta
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
@@ -25,7 +27,7 @@ from skippipe_jax.connections.addresses import (
     parse_address,
     reachable_address,
 )
-from skippipe_jax.connections.hello import refusal_in
+from skippipe_jax.connections.hello import ShortText, refusal_in
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import (
     LINE_BYTES,
@@ -50,6 +52,22 @@ STAGE_HOST, PASSES = "stage-host", "pass"
 """What a host says first to the front, and to another host."""
 PATIENCE_S = 300.0
 """How long a host looks for the front by default."""
+
+
+class HostHello(msgspec.Struct, frozen=True):
+    """What a host says of itself.
+
+    Attributes:
+        name: for readers.
+        address: where it takes what others pass on, ``IP:PORT``.
+        room_bytes: what it may fill.
+        identity: of the weights that it has itself; None if it has none.
+    """
+
+    name: ShortText
+    address: ShortText
+    room_bytes: Annotated[float, Meta(gt=0)]
+    identity: ShortText | None
 
 
 class StageHost:
@@ -91,13 +109,10 @@ class StageHost:
             link = await reach(self._coordinator, self._patience_s, self._keys)
             if self.address is None:
                 self.address = await self._listen(link)
-            hello = {
-                "name": self._name,
-                "address": self.address,
-                "room_bytes": available_bytes(jax.local_devices()[0], 1, 1),
-                "identity": None if self._source is None else self._source.identity,
-            }
-            link.send(STAGE_HOST, PROTOCOL, hello)
+            room_bytes = available_bytes(jax.local_devices()[0], 1, 1)
+            identity = None if self._source is None else self._source.identity
+            hello = HostHello(self._name, self.address, room_bytes, identity)
+            link.send(STAGE_HOST, PROTOCOL, msgspec.to_builtins(hello))
             said = await link.receive()
             if (refusal := refusal_in(said)) is not None:
                 link.writer.close()

@@ -13,8 +13,8 @@ from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
-from skippipe_jax.serving.routed import DATA_STAGE, RoutedExecutor
-from skippipe_jax.serving.routing import SKIP
+from skippipe_jax.serving.routed import RoutedExecutor
+from skippipe_jax.serving.routing import DATA_STAGE, SKIP
 from skippipe_jax.serving.stage_host import StageHost
 from tests.serving.scripted_engine import PATIENCE_S, eventually
 
@@ -84,18 +84,20 @@ class Service:
     def generator(self, group: int = 0) -> Generator:
         """What decodes the sequences of a group."""
         model = self.source.model([DATA_STAGE])
-        given = group, self.slots.each, self.slots.length
-        return Generator(RoutedExecutor(model, self.hosts, *given), PREFILL_TOKENS)
+        return Generator(RoutedExecutor(model, self.hosts, group), PREFILL_TOKENS)
 
     def holding(self, stage: int) -> list[HostThread]:
         """The hosts that have a stage."""
-        ports = {own["address"] for own in self.hosts.status() if stage in own["stages"]}
+        ports = {own.get("address") for own in self.hosts.status() if stage in own["stages"]}
         return [thread for thread in self.threads if thread.host.address in ports]
 
     def await_stages(self, *stages: int) -> None:
         """Wait until somebody holds these stages, and nobody others."""
         eventually(
-            lambda: {stage for own in self.hosts.status() for stage in own["stages"]} == {*stages}
+            lambda: (
+                {stage for own in self.hosts.status() for stage in own["stages"]}
+                == {DATA_STAGE, *stages}
+            )
         )
 
 

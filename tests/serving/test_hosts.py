@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.connections.keys import Keys, Secret
 from skippipe_jax.inference.decode_requests import DecodeRequest
-from skippipe_jax.inference.decoding import Generator
+from skippipe_jax.inference.decoding import Generator, Step
 from skippipe_jax.inference.model_source import ModelSource, open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import FAIL, WAIT
+from tests.commands.conftest import command as command  # a fixture
+from tests.commands.examples import Command
 from tests.partial_models import save_run
-from tests.serving.scripted_engine import eventually
+from tests.serving.scripted_engine import PATIENCE_S, eventually
 from tests.serving.stage_hosts import service
 
 SECTIONS: dict[str, Any] = {
@@ -107,7 +119,9 @@ def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: Sta
         def kill_the_one_in_use(step: int) -> None:
             if step in (3, 9):
                 [used] = [
-                    host for host in own.hosts.status() if host["groups"] and 2 in host["stages"]
+                    host
+                    for host in own.hosts.status()
+                    if host.get("groups") and 2 in host["stages"]
                 ]
                 [thread] = [one for one in own.threads if one.host.address == used["address"]]
                 thread.kill()
@@ -220,6 +234,32 @@ def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):
     assert tokens == greedy(model, PROMPT, 9, range(4))
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.0), ("bfloat16", 0.03), ("int8", 0.05)])
+def test_activations_travel_in_fewer_bytes(
+    dtype: str, most: float, source: ModelSource, model: StagedModel
+):
+    tokens = [*PROMPT, *b" and more of them"]
+    step = Step(np.array([tokens], np.int32), np.arange(len(tokens), dtype=np.int32)[None], 0)
+    expected = np.asarray(model.decoder(2, 64).run(step))
+    with service(source, 2, slots=Slots(1, 2, 64, dtype)) as own:
+        executor = own.generator().decoder
+        assert isinstance(executor, RoutedExecutor)
+        found = np.asarray(executor.run(step))
+    difference = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert (difference > 0) == (most > 0)
+    assert difference <= most
+
+
+def test_who_is_no_host_is_told_of_the_service(source: ModelSource, command: Command):
+    with service(source, 1) as own:
+        for asked in ("status", "join"):
+            found = command(asked, own.address)
+            assert found.code == 2
+            assert "a service is there" in found.err
+            assert "skippipe serve --coordinator" in found.err
+        own.await_stages(1, 2, 3)
+
+
 def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
     hosts = StageHosts(source, Slots(1, 1, 32), WAIT, Keys(), 3.0)
     hosts.listen("127.0.0.1", 0)
@@ -228,3 +268,59 @@ def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
             hosts.gather(2, 0.1)
     finally:
         hosts.close()
+
+
+@pytest.fixture
+def served(source: ModelSource, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A service of three hosts, each a process, and its address."""
+    folder = tmp_path / "run"
+    save_run(folder, SECTIONS, 4)
+    command = [sys.executable, "-m", "skippipe_jax", "serve", "--run", str(folder), "--hosts", "3"]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--max-num-seqs", "2", "--set", "cluster.heartbeat_timeout_s=5"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        line = next(line for line in lines if line.startswith("serving "))
+        yield line.split()[-1], process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_hosts_are_processes_that_are_started_again(
+    served: tuple[str, subprocess.Popen[str]], model: StagedModel, command: Command
+):
+    url, process = served
+
+    def answer() -> tuple[list[int], list[int]]:
+        body = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0.0, "logprobs": 0}
+        request = urllib.request.Request(
+            f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answered:
+            [choice] = json.load(answered)["choices"]
+        numbers = {chr(own) if own < 128 else f"token_id:{own}": own for own in range(259)}
+        tokens = [numbers[name] for name in choice["logprobs"]["tokens"]]
+        return tokens, choice["skippipe"]["stages"]
+
+    assert answer() == (greedy(model, PROMPT, 9, range(4)), [0, 1, 2, 3])
+    others = psutil.Process(process.pid).children()
+    assert len(others) == 2
+    others[0].kill()
+    eventually(lambda: "no host has stages" in command("status", url).out)
+    tokens, stages = answer()
+    assert tokens == greedy(model, PROMPT, 9, stages)
+    assert len(stages) < 4
+    eventually(lambda: "no host has stages" not in command("status", url).out)
+    assert answer() == (greedy(model, PROMPT, 9, range(4)), [0, 1, 2, 3])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
+    psutil.wait_procs(others, PATIENCE_S)
+    assert not any(other.is_running() for other in others)

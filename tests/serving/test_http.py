@@ -377,7 +377,7 @@ def test_connections_that_say_nothing_are_closed(
     monkeypatch.setattr(server, "IDLE_S", 0.4)
     with serving(engine) as url:
         address = urlsplit(url).hostname, urlsplit(url).port
-        idle = [socket.create_connection(address) for _ in range(50)]
+        idle = [socket.create_connection(address) for _ in range(1000)]
         # One that sends a little now and then is not idle, but does not ask either.
         idle[0].sendall(b"GET /health HTTP/1.1\r\n")
         time.sleep(0.3)
@@ -387,7 +387,7 @@ def test_connections_that_say_nothing_are_closed(
             connection.settimeout(10)
             assert connection.recv(1) == b""
             connection.close()
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 10
         assert client_of(url).models.list().data
 
 

@@ -1,0 +1,75 @@
+"""What a service tells of its hosts, asked over HTTP and shown as a table."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.figures.tables import aligned
+
+ANSWER_S = 10.0
+HEAD = ("host", "stages", "groups", "step, ms", "round trip, ms", "name")
+
+
+def ask(url: str, key_file: Path | None) -> dict[str, Any]:
+    """Return the status of the service at a URL, with the key in the first line of a file.
+
+    Raises:
+        InputError: if it does not take the key, or is no service of ours.
+        TemporaryError: if nothing answers.
+    """
+    headers = {}
+    if key_file is not None:
+        key = fields.read_text(key_file, "--api-key-file").partition("\n")[0].strip()
+        headers["Authorization"] = f"Bearer {key}"
+    path = f"{url.removesuffix('/').removesuffix('/v1')}/status"
+    try:
+        request = urllib.request.Request(path, headers=headers)
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            found = json.load(answer)
+        status_text(found)  # So it is one of ours.
+        return found
+    except urllib.error.HTTPError as error:
+        problem = f"the service answers by status {error.code}"
+        remedy = "Give a key of the service by --api-key-file" if error.code == 401 else None
+        raise _no_service(url, problem, remedy) from error
+    except (OSError, http.client.HTTPException) as error:
+        remedy = "Start it, or write the address that skippipe serve prints"
+        raise TemporaryError("ADDRESS", url, f"nothing answers there ({error})", remedy) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _no_service(url, "no service of skippipe answers there", None) from error
+
+
+def _no_service(url: str, problem: str, remedy: str | None) -> InputError:
+    remedy = remedy or "Write the address that skippipe serve prints"
+    return InputError("ADDRESS", url, problem, remedy)
+
+
+def status_text(status: dict[str, Any]) -> str:
+    """Write the status of a service as lines."""
+    held = {stage for host in status["hosts"] for stage in host["stages"]}
+    lost = [str(stage) for stage in range(status["stages"]) if stage not in held]
+    head = f"{status['model']}: {status['running']} of {status['slots']} slots are in use, "
+    head += f"{status['waiting']} sequences wait"
+    if lost:
+        head += f"; no host has stages {', '.join(lost)}"
+    rows: list[tuple[str, ...]] = [HEAD]
+    for host in status["hosts"]:
+        loading = [f"({stage})" for stage in host.get("loading", ())]
+        times = [host.get(key) for key in ("seconds_per_step", "round_trip_s")]
+        rows.append(
+            (
+                str(host["host"]),
+                " ".join([*map(str, host["stages"]), *loading]),
+                str(host.get("groups", "-")),
+                *("-" if own is None else f"{1e3 * own:.1f}" for own in times),
+                host["name"],
+            )
+        )
+    return f"{head}\n{aligned(rows, (0, 1, 5))}"
