@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -108,15 +108,30 @@ def prompts_of(sequences: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
 
 
-def served_s(asks: Asks, question: Question, model: StagedModel) -> float:
-    """Ask, and return the seconds in which each sequence gets a token while all of them run [s].
+class Times(NamedTuple):
+    """How long answers took.
+
+    Attributes:
+        token_s: seconds in which each sequence gets a token while all of them run.
+        first_token_s: seconds until each has its first one, on average.
+    """
+
+    token_s: float
+    first_token_s: float
+
+
+def served(asks: Asks, question: Question, model: StagedModel) -> Times:
+    """Ask a service, and return how long the answers took.
 
     Raises:
         RuntimeError: if an answer is not that of one device.
     """
     answers = asks(question)
     require_alike(model, question, [own.text for own in answers])
-    return seconds_per_token(answers)
+    token_s = seconds_per_token(answers)
+    # The first tokens may come together, at the end of a character.
+    first = [own.arrivals[0] for own in answers]
+    return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for count, at_s in first))
 
 
 def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) -> None:
@@ -272,21 +287,21 @@ def measured_over_hosts(
                 service.add(host)
         many, one = services
 
-        def measured(service: Service, count: int) -> float:
-            return served_s(asks, Question(service.port, run.name, prompts[:count], tokens), model)
+        def measured(service: Service, count: int) -> Times:
+            return served(asks, Question(service.port, run.name, prompts[:count], tokens), model)
 
         for turn in range(turns + 1):
             _shape(network, delays, np.full_like(rates, np.inf), np.zeros_like(latencies))
-            near_s = measured(many, 1)
+            near_s = measured(many, 1).token_s
             status = many.status()
             if turn == 0:  # In a first turn hosts connect, and some things are compiled.
                 measured(one, 1)
                 continue
             _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
             row = predicted(status, near_s, latencies, rates, sequences, model.config.width)
-            row["far_s"] = measured(many, 1)
-            row["far_together_s"] = measured(many, sequences)
-            row["far_one_slot_s"] = measured(one, 1)
+            row["far_s"], row["first_token_s"] = measured(many, 1)
+            row["far_together_s"] = measured(many, sequences).token_s
+            row["far_one_slot_s"] = measured(one, 1).token_s
             found.append(row)
             print(_turn_line(row, sequences), file=sys.stderr, flush=True)
     return figures_of(locations, found, sequences)
@@ -365,6 +380,7 @@ def figures_of(
         "locations": list(locations),
         "sequences": sequences,
         "seconds_per_token": statistics.median(each("far_s")),
+        "seconds_until_first_token": statistics.median(each("first_token_s")),
         "seconds_per_token_to_predicted": ratio(each("far_s"), each("predicted_s")),
         "tokens_per_second": {
             "1": 1 / statistics.median(each("far_s")),
@@ -395,7 +411,8 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
         ports = {slots: stack.enter_context(_served(run, slots)) for slots in (1, sequences)}
 
         def measured(slots: int, count: int) -> float:
-            return served_s(ask, Question(ports[slots], run.name, prompts[:count], tokens), model)
+            question = Question(ports[slots], run.name, prompts[:count], tokens)
+            return served(ask, question, model).token_s
 
         for turn in range(turns + 1):
             row = {
@@ -473,6 +490,11 @@ def table(report: Mapping[str, Any]) -> str:
                 "over hosts: seconds per token, one sequence",
                 f"{own['seconds_per_token']:.3f}",
                 f"{own['seconds_per_token_to_predicted']:.3f}",
+            ],
+            [
+                f"over hosts: seconds until the first token, {PROMPT_TOKENS} of prompt",
+                f"{own['seconds_until_first_token']:.3f}",
+                "-",
             ],
             ["over hosts: tokens per second, one sequence", f"{rates['1']:.2f}", "-"],
             [

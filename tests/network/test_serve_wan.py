@@ -16,7 +16,7 @@ from tests.network.test_shaped_network import needs_root
 @pytest.mark.timeout(600)
 def test_a_token_takes_as_long_as_predicted_and_is_that_of_one_device(tmp_path: Path):
     # It refuses answers that are not those of one device.
-    sizes = ["--hosts", "3", "--sequences", "4", "--tokens", "12", "--turns", "1"]
+    sizes = ["--hosts", "3", "--sequences", "4", "--tokens", "16", "--turns", "1"]
     report = result_of("serve_wan", tmp_path, *sizes)
     over_hosts, one_host = report["wan"], report["one_host"]
     assert 1 / 1.5 < over_hosts["seconds_per_token_to_predicted"] < 1.5
