@@ -137,6 +137,19 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="with --coordinator: 0 for the first host; others need no number",
     )
     several.add_argument(
+        "--max-stages",
+        type=int,
+        metavar="N",
+        help="limit of stages that a host holds; on the first, the data stage is one of them "
+        "(default: as many as it has memory for)",
+    )
+    several.add_argument(
+        "--take-over-after",
+        metavar="TIME",
+        help="time after which hosts that stay load a lost stage, if they have memory for it, such "
+        "as 30s (default: never)",
+    )
+    several.add_argument(
         "--activation-dtype",
         choices=HOPS,
         help="number format of activations on their way from host to host; int8 has a scale for "
@@ -203,7 +216,7 @@ def _over_hosts(
         from skippipe_jax.connections.addresses import chosen_address, parse_address
         from skippipe_jax.connections.keys import Keys
         from skippipe_jax.serving.held_stages import Slots
-        from skippipe_jax.serving.hosts import StageHosts
+        from skippipe_jax.serving.hosts import Rules, StageHosts
         from skippipe_jax.serving.model import length_of, open_groups
 
     count, cluster = arguments.hosts, source.config.cluster
@@ -214,8 +227,11 @@ def _over_hosts(
     length = length_of(source.config.model.context, arguments.max_model_len)
     each = -(-sequences // groups)
     slots = Slots(groups, each, length, arguments.activation_dtype)
-    silent_s = cluster.heartbeat_timeout_s
-    hosts = StageHosts(source, slots, arguments.when_stage_lost, Keys.of(cluster), silent_s)
+    take_over_s = arguments.take_over_after
+    if take_over_s is not None:
+        take_over_s = fields.duration(take_over_s, "--take-over-after")
+    rules = Rules(arguments.when_stage_lost, take_over_s, _most_stages(arguments))
+    hosts = StageHosts(source, slots, rules, Keys.of(cluster), cluster.heartbeat_timeout_s)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
     host, _, port = given.rpartition(":")
     if arguments.coordinator is not None:
@@ -273,11 +289,16 @@ def _hold_stages(arguments: argparse.Namespace) -> int:
     keep_programs(config.compilation_cache)
     cluster = config.cluster
     name = None if arguments.host_id is None else f"--host-id {arguments.host_id}"
-    keys, own = Keys.of(cluster), (source, cluster.bind_address, name)
+    keys, own = Keys.of(cluster), (source, cluster.bind_address, name, _most_stages(arguments))
     host = StageHost(arguments.coordinator, keys, *own)
     asyncio.run(host.serve())
     log.info("the service has ended")
     return 0
+
+
+def _most_stages(arguments: argparse.Namespace) -> int | None:
+    most = arguments.max_stages
+    return None if most is None else fields.integer(most, "--max-stages", 1)
 
 
 def _source(arguments: argparse.Namespace) -> ModelSource:
@@ -304,7 +325,7 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
 def _model_words(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments that name the model, for another host."""
     words = [word for one in arguments.set for word in ("--set", one)]
-    for option in ("run", "hf", "dtype", "num_stages"):
+    for option in ("run", "hf", "dtype", "num_stages", "max_stages"):
         if (value := getattr(arguments, option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     return words

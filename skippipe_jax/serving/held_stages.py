@@ -89,6 +89,11 @@ class HeldStages:
                 self._hops.packed(made[0].follow((stage,), *given))
         self._executors |= {(stage, group): own for group, own in enumerate(made)}
 
+    def drop(self, stage: int) -> None:
+        """Hold a stage no longer, nor its caches."""
+        for group in range(self._slots.groups):
+            self._executors.pop((stage, group), None)
+
     def run(
         self,
         group: int,

@@ -10,16 +10,18 @@ import ssl
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise, permutations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax import log
 from skippipe_jax.config import to_tree
@@ -32,18 +34,19 @@ from skippipe_jax.errors import PeerError, TlsMismatch
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.routing import (
     DATA_STAGE,
     FAIL,
-    FRONT,
+    SKIP,
     WAIT,
+    HostView,
+    Planner,
     Route,
     by_the_front,
-    shortest_route,
     stages_of,
-    stages_to_hold,
 )
 from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
 from skippipe_jax.serving.wire import Wire
@@ -52,10 +55,30 @@ PART_BYTES = 1 << 22
 """Weights are sent in parts of at most so many bytes."""
 AVOIDED_S = 30.0
 """How long no route has a connection that has broken, in seconds."""
+PARTING_S = 2.0
+"""How long hosts have to end their connections at the end of the service, in seconds."""
+ROUND_TRIPS_S = 5.0
+"""How long is waited for what hosts measure between them, before they get stages, in seconds."""
 
 
 class RouteLost(PeerError):
     """A host along a route is gone, or one that another host there does not reach."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What becomes of stages.
+
+    Attributes:
+        when_lost: what sequences do while nobody holds a stage, one of `WHEN_LOST`.
+        take_over_s: after so many seconds hosts that stay load a lost stage, if they have room;
+            None is never.
+        most_stages: how many stages the front holds at most; None for as many as it has room for.
+    """
+
+    when_lost: str = SKIP
+    take_over_s: float | None = None
+    most_stages: int | None = None
 
 
 @dataclass
@@ -68,7 +91,7 @@ class Member:
         wire: the connection with it.
         chosen: the stages that it is to hold; None before that is known.
         ready: those of them that it holds.
-        seconds: how long its stages take together for a step, smoothed.
+        block_s: how long a block takes for a step, smoothed; None before that is known.
         round_trips: how long a message takes from it to other hosts and back, in seconds.
     """
 
@@ -77,8 +100,13 @@ class Member:
     wire: Wire
     chosen: tuple[int, ...] | None = None
     ready: set[int] = field(default_factory=set)
-    seconds: float = 0.0
+    block_s: float | None = None
     round_trips: dict[int, float] = field(default_factory=dict)
+
+    def view(self, held: Sequence[int]) -> HostView:
+        """Return what is known of it, as if it held these stages."""
+        hello = self.hello
+        return HostView(hello.room_bytes, hello.most_stages, self.block_s, tuple(held))
 
     def __str__(self) -> str:
         """Tell its number and name."""
@@ -91,8 +119,14 @@ class _Pending:
 
     epoch: int
     number: int
-    edges: set[tuple[int, int]]
+    route: Route
+    is_decoding: bool
     done: Future[np.ndarray]
+
+    @property
+    def edges(self) -> set[tuple[int, int]]:
+        """The hops from host to host."""
+        return {*pairwise([FRONT, *(leg.host for leg in self.route), FRONT])}
 
 
 class StageHosts:
@@ -102,24 +136,31 @@ class StageHosts:
 
     Attributes:
         slots: for sequences, on every host.
+        own_stages: those of the front, once hosts have been gathered.
         address: where it listens, ``IP:PORT``, once it does.
     """
 
     def __init__(
-        self, source: ModelSource, slots: Slots, when_lost: str, keys: Keys, silent_s: float
+        self, source: ModelSource, slots: Slots, rules: Rules, keys: Keys, silent_s: float
     ):
         """Expect no host yet; one counts as lost after so many seconds of silence."""
-        self._source, self.slots, self._when_lost = source, slots, when_lost
+        self._source, self.slots, self._rules = source, slots, rules
         self._keys, self._silent_s = keys, silent_s
         self._service = secrets.token_hex(8)
         self.address = ""
-        self._shapes = stage_shapes(source.config.model, source.stages)
-        layers = source.config.model.layers_of_stages(source.stages)
-        self._stage_bytes = [
+        model = source.config.model
+        self._layers = model.layers_of_stages(source.stages)
+        sizes = [
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-            + slots.cache_bytes(source.config.model, count)
-            for shapes, count in zip(self._shapes, layers, strict=True)
+            + slots.cache_bytes(model, count)
+            for shapes, count in zip(stage_shapes(model, source.stages), self._layers, strict=True)
         ]
+        hop_bytes = (
+            slots.each * model.width * jnp.dtype(slots.hop_dtype or model.compute_dtype).itemsize
+        )
+        self._planner = Planner(self._layers, sizes, slots.groups, slots.each, hop_bytes)
+        room_bytes = available_bytes(jax.local_devices()[0], 1, 1)
+        self._front = HostView(room_bytes, rules.most_stages, None, (DATA_STAGE,))
         self._members: dict[int, Member] = {}
         self._count = 0
         self._expected: int | None = None
@@ -131,6 +172,7 @@ class StageHosts:
         self._numbers = itertools.count()
         self._avoided: dict[tuple[int, int], float] = {}
         self._has_ended = False
+        self._failure: InputError | None = None
         self._tasks = Tasks()
         self._thread: threading.Thread | None = None
 
@@ -179,6 +221,8 @@ class StageHosts:
             self._loop.call_soon_threadsafe(self._give_stages)
             with telling(told, timeout_s):
                 is_over = self._changed.wait_for(lambda: self._has_ended or are_ready(), timeout_s)
+            if self._failure is not None:
+                raise self._failure
             if is_over and not are_ready():
                 remedy = "Their messages say why"
                 raise TemporaryError("--hosts", count + 1, "the others have ended", remedy)
@@ -206,7 +250,7 @@ class StageHosts:
 
     def status(self) -> list[dict[str, Any]]:
         """Describe the hosts that are there, the front first."""
-        front = {"host": FRONT, "name": socket.gethostname(), "stages": [DATA_STAGE]}
+        front = {"host": FRONT, "name": socket.gethostname(), "stages": [*self.own_stages]}
         with self._changed:
             return [front] + [
                 {
@@ -216,7 +260,7 @@ class StageHosts:
                     "stages": sorted(member.ready),
                     "loading": sorted({*(member.chosen or ())} - member.ready),
                     "groups": self._load(member.host),
-                    "seconds_per_step": member.seconds,
+                    "seconds_per_block": member.block_s,
                     "round_trip_s": member.wire.round_trip_s,
                 }
                 for member in self._members.values()
@@ -238,16 +282,12 @@ class StageHosts:
             Unavailable: if a stage is lost, and sequences shall fail then.
         """
         with self._changed:
-            if self._when_lost == FAIL and (missing := self._missing()):
+            if self._rules.when_lost == FAIL and (missing := self._missing()):
                 raise Unavailable(f"no host holds stages {missing} at the moment")
-            if self._when_lost == WAIT:
+            if self._rules.when_lost == WAIT:
                 self._changed.wait_for(lambda: self._has_ended or not self._missing())
-            holders: dict[int, list[int]] = {}
-            for member in self._members.values():
-                for stage in member.ready:
-                    holders.setdefault(stage, []).append(member.host)
-            self._routes.pop(group, None)
-            found = shortest_route(holders, self._seconds, self._between)
+            views = {own.host: own.view(sorted(own.ready)) for own in self._members.values()}
+            found = self._planner.route({FRONT: self._front, **views}, self._between, group)
             found = by_the_front(found, self._is_avoided)
             self._routes[group] = found
             self._epochs += 1
@@ -262,8 +302,7 @@ class StageHosts:
                 for leg in route
                 if leg.host != FRONT
             )
-            ready = set().union(*(member.ready for member in members.values()))
-            return is_whole and ready == {*stages_of(route)}
+            return is_whole and self._held() == {DATA_STAGE, *stages_of(route)}
 
     def start(
         self,
@@ -281,8 +320,7 @@ class StageHosts:
         What comes back is nothing unless it is read. The result raises `RouteLost` if a host of the
         route is lost before, or a step of the group that was started before has got lost.
         """
-        hosts = [FRONT, *(leg.host for leg in route), FRONT]
-        pending = _Pending(epoch, next(self._numbers), {*pairwise(hosts)}, Future())
+        pending = _Pending(epoch, next(self._numbers), route, step.slot is None, Future())
         given = {
             "group": group,
             "epoch": epoch,
@@ -297,9 +335,17 @@ class StageHosts:
         self._loop.call_soon_threadsafe(self._send, pending, given, arrays)
         return pending.done
 
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """Return the stages of the front."""
+        return self._front.held
+
+    def _held(self) -> set[int]:
+        return set(self.own_stages).union(*(own.ready for own in self._members.values()))
+
     def _missing(self) -> list[int]:
-        ready = set().union(*(member.ready for member in self._members.values()))
-        return [stage for stage in range(1, self._source.stages) if stage not in ready]
+        held = self._held()
+        return [stage for stage in range(self._source.stages) if stage not in held]
 
     def _is_ready(self, member: Member) -> bool:
         return member.chosen is not None and member.ready >= {*member.chosen}
@@ -307,21 +353,13 @@ class StageHosts:
     def _load(self, host: int) -> int:
         return sum(any(leg.host == host for leg in route) for route in self._routes.values())
 
-    def _seconds(self, host: int, stage: int) -> float:
-        """Return how long a host takes for a stage, with the groups that it serves already."""
-        member = self._members[host]
-        each = max(member.seconds, 1e-6) / max(len(member.ready), 1)
-        return each * (1 + self._load(host))
-
     def _is_avoided(self, source: int, target: int) -> bool:
         return time.monotonic() < self._avoided.get((source, target), 0.0)
 
     def _between(self, source: int, target: int) -> float:
         """Return how long a message takes, by the front if they do not reach each other."""
-        if source == FRONT:
-            return (self._members[target].wire.round_trip_s or 0.0) / 2
-        if target == FRONT:
-            return (self._members[source].wire.round_trip_s or 0.0) / 2
+        if FRONT in (source, target):
+            return (self._members[source or target].wire.round_trip_s or 0.0) / 2
         if self._is_avoided(source, target):
             return self._between(source, FRONT) + self._between(FRONT, target)
         return self._members[source].round_trips.get(target, 0.0) / 2
@@ -330,14 +368,17 @@ class StageHosts:
 
     async def _serve(self, listening: socket.socket, begun: Future[None]) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._placing = asyncio.Lock()
         attend = each_in_a_task(self._attend)
         async with await asyncio.start_server(attend, sock=listening, limit=LINE_BYTES):
             begun.set_result(None)
             await self._over.wait()
-            wires = [member.wire for member in self._members.values()]
-            for wire in wires:
-                wire.send("end")
-            await asyncio.gather(*(wire.drained() for wire in wires))
+            for member in self._members.values():
+                member.wire.send("end")
+            # Each ends its connection when it has heard that; closed here, it might not hear.
+            until_s = self._loop.time() + PARTING_S
+            while self._members and self._loop.time() < until_s:
+                await asyncio.sleep(0.01)
 
     def _send(self, pending: _Pending, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         first = self._members.get(given["route"][0][0])
@@ -414,7 +455,7 @@ class StageHosts:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
                 self._break({(member.host, host)}, f"{member.host} does not reach {host}")
             case ["round_trips", dict(known)], []:
-                member.round_trips = {int(host): own or 0.0 for host, own in known.items()}
+                member.round_trips = {int(host): own for host, own in known.items()}
 
     def _finish(self, given: dict[str, Any], x: np.ndarray) -> None:
         """Take what has come back of a step, unless its route was given up."""
@@ -430,15 +471,13 @@ class StageHosts:
         pending.done.set_result(x)
 
     def _learn(self, seconds: Sequence[float], pending: _Pending) -> None:
-        """Note how long the hosts of a route took."""
-        following = dict(pending.edges)
-        host = FRONT
-        for taken_s in seconds:
-            host = following[host]
-            member = self._members.get(host)
-            if member is not None:
-                known_s = member.seconds
-                member.seconds = taken_s if not known_s else 0.9 * known_s + 0.1 * taken_s
+        """Note how long the hosts of a route took for a step of decoding."""
+        for leg, taken_s in zip(pending.route, seconds, strict=True):
+            member = self._members.get(leg.host)
+            if member is not None and pending.is_decoding:
+                each_s = taken_s / sum(self._layers[stage] for stage in leg.stages)
+                known_s = member.block_s
+                member.block_s = each_s if known_s is None else 0.9 * known_s + 0.1 * each_s
 
     def _lose(self, member: Member) -> None:
         with self._changed:
@@ -452,6 +491,8 @@ class StageHosts:
         log.info(f"{member}, which had {held}, is lost: {why}")
         edges = {edge for own in self._pending.values() for step in own for edge in step.edges}
         self._break({edge for edge in edges if member.host in edge}, f"host {member.host} is lost")
+        if self._rules.take_over_s is not None:
+            self._loop.call_later(self._rules.take_over_s, self._take_over)
         self._tell_addresses()
 
     def _break(self, edges: set[tuple[int, int]], why: str) -> None:
@@ -473,15 +514,66 @@ class StageHosts:
         """Choose stages for hosts that have none, once as many are there as are expected."""
         if self._expected is None or len(self._members) < self._expected:
             return
-        self._expected = 0
-        members = [*self._members.values()]
-        new = {own.host: own.hello.room_bytes for own in members if own.chosen is None}
-        held = {own.host: own.chosen for own in members if own.chosen is not None}
-        for host, stages in stages_to_hold(new, self._stage_bytes, held).items():
-            member = self._members[host]
-            member.chosen = stages
-            for stage in stages:
-                self._tasks.start(self._give(member, stage))
+        self._tasks.start(self._place())
+
+    async def _place(self) -> None:
+        """Let the planner choose, by what has been measured so far, and let hosts follow."""
+        async with self._placing:
+            is_first, self._expected = self._expected != 0, 0
+            if is_first:
+                await self._know_round_trips()
+            members = {**self._members}
+            hosts = {host: own.view(own.chosen or ()) for host, own in members.items()}
+            given = {FRONT: self._front, **hosts}, self._latencies(), is_first
+            try:
+                chosen = await asyncio.to_thread(self._planner.place, *given)
+            except InputError as error:
+                self._failure = error
+                self.give_up()
+                return
+            if is_first:
+                # It keeps these: the programs of its groups are compiled with them.
+                self._front = replace(self._front, held=chosen[FRONT], room_bytes=0.0)
+            for host, member in members.items():
+                new = {*chosen[host]} - {*(member.chosen or ())}
+                self._tasks.start(self._follow(member, {*chosen[host]}, sorted(new)))
+                member.chosen = chosen[host]
+            with self._changed:
+                self._changed.notify_all()
+
+    async def _follow(self, member: Member, chosen: set[int], new: Sequence[int]) -> None:
+        """Let a host hold new stages, and make room for them first."""
+        if dropped := member.ready - chosen:
+            with self._changed:
+                member.ready -= dropped
+                self._version += 1
+            # Steps that are under way may come to it for a while.
+            await asyncio.sleep(self._silent_s)
+            for stage in dropped:
+                member.wire.send("drop", stage)
+        for stage in new:
+            await self._give(member, stage)
+
+    async def _know_round_trips(self) -> None:
+        """Wait until each host has told how far the others are, or until all that can would."""
+        clock = asyncio.get_running_loop()
+        until_s = clock.time() + min(self._silent_s, ROUND_TRIPS_S)
+        while clock.time() < until_s:
+            hosts = self._members.keys()
+            if all(own.round_trips.keys() >= hosts - {own.host} for own in self._members.values()):
+                return
+            await asyncio.sleep(ROUND_TRIPS_S / 50)
+
+    def _latencies(self) -> Callable[[int, int], float]:
+        """Return how long messages take between those that are there now."""
+        known = {pair: self._between(*pair) for pair in permutations([FRONT, *self._members], 2)}
+        return lambda source, target: known[source, target]
+
+    def _take_over(self) -> None:
+        """Let hosts that stay hold what nobody is to hold any more."""
+        chosen = set(self.own_stages).union(*(own.chosen or () for own in self._members.values()))
+        if len(chosen) < self._source.stages and not self._has_ended:
+            self._tasks.start(self._place())
 
     async def _give(self, member: Member, stage: int) -> None:
         """Let a host hold a stage, and send it the weights if it does not have them itself."""

@@ -17,7 +17,6 @@ from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
-from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.service import Served
 
 
@@ -40,14 +39,8 @@ def open_engine(
 def open_groups(
     name: str, source: ModelSource, hosts: StageHosts
 ) -> tuple[Served, list[Generator]]:
-    """Make a generator for each group, over hosts that hold all stages but the data stage.
-
-    Raises:
-        InputError: if there is too little memory for the data stage.
-    """
-    model, slots = source.model([DATA_STAGE]), hosts.slots
-    needed = slots.cache_bytes(model.config, model.cut[DATA_STAGE])
-    _require_memory(needed, slots.groups * slots.each)
+    """Make a generator for each group, over hosts that hold the stages which are not here."""
+    model, slots = source.model(hosts.own_stages), hosts.slots
     engines = [_engine(RoutedExecutor(model, hosts, group)) for group in range(slots.groups)]
     return _served(name, model, source.config.data, slots.length), engines
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 from jaxtyping import Array, Float, Int
+from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, padded_length
 from skippipe_jax.inference.drawing import Scores
@@ -14,14 +15,14 @@ from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.held_stages import Hops
 from skippipe_jax.serving.hosts import RouteLost, StageHosts
-from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_between, stages_of
+from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
 
 MOST_AHEAD = 4
 """So many spans of prompts may be on their way while the next one is sent."""
 
 
 class RoutedExecutor(StageExecutor):
-    """Has the data stage here, and runs the others on the hosts of a route.
+    """Runs the stages of the front here, and the others on the hosts of a route.
 
     When a host of the route is lost, or a stage comes back, another route is taken: the tokens of
     all sequences run along it from their beginning, so that each is as if it had been there always.
@@ -30,7 +31,7 @@ class RoutedExecutor(StageExecutor):
     def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
         """Begin with empty slots, and no route."""
         order, slots = tuple(range(model.stages)), hosts.slots
-        super().__init__(model, order, slots.each, slots.length, held=(DATA_STAGE,))
+        super().__init__(model, order, slots.each, slots.length, held=hosts.own_stages)
         self._hosts, self._group = hosts, group
         self._hops = Hops(model.config, slots.hop_dtype)
         self._route: Route | None = None
@@ -122,9 +123,12 @@ class RoutedExecutor(StageExecutor):
         """
         x = self.forward(DATA_STAGE, step.tokens, step)
         skipped = [sorted(own) for own in self.skipped_by(step)]
-        place, parts = x.sharding, parts_between(route)
-        waits = is_read or len(parts) > 1
-        for part in parts:
+        place, parts = x.sharding, parts_of(route)
+        for number, part in enumerate(parts):
+            if part[0].host == FRONT:
+                x = self.follow(part[0].stages, x, step, skipped)
+                continue
+            waits = is_read or number < len(parts) - 1
             given = self._hops.packed(x), step, skipped
             done = self._hosts.start(self._group, self._epoch, part, *given, is_read=waits)
             self._ahead.append(done)

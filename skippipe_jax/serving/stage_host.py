@@ -50,6 +50,8 @@ PROTOCOL = 2
 """Hosts of another number do not understand each other."""
 STAGE_HOST, PASSES = "stage-host", "pass"
 """What a host says first to the front, and to another host."""
+ROUND_TRIPS_S = 1.0
+"""How often the front is told how far other hosts are, at least, in seconds."""
 PATIENCE_S = 300.0
 """How long a host looks for the front by default."""
 
@@ -61,12 +63,14 @@ class HostHello(msgspec.Struct, frozen=True):
         name: for readers.
         address: where it takes what others pass on, ``IP:PORT``.
         room_bytes: what it may fill.
+        most_stages: how many it holds at most; None for as many as it has room for.
         identity: of the weights that it has itself; None if it has none.
     """
 
     name: ShortText
     address: ShortText
     room_bytes: Annotated[float, Meta(gt=0)]
+    most_stages: Annotated[int, Meta(ge=1)] | None
     identity: ShortText | None
 
 
@@ -84,17 +88,24 @@ class StageHost:
         source: ModelSource | None = None,
         bind_address: str | None = None,
         name: str | None = None,
+        most_stages: int | None = None,
         patience_s: float = PATIENCE_S,
     ):
         """Look for the front at `coordinator`; without a source, it sends the weights.
 
-        `name` is what readers know this host by, beside the name of the machine. When the front is
-        away, it is looked for during `patience_s` seconds.
+        Args:
+            coordinator: where the front listens.
+            keys: by what the hosts of the service know each other.
+            source: the weights that this host has itself.
+            bind_address: of this host, where it shall be another than that towards the front.
+            name: what readers know this host by, beside the name of the machine.
+            most_stages: how many to hold at most; None for as many as there is room for.
+            patience_s: how long the front is looked for when it is away, in seconds.
         """
         self._coordinator = parse_address("--coordinator", coordinator)
         self._keys, self._source, self._bind_address = keys, source, bind_address
         self._session: Session | None = None
-        self._patience_s = patience_s
+        self._patience_s, self._most_stages = patience_s, most_stages
         self.address: str | None = None
         self._name = ", ".join(filter(None, (socket.gethostname(), name)))
 
@@ -111,7 +122,7 @@ class StageHost:
                 self.address = await self._listen(link)
             room_bytes = available_bytes(jax.local_devices()[0], 1, 1)
             identity = None if self._source is None else self._source.identity
-            hello = HostHello(self._name, self.address, room_bytes, identity)
+            hello = HostHello(self._name, self.address, room_bytes, self._most_stages, identity)
             link.send(STAGE_HOST, PROTOCOL, msgspec.to_builtins(hello))
             said = await link.receive()
             if (refusal := refusal_in(said)) is not None:
@@ -200,6 +211,8 @@ class Session:
                     self._work.put((given, x, positions))
             case ["hold", int(stage)], []:
                 self._tasks.start(self._hold(stage))
+            case ["drop", int(stage)], []:
+                self._held.drop(stage)
             case ["part", int(stage), int(leaf)], [part]:
                 self._parts[stage].setdefault(leaf, []).append(part)
             case ["hosts", dict(addresses)], []:
@@ -258,8 +271,9 @@ class Session:
 
     async def _tell_round_trips(self) -> None:
         while True:
-            await asyncio.sleep(self.silent_s / BEATS)
-            known = {host: own.round_trip_s for host, own in self._wires.items()}
+            await asyncio.sleep(min(self.silent_s / BEATS, ROUND_TRIPS_S))
+            times = {host: own.round_trip_s for host, own in self._wires.items()}
+            known = {host: own for host, own in times.items() if own is not None}
             self._front.send("round_trips", known)
 
     async def _pass_on(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:

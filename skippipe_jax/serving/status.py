@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_sched.figures.tables import aligned
 
 ANSWER_S = 10.0
-HEAD = ("host", "stages", "groups", "step, ms", "round trip, ms", "name")
+HEAD = ("host", "stages", "groups", "block, ms", "round trip, ms", "name")
 
 
 def ask(url: str, key_file: Path | None) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def status_text(status: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [HEAD]
     for host in status["hosts"]:
         loading = [f"({stage})" for stage in host.get("loading", ())]
-        times = [host.get(key) for key in ("seconds_per_step", "round_trip_s")]
+        times = [host.get(key) for key in ("seconds_per_block", "round_trip_s")]
         rows.append(
             (
                 str(host["host"]),

@@ -12,21 +12,23 @@ from skippipe_jax.connections.keys import Keys
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.serving.held_stages import Slots
-from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
-from skippipe_jax.serving.routing import DATA_STAGE, SKIP
+from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.stage_host import StageHost
 from tests.serving.scripted_engine import PATIENCE_S, eventually
 
 SILENT_S = 3.0
+ONE_ON_THE_FRONT = Rules(most_stages=1)
 CONNECT_S = 5.0
 
 
 class HostThread:
     """A host in a thread."""
 
-    def __init__(self, address: str, source: ModelSource | None, keys: Keys):
-        self.host = StageHost(address, keys, source, patience_s=CONNECT_S)
+    def __init__(self, address: str, source: ModelSource | None, keys: Keys, most_stages: int):
+        given = {"most_stages": most_stages, "patience_s": CONNECT_S}
+        self.host = StageHost(address, keys, source, **given)
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -68,22 +70,25 @@ class HostThread:
 class Service:
     """The front of a service, and its hosts."""
 
-    def __init__(self, source: ModelSource, slots: Slots, when_lost: str, keys: Keys):
-        self.source, self.slots, self.keys = source, slots, keys
-        self.hosts = StageHosts(source, slots, when_lost, keys, SILENT_S)
+    def __init__(
+        self, source: ModelSource, slots: Slots, rules: Rules, keys: Keys, most_stages: int
+    ):
+        self.source, self.keys, self.most_stages = source, keys, most_stages
+        self.hosts = StageHosts(source, slots, rules, keys, SILENT_S)
         self.address = self.hosts.listen("127.0.0.1", 0)
         self.threads: list[HostThread] = []
 
     def start(self, count: int, *, has_weights: bool = True) -> list[HostThread]:
         """Start more hosts."""
         source = self.source if has_weights else None
-        started = [HostThread(self.address, source, self.keys) for _ in range(count)]
+        given = self.address, source, self.keys, self.most_stages
+        started = [HostThread(*given) for _ in range(count)]
         self.threads += started
         return started
 
     def generator(self, group: int = 0) -> Generator:
         """What decodes the sequences of a group."""
-        model = self.source.model([DATA_STAGE])
+        model = self.source.model(self.hosts.own_stages)
         return Generator(RoutedExecutor(model, self.hosts, group), PREFILL_TOKENS)
 
     def holding(self, stage: int) -> list[HostThread]:
@@ -107,12 +112,14 @@ def service(
     count: int,
     *,
     slots: Slots = Slots(1, 2, 64),  # noqa: B008 (it is frozen)
-    when_lost: str = SKIP,
+    rules: Rules = ONE_ON_THE_FRONT,
     keys: Keys | None = None,
     has_weights: bool = True,
 ) -> Iterator[Service]:
-    """Gather so many hosts beside the front, and end them at last."""
-    own = Service(source, slots, when_lost, Keys() if keys is None else keys)
+    """Gather so many hosts beside the front, with few stages each, and end them at last."""
+    inner = source.stages - (rules.most_stages or 1)
+    most = -(-inner // count)
+    own = Service(source, slots, rules, Keys() if keys is None else keys, most)
     try:
         own.start(count, has_weights=has_weights)
         own.hosts.gather(count, PATIENCE_S)

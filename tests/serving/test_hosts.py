@@ -28,7 +28,7 @@ from skippipe_jax.inference.model_source import ModelSource, open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import HeldStages, Slots
-from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
 from tests.commands.conftest import command as command  # a fixture
@@ -118,16 +118,11 @@ def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: Sta
 
         def kill_the_one_in_use(step: int) -> None:
             if step in (3, 9):
-                [used] = [
-                    host
-                    for host in own.hosts.status()
-                    if host.get("groups") and 2 in host["stages"]
-                ]
+                stage = 2 if step == 3 else 1
+                holding = [host for host in own.hosts.status() if stage in host["stages"]]
+                [used] = [host for host in holding if host["groups"]]
                 [thread] = [one for one in own.threads if one.host.address == used["address"]]
                 thread.kill()
-                if step == 3:
-                    own.start(1)
-                    eventually(lambda: len(own.holding(2)) == 2)
 
         requests = [DecodeRequest(PROMPT, 25, GREEDY), DecodeRequest(PROMPT[:4], 30, GREEDY)]
         tokens, stages = drawn_by(own.generator(), requests, kill_the_one_in_use)
@@ -159,6 +154,29 @@ def test_a_lost_stage_is_left_out_until_it_is_back(source: ModelSource, model: S
     assert all_stages == (0, 1, 2, 3)
 
 
+def test_the_front_has_stages_too(source: ModelSource, model: StagedModel):
+    with service(source, 2, rules=Rules(most_stages=2)) as own:
+        assert len(own.hosts.own_stages) == 2
+        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
+    assert tokens == greedy(model, PROMPT, 9, range(4))
+    assert stages == (0, 1, 2, 3)
+
+
+def test_those_that_stay_take_over_a_lost_stage(source: ModelSource, model: StagedModel):
+    with service(source, 3, rules=Rules(take_over_s=0.1, most_stages=1)) as own:
+        own.most_stages = 2
+        own.start(1)
+        eventually(lambda: sum(len(own.holding(stage)) for stage in (1, 2, 3)) == 5)
+        [lost] = [stage for stage in (1, 2, 3) if len(own.holding(stage)) == 1]
+        [thread] = own.holding(lost)
+        thread.kill()
+        own.await_stages(*({1, 2, 3} - {lost}))
+        own.await_stages(1, 2, 3)
+        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
+    assert tokens == greedy(model, PROMPT, 9, range(4))
+    assert stages == (0, 1, 2, 3)
+
+
 def test_the_data_stage_answers_alone(source: ModelSource, model: StagedModel):
     with service(source, 1) as own:
         [thread] = own.threads
@@ -170,7 +188,7 @@ def test_the_data_stage_answers_alone(source: ModelSource, model: StagedModel):
 
 
 def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
-    with service(source, 3, when_lost=WAIT) as own:
+    with service(source, 3, rules=Rules(WAIT, most_stages=1)) as own:
 
         def change(step: int) -> None:
             if step == 2:
@@ -193,7 +211,7 @@ def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
 
 
 def test_sequences_fail_without_a_stage(source: ModelSource, model: StagedModel):
-    with service(source, 3, when_lost=FAIL) as own:
+    with service(source, 3, rules=Rules(FAIL, most_stages=1)) as own:
         generator, request = own.generator(), DecodeRequest(PROMPT, 9, GREEDY)
 
         def change(step: int) -> None:
@@ -261,7 +279,7 @@ def test_who_is_no_host_is_told_of_the_service(source: ModelSource, command: Com
 
 
 def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
-    hosts = StageHosts(source, Slots(1, 1, 32), WAIT, Keys(), 3.0)
+    hosts = StageHosts(source, Slots(1, 1, 32), Rules(), Keys(), 3.0)
     hosts.listen("127.0.0.1", 0)
     try:
         with pytest.raises(TemporaryError, match="0 hosts have come"):
@@ -275,9 +293,12 @@ def served(source: ModelSource, tmp_path: Path) -> Iterator[tuple[str, subproces
     """A service of three hosts, each a process, and its address."""
     folder = tmp_path / "run"
     save_run(folder, SECTIONS, 4)
-    command = [sys.executable, "-m", "skippipe_jax", "serve", "--run", str(folder), "--hosts", "3"]
+    command = [sys.executable, "-m", "skippipe_jax", "serve", "--run", str(folder), "--hosts", "4"]
     process = subprocess.Popen(
-        [*command, "--port", "0", "--max-num-seqs", "2", "--set", "cluster.heartbeat_timeout_s=5"],
+        [
+            *(*command, "--port", "0", "--max-num-seqs", "2", "--max-stages", "1"),
+            *("--set", "cluster.heartbeat_timeout_s=5"),
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -312,7 +333,7 @@ def test_hosts_are_processes_that_are_started_again(
 
     assert answer() == (greedy(model, PROMPT, 9, range(4)), [0, 1, 2, 3])
     others = psutil.Process(process.pid).children()
-    assert len(others) == 2
+    assert len(others) == 3
     others[0].kill()
     eventually(lambda: "no host has stages" in command("status", url).out)
     tokens, stages = answer()

@@ -7,79 +7,82 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.serving.routing import (
-    FRONT,
+    HostView,
     Leg,
+    Planner,
     by_the_front,
-    parts_between,
-    shortest_route,
+    parts_of,
     stages_of,
-    stages_to_hold,
 )
 
-HOSTS = [1, 2, 3, 4]
+
+def planner(*stage_bytes: float, groups: int = 2) -> Planner:
+    return Planner([1] * len(stage_bytes), stage_bytes, groups, 2, 100.0)
 
 
-@given(st.data())
-def test_the_shortest_of_all_routes_is_found(data: st.DataObject):
-    holders = {
-        stage: data.draw(st.lists(st.sampled_from(HOSTS), min_size=1, unique=True))
-        for stage in data.draw(st.sets(st.integers(1, 4), min_size=1))
-    }
-    times = st.integers(0, 9)
-    seconds = {(host, stage): data.draw(times) for host in HOSTS for stage in holders}
-    between = {pair: data.draw(times) for pair in itertools.permutations([FRONT, *HOSTS], 2)}
+def near(source: int, target: int) -> float:
+    return 0.01
 
-    def cost(hosts: tuple[int, ...]) -> int:
-        way = [FRONT, *hosts, FRONT]
-        hops = sum(between[pair] for pair in itertools.pairwise(way) if pair[0] != pair[1])
-        return hops + sum(
-            seconds[host, stage] for host, stage in zip(hosts, sorted(holders), strict=True)
-        )
 
-    route = shortest_route(holders, lambda *given: seconds[given], lambda *given: between[given])
-    assert list(stages_of(route)) == sorted(holders)
-    assert all(one.host != other.host for one, other in itertools.pairwise(route))
-    found = tuple(leg.host for leg in route for _ in leg.stages)
-    assert cost(found) == min(
-        cost(hosts) for hosts in itertools.product(*(holders[stage] for stage in sorted(holders)))
-    )
+def views(
+    held: dict[int, tuple[int, ...]], most: int | None = None, room_bytes: float = 1e9
+) -> dict[int, HostView]:
+    return {host: HostView(room_bytes, most, None, stages) for host, stages in held.items()}
 
 
 def test_hosts_that_do_not_reach_each_other_go_by_the_front():
     route = (Leg(1, (1,)), Leg(2, (2,)), Leg(3, (3, 4)))
     found = by_the_front(route, lambda source, target: (source, target) == (2, 3))
     assert found == (*route[:2], Leg(FRONT, ()), route[2])
-    assert parts_between(found) == [route[:2], route[2:]]
+    assert parts_of(found) == [route[:2], (Leg(FRONT, ()),), route[2:]]
     assert by_the_front((), lambda *_: True) == ()
+    assert parts_of(()) == []
 
 
-@given(
-    rooms=st.lists(st.integers(0, 8), min_size=1, max_size=6),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    held=st.lists(st.sets(st.integers(1, 5)), max_size=3),
-)
-def test_every_stage_is_held_that_finds_room(
-    rooms: list[int], sizes: list[int], held: list[set[int]]
-):
-    stages, stage_bytes = {*range(1, len(sizes) + 1)}, [0, *sizes]
-    others = {100 + number: own & stages for number, own in enumerate(held)}
-    given_rooms = dict(enumerate(rooms, 1))
-    chosen = stages_to_hold(given_rooms, stage_bytes, others)
-    assert chosen.keys() == given_rooms.keys()
-    for host, own in chosen.items():
-        assert len({*own}) == len(own)
-        assert sum(stage_bytes[stage] for stage in own) <= given_rooms[host]
-    missing = stages.difference(*others.values(), *chosen.values())
-    left = {
-        host: rooms[host - 1] - sum(stage_bytes[s] for s in own) for host, own in chosen.items()
+@given(st.data())
+def test_routes_go_through_all_stages_that_are_held(data: st.DataObject):
+    stages = data.draw(st.integers(1, 5))
+    held: dict[int, tuple[int, ...]] = {
+        host: tuple(sorted(data.draw(st.sets(st.integers(1, stages), max_size=stages))))
+        for host in range(1, data.draw(st.integers(1, 4)) + 1)
     }
-    assert all(stage_bytes[stage] > room for stage in missing for room in left.values())
+    held[FRONT] = (0, *data.draw(st.sampled_from([(), (1,)])))
+    own, groups = planner(*[1.0] * (stages + 1)), 2
+    for group in range(groups):
+        route = own.route(views(held), near, group)
+        assert stages_of(route) == tuple(
+            sorted({stage for own in held.values() for stage in own} - {0})
+        )
+        assert all({*leg.stages} <= {*held[leg.host]} for leg in route)
+        assert all(one.host != other.host for one, other in itertools.pairwise(route))
 
 
-def test_replicas_are_spread_evenly():
-    chosen = stages_to_hold(dict.fromkeys(range(1, 9), 10.0), [0, 1, 1, 1], {})
+def test_each_host_gets_as_many_stages_as_it_may_hold():
+    alone = {host: () for host in range(1, 9)} | {FRONT: (0,)}
+    chosen = planner(1, 1, 1, 1).place(views(alone, 1), near, is_first=True)
+    assert chosen.pop(FRONT) == (0,)
     assert sorted(Counter(chosen.values()).values()) == [2, 3, 3]
-    assert stages_to_hold({9: 10.0}, [0, 1, 1, 1], chosen) == {9: (3,)}
-    assert stages_to_hold({1: 10.0, 2: 10.0}, [0, 1, 1, 1, 1], {}) == {1: (1, 2), 2: (3, 4)}
+    least = min(Counter(chosen.values()).items(), key=lambda pair: pair[1])[0]
+    # One that comes gets what the fewest have, and the others keep theirs.
+    again = planner(1, 1, 1, 1).place(views({**chosen, 9: (), FRONT: (0,)}, 1), near)
+    assert again == {**chosen, 9: least, FRONT: (0,)}
+    # Where there is room for all, all have all.
+    everywhere = planner(1, 1, 1, 1).place(views(alone), near, is_first=True)
+    assert {*everywhere.values()} == {(0, 1, 2, 3), (1, 2, 3)}
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4))
+def test_the_front_keeps_what_it_has(most: list[int], groups: int):
+    held = {FRONT: (0, 2), **{host: () for host in range(1, len(most) + 1)}}
+    hosts = {
+        host: HostView(0.0 if host == FRONT else 1e9, most[host - 1] if host else None, None, own)
+        for host, own in held.items()
+    }
+    chosen = planner(1, 1, 1, 1, groups=groups).place(hosts, near)
+    assert chosen[FRONT] == (0, 2)
+    assert all(len(chosen[host]) <= most[host - 1] for host in held if host)
+    if sum(most) > 1:
+        assert {0, 1, 2, 3} == {stage for own in chosen.values() for stage in own}

@@ -146,8 +146,8 @@ def _most_steps(columns: Sequence[_Column], limits: Mapping[str, float]) -> floa
     solved = milp(
         -np.array([column.steps for column in columns]),
         integrality=whole,
-        bounds=Limits(0.0, np.where(whole, 1.0, np.inf)),
-        constraints=LinearConstraint(matrix, lowest, highest),
+        bounds=Limits(0.0, np.where(whole, 1.0, np.inf)),  # pyright: ignore[reportArgumentType]
+        constraints=LinearConstraint(matrix, lowest, highest),  # pyright: ignore[reportArgumentType]
         options={"node_limit": MOST_NODES},
     )
     return -float(solved.mip_dual_bound if whole.any() else solved.fun)

@@ -92,9 +92,10 @@ class ServingCase:
             problem = f"has the shape {list(np.shape(array))} in place of {list(shape)}"
             remedy = f"There are {self.step_s.shape[0]} hosts and {self.step_s.shape[1]} stages"
             raise InputError(f"case.{name}", array, problem, remedy)
-        for index, value in np.ndenumerate(array):
+        right = (array > 0.0 if above else array >= 0.0) & (array <= fields.LARGEST)
+        for index in np.argwhere(~right).tolist():
             place = "".join(f"[{number}]" for number in index)
-            fields.number(float(value), f"case.{name}{place}", 0.0, above=above)
+            fields.number(float(array[tuple(index)]), f"case.{name}{place}", 0.0, above=above)
 
     @property
     def hosts(self) -> int:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from skippipe_sched.serving.case import ServingCase
 from skippipe_sched.serving.shortest import empty_room
 
-MOST_TRIES = 20_000
+MOST_TRIES = 5_000
 """Places of a stage that are tried; only where sizes hardly fit together are there more."""
 
 

@@ -63,12 +63,12 @@ def place(
         kept = held_stages(case, checked_placement(case, held, "held"))
         kept[gone] = False
     case = replace(case, room_bytes=room_bytes)
-    empty = ~kept.any(axis=1)
+    empty = np.array(~kept.any(axis=1))
     empty[FRONT] |= held is None
     hosts = hosts_of_stages(case, np.where(kept | empty[:, None], 0.0, case.stage_bytes))
     kept = _with_needed(case, kept, empty, hosts)
     room = Room(kept, np.where(empty, room_bytes - kept @ case.stage_bytes, 0.0))
-    run = kept.any(axis=0)
+    run = np.array(kept.any(axis=0))
     run[list(hosts)] = True
     if held is None and not run.all():
         run = _run_by_the_quickest(case, room, run)
@@ -77,7 +77,7 @@ def place(
     if loaded is None:
         # No route was found that fills the room as it must be filled.
         room = _holding(case, room, {s: h for s, h in hosts.items() if empty[h]})
-        loaded = _loaded(of_objective, room, room.held.any(axis=0), seed, tries)
+        loaded = _loaded(of_objective, room, np.array(room.held.any(axis=0)), seed, tries)
         assert loaded is not None, "each of these stages has a host"
     _fill(case, loaded)
     return tuple(tuple(np.flatnonzero(row).tolist()) for row in loaded.held)
@@ -123,11 +123,12 @@ def _loaded(
     if found is None:
         return None
     for route in found:
-        room = _holding(case, room, dict(zip(np.flatnonzero(run).tolist(), route, strict=True)))
+        visited = zip(np.flatnonzero(run).tolist(), route, strict=True)
+        room = _holding(case, room, {stage: host for stage, host in visited if host is not None})
     return room
 
 
-def _holding(case: ServingCase, room: Room, hosts: Mapping[int, int | None]) -> Room:
+def _holding(case: ServingCase, room: Room, hosts: Mapping[int, int]) -> Room:
     """Return the room that is left if stages are held by these hosts, too."""
     held = room.held.copy()
     held[list(hosts.values()), list(hosts)] = True

@@ -8,7 +8,6 @@ search finds placements.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,7 +53,7 @@ def routes(
     """
     held = held_stages(case, checked_placement(case, placement, "placement"))
     held[list(checked_lost(case, lost))] = False
-    run = held.any(axis=0)
+    run = np.array(held.any(axis=0))
     room = Room(held[:, run], np.zeros(case.hosts))
     found = search(case.with_stages(run), room, seed, tries)
     assert found is not None, "each of these stages has a host"
@@ -128,7 +127,7 @@ class _Search:
         if random.random() < 0.5:
             again = random.permutation(case.groups)[: random.integers(1, case.groups + 1)]
         else:
-            host = random.choice(sorted({*itertools.chain(*best)}))
+            host = random.choice(np.unique(np.array(best)))
             again = random.permutation([g for g, route in enumerate(best) if host in route])
         tried = {group: route for group, route in enumerate(best) if group not in again}
         for groups in np.array_split(again, random.integers(1, 3)):
@@ -156,7 +155,7 @@ class _Search:
         """Return the room that is left beside the stages of these routes."""
         held = self.room.held.copy()
         for route in routes:
-            held[route, range(len(route))] = True
+            held[np.array(route), np.arange(len(route))] = True
         loaded = held & ~self.room.held
         return Room(held, self.room.free_bytes - loaded @ self.case.stage_bytes)
 
