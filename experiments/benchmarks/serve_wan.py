@@ -206,7 +206,7 @@ class Service:
         process = subprocess.Popen(
             [
                 *self._network.command(host), sys.executable, "-m", module, *words,
-                "--run", str(self._run), "--coordinator", self._coordinator,
+                "--run", str(self._run), "--coordinator", self._coordinator, "--max-stages", "1",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -282,6 +282,8 @@ def measured_over_hosts(
         services = [
             stack.enter_context(Service(network, run, slots, folder)) for slots in (sequences, 1)
         ]
+        # The planner places stages by round trips that are measured when all are there.
+        _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
         for host in range(1, hosts):
             for service in services:
                 service.add(host)
@@ -318,6 +320,11 @@ def _shape(
     delays.set(latencies)
 
 
+def route_of(status: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return for each stage the host that has it, where each has one."""
+    return tuple(own["host"] for own in sorted(status, key=lambda own: own["stages"]))
+
+
 def predicted(
     status: Sequence[Mapping[str, Any]],
     near_s: float,
@@ -332,14 +339,14 @@ def predicted(
     as the first host's.
     """
     hosts = len(rates)
-    # Hosts have come in order, and each has the next stage.
-    stage_s = {own["stages"][0]: own["seconds_per_step"] for own in status[1:]}
-    route = tuple(range(hosts))
+    route = route_of(status)
     groups = min(hosts, sequences)
     slots = -(-sequences // groups)
-    step_s = np.array([near_s - sum(stage_s.values()), *(stage_s[stage] for stage in route[1:])])
+    # A stage has one block. Hosts have come one after another, so their numbers are the network's.
+    host_s = {own["host"]: own["seconds_per_block"] for own in status[1:]}
+    step_s = np.array([near_s - sum(host_s.values()), *(host_s[host] for host in range(1, hosts))])
     case = ServingCase(
-        step_s=np.tile(step_s, (hosts, 1)),
+        step_s=np.tile(step_s[:, None], (1, hosts)),
         room_bytes=np.ones(hosts),
         stage_bytes=np.ones(hosts),
         latency_s=latencies,
@@ -351,6 +358,7 @@ def predicted(
     found = simulate(case, [route] * groups)
     return {
         "near_s": near_s,
+        "route": list(route),
         "step_s": step_s.tolist(),
         "hops_s": [float(case.hop_s[pair]) for pair in pairwise((*route, 0))],
         "predicted_s": found.seconds_per_token,
