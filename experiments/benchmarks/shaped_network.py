@@ -6,8 +6,7 @@
 Every host is a network namespace with one interface; a bridge in a namespace of its own joins them,
 so that nothing is seen, filtered or left in the network of the machine itself. On its interface a
 host has one `htb` class per other host, which `u32` filters find by the address: every directed
-link has its own rate, whatever the others carry. There is no added latency: `netem`, which could,
-is missing from many kernels.
+link has its own rate, whatever the others carry. There is no added latency; `delays` adds some.
 
 It needs Linux, root and iproute2 (`ip` and `tc`).
 """
@@ -94,6 +93,14 @@ class ShapedNetwork:
     def command(self, host: int) -> list[str]:
         """The words before a command that run it on a host."""
         return ["ip", "netns", "exec", self.namespace(host)]
+
+    def command_at_switch(self) -> list[str]:
+        """Return the words before a command that run it where the ports of all hosts are."""
+        return ["ip", "netns", "exec", self._switch]
+
+    def port(self, host: int) -> str:
+        """Return the interface at the switch that a host is plugged into."""
+        return _port(host)
 
     def namespace(self, host: int) -> str:
         """The name of a host's network namespace."""

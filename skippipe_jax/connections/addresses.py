@@ -102,10 +102,25 @@ def reachable_address(near: str, coordinator: str) -> str:
     return outward
 
 
+def listen_without_delay(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """Listen on an address by sockets that send each message at once.
+
+    Nagle's algorithm would hold back a message until the one before it is acknowledged: a round
+    trip. `asyncio` turns it off for connections that it opens, but not for those that come by a
+    socket of `create_server`: they have the option from the socket that listens.
+
+    Raises:
+        OSError: if it cannot be listened on.
+    """
+    made = socket.create_server((host, port), family=_family(host), backlog=backlog)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """Listen on one address, on which other hosts find host 0."""
     try:
-        return socket.create_server((host, port), family=_family(host))
+        return listen_without_delay(host, port)
     except OSError as error:
         raise kind_of(error)(
             "--coordinator",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import socket
 import ssl
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -116,6 +118,7 @@ class _Pending:
     """A step that is under way."""
 
     epoch: int
+    number: int
     route: Route
     is_decoding: bool
     done: Future[np.ndarray]
@@ -164,7 +167,9 @@ class StageHosts:
         self._version = self._epochs = 0
         self._changed = threading.Condition()
         self._routes: dict[int, Route] = {}
-        self._pending: dict[int, _Pending] = {}
+        # By group, in the order in which they were sent, and come back.
+        self._pending: dict[int, deque[_Pending]] = defaultdict(deque)
+        self._numbers = itertools.count()
         self._avoided: dict[tuple[int, int], float] = {}
         self._has_ended = False
         self._failure: InputError | None = None
@@ -299,7 +304,7 @@ class StageHosts:
             )
             return is_whole and self._held() == {DATA_STAGE, *stages_of(route)}
 
-    def run(
+    def start(
         self,
         group: int,
         epoch: int,
@@ -307,24 +312,28 @@ class StageHosts:
         travelling: np.ndarray,
         step: Step,
         skipped: Sequence[Sequence[int]],
-    ) -> np.ndarray:
-        """Run a step of a group along a part of a route, and return what comes back.
+        *,
+        is_read: bool,
+    ) -> Future[np.ndarray]:
+        """Run a step of a group along a part of a route, behind those that have been started.
 
-        Raises:
-            RouteLost: if a host of the route is lost before.
+        What comes back is nothing unless it is read. The result raises `RouteLost` if a host of the
+        route is lost before, or a step of the group that was started before has got lost.
         """
-        pending = _Pending(epoch, route, step.slot is None, Future())
+        pending = _Pending(epoch, next(self._numbers), route, step.slot is None, Future())
         given = {
             "group": group,
             "epoch": epoch,
+            "number": pending.number,
             "slot": step.slot,
             "route": [[leg.host, leg.stages] for leg in route],
             "skipped": skipped,
+            "is_read": is_read,
             "seconds": [],
         }
         arrays = [travelling, step.positions]
         self._loop.call_soon_threadsafe(self._send, pending, given, arrays)
-        return pending.done.result()
+        return pending.done
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -377,7 +386,10 @@ class StageHosts:
         if first is None or gone:
             pending.done.set_exception(RouteLost(f"hosts {sorted(gone)} are gone"))
             return
-        self._pending[given["group"]] = pending
+        under_way = self._pending[given["group"]]
+        while under_way and under_way[0].epoch < pending.epoch:
+            under_way.popleft()  # Of a route that was given up: nobody waits for it.
+        under_way.append(pending)
         first.wire.send("step", given, arrays=arrays)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -430,11 +442,7 @@ class StageHosts:
     def _take(self, member: Member, message: list[Any], arrays: list[np.ndarray]) -> None:
         match message, arrays:
             case ["done", dict(given)], [x]:
-                pending = self._pending.get(given["group"])
-                if pending is not None and pending.epoch == given["epoch"]:
-                    del self._pending[given["group"]]
-                    self._learn(given["seconds"], pending)
-                    pending.done.set_result(x)
+                self._finish(given, x)
             case ["ready", int(stage)], []:
                 with self._changed:
                     member.ready.add(stage)
@@ -448,6 +456,19 @@ class StageHosts:
                 self._break({(member.host, host)}, f"{member.host} does not reach {host}")
             case ["round_trips", dict(known)], []:
                 member.round_trips = {int(host): own for host, own in known.items()}
+
+    def _finish(self, given: dict[str, Any], x: np.ndarray) -> None:
+        """Take what has come back of a step, unless its route was given up."""
+        under_way = self._pending[given["group"]]
+        if not under_way or given["number"] < under_way[0].number:
+            return
+        if under_way[0].number < given["number"]:
+            # A host has connected anew to the next one, and what was on its way there is lost.
+            self._break(under_way[0].edges, "a step has got lost between hosts")
+            return
+        pending = under_way.popleft()
+        self._learn(given["seconds"], pending)
+        pending.done.set_result(x)
 
     def _learn(self, seconds: Sequence[float], pending: _Pending) -> None:
         """Note how long the hosts of a route took for a step of decoding."""
@@ -468,17 +489,17 @@ class StageHosts:
         held = f"stages {sorted(member.ready)}" if member.ready else "no stage yet"
         why = member.wire.ending
         log.info(f"{member}, which had {held}, is lost: {why}")
-        edges = {edge for own in self._pending.values() for edge in own.edges}
+        edges = {edge for own in self._pending.values() for step in own for edge in step.edges}
         self._break({edge for edge in edges if member.host in edge}, f"host {member.host} is lost")
         if self._rules.take_over_s is not None:
             self._loop.call_later(self._rules.take_over_s, self._take_over)
         self._tell_addresses()
 
     def _break(self, edges: set[tuple[int, int]], why: str) -> None:
-        for group, pending in [*self._pending.items()]:
-            if pending.edges & edges:
-                del self._pending[group]
-                pending.done.set_exception(RouteLost(why))
+        for under_way in self._pending.values():
+            if any(pending.edges & edges for pending in under_way):
+                while under_way:
+                    under_way.popleft().done.set_exception(RouteLost(why))
 
     def _tell_addresses(self) -> None:
         for member in self._members.values():

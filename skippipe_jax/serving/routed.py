@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future
+
 import numpy as np
 from jaxtyping import Array, Float, Int
 from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, padded_length
+from skippipe_jax.inference.drawing import Scores
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.held_stages import Hops
 from skippipe_jax.serving.hosts import RouteLost, StageHosts
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
+
+MOST_AHEAD = 4
+"""So many spans of prompts may be on their way while the next one is sent."""
 
 
 class RoutedExecutor(StageExecutor):
@@ -30,6 +37,8 @@ class RoutedExecutor(StageExecutor):
         self._route: Route | None = None
         self._version = -1
         self._epoch = 0
+        # Spans of prompts that are on their way along the route; what comes behind them waits.
+        self._ahead = deque[Future[np.ndarray]]()
         # By slot: the tokens that have run, and the stages that have run for all of them.
         self._tokens: dict[int, list[int]] = {}
         self._used: dict[int, set[int]] = {}
@@ -56,16 +65,28 @@ class RoutedExecutor(StageExecutor):
         """Return what `Decoder.stages_of` says."""
         return tuple(sorted(self._used[slot]))
 
+    def prefill(
+        self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
+    ) -> Scores | None:
+        """Do what `Decoder.prefill` says, without waiting for hosts where nothing is scored."""
+        if targets is not None:
+            return super().prefill(step, targets)
+        self._run(step, is_read=False)
+        return None
+
     def run(self, step: Step) -> Float[Array, "row time width"]:
         """Return the residual stream after all stages that can be had.
 
         Raises:
             Unavailable: if a stage is lost, and sequences shall fail then.
         """
+        return self._run(step, is_read=True)
+
+    def _run(self, step: Step, *, is_read: bool) -> Array:
         while True:
             try:
                 route = self._route_kept()
-                x = self._along(route, step)
+                x = self._along(route, step, is_read=is_read)
             except RouteLost:
                 self._route = None
                 continue
@@ -83,25 +104,39 @@ class RoutedExecutor(StageExecutor):
             self._version = version
         if self._route is None or version != self._version:
             self._route = None
+            self._ahead.clear()  # What was on its way along another route runs again.
             route, self._epoch = self._hosts.route(self._group)
             for slot, tokens in self._tokens.items():
                 for start in range(0, len(tokens), PREFILL_TOKENS):
-                    self._along(route, self._span(slot, start, tokens[start:][:PREFILL_TOKENS]))
+                    span = self._span(slot, start, tokens[start:][:PREFILL_TOKENS])
+                    self._along(route, span, is_read=False)
                 if tokens:
                     self._used[slot] &= {DATA_STAGE, *stages_of(route)}
             self._route, self._version = route, version
         return self._route
 
-    def _along(self, route: Route, step: Step) -> Array:
+    def _along(self, route: Route, step: Step, *, is_read: bool) -> Array:
+        """Run a step along a route, and return what comes back, which is nothing unless it is read.
+
+        Raises:
+            RouteLost: if a host of it is lost, or was before a step that nobody has waited for.
+        """
         x = self.forward(DATA_STAGE, step.tokens, step)
         skipped = [sorted(own) for own in self.skipped_by(step)]
-        place = x.sharding
-        for part in parts_of(route):
+        place, parts = x.sharding, parts_of(route)
+        for number, part in enumerate(parts):
             if part[0].host == FRONT:
                 x = self.follow(part[0].stages, x, step, skipped)
                 continue
+            waits = is_read or number < len(parts) - 1
             given = self._hops.packed(x), step, skipped
-            x = self._hops.unpacked(self._hosts.run(self._group, self._epoch, part, *given), place)
+            done = self._hosts.start(self._group, self._epoch, part, *given, is_read=waits)
+            self._ahead.append(done)
+            # All before a step have come back once it has.
+            while len(self._ahead) > (0 if waits else MOST_AHEAD):
+                self._ahead.popleft().result()
+            if waits:
+                x = self._hops.unpacked(done.result(), place)
         return x
 
     def _span(self, slot: int, start: int, tokens: list[int]) -> Step:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skippipe_jax import log
-from skippipe_jax.connections.addresses import join_address
+from skippipe_jax.connections.addresses import join_address, listen_without_delay
 from skippipe_jax.serving.app import App
 from skippipe_jax.serving.engine import Engine, Engines
 from skippipe_jax.serving.metrics import Metrics
@@ -77,9 +77,8 @@ def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
         raise InputError("--host", host, problem, "Give --api-key-file, or leave it out")
     if not 0 <= port < 1 << 16:
         raise InputError("--port", port, "is no port", "Write one such as 8000")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return listen_without_delay(host, port, backlog=1024)
     except OSError as error:
         problem = f"{join_address(host, port)} cannot be listened on ({error})"
         raise InputError("--port", port, problem, "Choose a free port of this machine") from error

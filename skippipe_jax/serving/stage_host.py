@@ -46,7 +46,7 @@ from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.wire import Wire
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Hosts of another number do not understand each other."""
 STAGE_HOST, PASSES = "stage-host", "pass"
 """What a host says first to the front, and to another host."""
@@ -280,7 +280,8 @@ class Session:
         """Send what the stages here have made of a step to the next host, or to the front."""
         route = given["route"]
         if not route:
-            self._front.send("done", given, arrays=arrays[:1])
+            travelled = arrays[0] if given["is_read"] else arrays[0][:0]
+            self._front.send("done", given, arrays=[travelled])
             return
         host = route[0][0]
         wire = self._wires.get(host) or await self._connect(host)

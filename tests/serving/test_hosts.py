@@ -27,10 +27,10 @@ from skippipe_jax.inference.decoding import Generator, Step
 from skippipe_jax.inference.model_source import ModelSource, open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.errors import Unavailable
-from skippipe_jax.serving.held_stages import Slots
+from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
-from skippipe_jax.serving.routing import FAIL, WAIT
+from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
 from tests.partial_models import save_run
@@ -345,3 +345,61 @@ def test_hosts_are_processes_that_are_started_again(
     assert process.wait(PATIENCE_S) == 0
     psutil.wait_procs(others, PATIENCE_S)
     assert not any(other.is_running() for other in others)
+
+
+def span_of(tokens: list[int], slot: int, start: int) -> Step:
+    positions = start + np.arange(len(tokens), dtype=np.int32)
+    return Step(np.array([tokens], np.int32), positions[None], slot)
+
+
+def last_of(tokens: list[int], slots: int, length: int) -> Step:
+    """The step in which the last of these, in slot 0, gives the logits of what comes next."""
+    given = np.zeros((slots, 1), np.int32), np.full((slots, 1), length, np.int32)
+    given[0][0], given[1][0] = tokens[-1], len(tokens) - 1
+    return Step(*given)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_spans_of_a_prompt_are_sent_without_waiting(
+    is_lost: bool, source: ModelSource, model: StagedModel, monkeypatch: pytest.MonkeyPatch
+):
+    prompt = [256, *b"a prompt of more tokens than go through the stages at once, by far"[:49]]
+    may_go_on = threading.Event()
+    run = HeldStages.run
+
+    def waiting(*given: Any) -> np.ndarray:
+        may_go_on.wait()
+        return run(*given)
+
+    with service(source, 6) as own:
+        executor = RoutedExecutor(source.model([DATA_STAGE]), own.hosts, 0)
+        monkeypatch.setattr(HeldStages, "run", waiting)
+        executor.begin(0, None)
+        for start in range(0, 48, 16):
+            executor.prefill(span_of(prompt[start : start + 16], 0, start))
+        [used] = [host for host in own.hosts.status() if host.get("groups") and 2 in host["stages"]]
+        [thread] = [one for one in own.threads if one.host.address == used["address"]]
+        if is_lost:
+            thread.kill()
+            eventually(lambda: len(own.holding(2)) == 1)
+        may_go_on.set()
+        executor.prefill(span_of(prompt[48:49], 0, 48))
+        slots, length = executor.slots, executor.length
+        logits = np.asarray(executor.next_logits(last_of(prompt, slots, length)))[0]
+    alone = model.decoder(slots, length)
+    alone.begin(0, None)
+    alone.prefill(span_of(prompt[:-1], 0, 0))
+    expected = np.asarray(alone.next_logits(last_of(prompt, slots, length)))[0]
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_more_spans_than_may_be_ahead_wait(source: ModelSource, model: StagedModel):
+    prompt = [256, *b"x" * 59]
+    with service(source, 3) as own:
+        executor = RoutedExecutor(source.model([DATA_STAGE]), own.hosts, 0)
+        executor.begin(0, None)
+        for start in range(len(prompt) - 1):
+            executor.prefill(span_of(prompt[start : start + 1], 0, start))
+        slots, length = executor.slots, executor.length
+        logits = np.asarray(executor.next_logits(last_of(prompt, slots, length)))[0]
+    assert [int(logits.argmax())] == greedy(model, prompt, 1, range(4))
