@@ -83,8 +83,10 @@ def _answer(question: Question, prompt: Sequence[int], began_s: float) -> Answer
     if answer.status != 200:
         raise RuntimeError(f"the service answers {answer.status}: {answer.read().decode()}")
     count, arrivals, text = 0, list[tuple[int, float]](), ""
-    while (line := answer.readline().strip()) != b"data: [DONE]":
+    while (line := answer.readline()).strip() != b"data: [DONE]":
         if not line:
+            raise RuntimeError("the service has ended in the middle of an answer")
+        if not line.strip():
             continue
         event = json.loads(line.removeprefix(b"data: "))
         if "choices" not in event:
