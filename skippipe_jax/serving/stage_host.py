@@ -255,7 +255,8 @@ class Session:
         """Connect to another host, and watch it; None if nobody answers there."""
         try:
             link = await open_link(parse_address("address", self._addresses[host]), keys=self._keys)
-        except (OSError, TimeoutError, InputError):
+        # It may also have gone, or have come and this host is told of it later.
+        except (KeyError, OSError, TimeoutError, InputError):
             self._front.send("unreachable", host)
             return None
         link.send(PASSES, self.service)

@@ -57,6 +57,13 @@ class HostThread:
         for other in others:
             other._loop.call_soon_threadsafe(other._drop)
 
+    def forget_others(self) -> None:
+        """Let it know no other host, as if the front had not told of them yet."""
+        session = self.host._session
+        assert session is not None
+        for known in (session._addresses, session._wires):
+            self._loop.call_soon_threadsafe(known.clear)
+
     def _drop(self) -> None:
         assert self.host._session is not None
         for wire in self.host._session._wires.values():

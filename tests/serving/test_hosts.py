@@ -243,6 +243,21 @@ def test_hosts_that_do_not_reach_each_other_are_reached_by_the_front(
     assert stages == (0, 1, 2, 3)
 
 
+def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
+    source: ModelSource, model: StagedModel
+):
+    with service(source, 3) as own:
+        [first] = own.holding(1)
+
+        def forget(step: int) -> None:
+            if step == 3:
+                first.forget_others()
+
+        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 12, GREEDY)], forget)
+    assert tokens == greedy(model, PROMPT, 12, range(4))
+    assert stages == (0, 1, 2, 3)
+
+
 def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):
     def keys(text: str) -> Keys:
         return Keys(Secret("cluster.secret", "file", text * 32))
