@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -303,9 +304,16 @@ class Session:
                 x = self._held.run(given["group"], tuple(stages), x, step, given["skipped"])
                 seconds = [*given["seconds"], time.monotonic() - began_s]
                 told = {**given, "route": rest, "seconds": seconds}
-                self._loop.call_soon_threadsafe(self._send, told, [x, positions])
+                self._call(self._send, told, [x, positions])
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self._call(self._fail, error)
+
+    def _call(self, callback: Callable[..., None], *given: Any) -> None:
+        """Call something on the event loop, if that has not ended with this session."""
+        with suppress(RuntimeError):  # It is closed.
+            self._loop.call_soon_threadsafe(callback, *given)
+
+    # Of the event loop.
 
     def _send(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         self._tasks.start(self._pass_on(given, arrays))

@@ -258,6 +258,37 @@ def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
     assert stages == (0, 1, 2, 3)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_whose_host_dies_while_the_service_ends_is_not_waited_for(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+):
+    has_come, may_go_on = threading.Event(), threading.Event()
+    run = HeldStages.run
+
+    def run_late(*given: Any) -> Any:
+        has_come.set()
+        may_go_on.wait()
+        return run(*given)
+
+    with service(source, 3) as own:
+        generator, drawn = own.generator(), []
+        generator.submit(DecodeRequest(PROMPT[:1], 1, GREEDY))
+        [thread] = own.holding(1)
+        monkeypatch.setattr(HeldStages, "run", run_late)
+        decoding = threading.Thread(target=lambda: drawn.extend(generator.step()))
+        decoding.start()
+        assert has_come.wait(PATIENCE_S)
+        generator.close()  # As the end of the service does, which then waits for the step.
+        thread.kill()
+        may_go_on.set()
+        decoding.join(PATIENCE_S)
+        assert not decoding.is_alive()
+    for computing in threading.enumerate():
+        if computing.name == "skippipe-stages":
+            computing.join(PATIENCE_S)
+    assert [one.stages for one in drawn] == [(0, 2, 3)]
+
+
 def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):
     def keys(text: str) -> Keys:
         return Keys(Secret("cluster.secret", "file", text * 32))
