@@ -44,6 +44,12 @@ class HostThread:
         except Exception as error:
             self.error = error
 
+    @property
+    def neighbours(self) -> int:
+        """How many other hosts it is connected to."""
+        session = self.host._session
+        return 0 if session is None else len(session._wires)
+
     def kill(self) -> None:
         """End it at once: its connections close without a word."""
         assert self._task is not None

@@ -258,6 +258,17 @@ def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
     assert stages == (0, 1, 2, 3)
 
 
+def test_connections_with_hosts_that_are_gone_are_forgotten(source: ModelSource):
+    with service(source, 4) as own:
+        [[lost, _]] = [two for stage in (1, 2, 3) if len(two := own.holding(stage)) == 2]
+        lost.kill()
+        left = [thread for thread in own.threads if thread is not lost]
+        eventually(lambda: all(thread.neighbours == 2 for thread in left))
+        # What hosts have said of the lost one has come before what they make of steps.
+        drawn_by(own.generator(), [DecodeRequest(PROMPT, 2, GREEDY)])
+        assert own.hosts._avoided == {}
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_step_whose_host_dies_while_the_service_ends_is_not_waited_for(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch
