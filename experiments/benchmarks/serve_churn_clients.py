@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skippipe_jax.data.rows import TokenArray
 from skippipe_jax.inference.partial import Order
 
 ANSWERED, CANCELLED, FAILED = "answered", "cancelled", "failed"
@@ -93,7 +94,7 @@ class Answer:
 class Requests:
     """Draws requests by a seed; prompts are parts of a text."""
 
-    def __init__(self, text: Sequence[int], begin: int, stages: int, context: int, seed: int):
+    def __init__(self, text: TokenArray, begin: int, stages: int, context: int, seed: int):
         """Draw from a text of tokens, for a model of so many stages and so long a context."""
         self._text, self._begin, self._stages, self._context = text, begin, stages, context
         self._random = random.Random(seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from experiments.benchmarks import serve_churn
@@ -62,7 +63,8 @@ def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
     with contextlib.closing(StagedService(tmp_path, tmp_path / "run", 3, 5.0, 60.0)) as service:
         service.start()
         clients = Clients(*service.address, 60.0)
-        drawn = Requests(b"words of a text " * 20, model.tokenizer.begin, 3, model.context, 0)
+        text = np.frombuffer(b"words of a text " * 20, np.uint8)
+        drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
         struck = serve_churn.Struck(service, clients, drawn, 0.01)
         struck.strike("lost", 20, 2)
         assert service.holding().keys() == {1, 2} - {struck.faults[0]["host"]}
@@ -113,7 +115,8 @@ def test_clients_tell_what_became_of_a_request(
 
     async def ask() -> Answer:
         async with await asyncio.start_server(attend, "127.0.0.1", 0) as server:
-            clients = Clients(*server.sockets[0].getsockname(), 60.0)
+            host, port = server.sockets[0].getsockname()
+            clients = Clients(host, port, 60.0)
             answer, task = clients.send(asked, "now")
             await task
         return answer
