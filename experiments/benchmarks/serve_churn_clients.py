@@ -128,7 +128,7 @@ class Requests:
         return self._random.expovariate(1 / mean_s)
 
     def _prompt(self, length: int) -> tuple[int, ...]:
-        start = self._random.randrange(len(self._text) - length)
+        start = self._random.randrange(self._text.size - length)
         return (self._begin, *map(int, self._text[start : start + length - 1]))
 
 

@@ -22,7 +22,7 @@ _HOST = re.compile(
 
 
 class StagedService:
-    """A front, which has the data stage, and hosts of the other stages, as processes.
+    """A front, which has the data stage, and hosts with another stage each, as processes.
 
     Attributes:
         address: where clients reach it, once it serves.
@@ -62,7 +62,7 @@ class StagedService:
     def start_host(self, host: int) -> None:
         """Start a host; every other one has no weights, and gets them from the front."""
         words = ["-m", "skippipe_jax", "serve", "--coordinator", self._coordinator]
-        words += ["--host-id", str(host)]
+        words += ["--host-id", str(host), "--max-stages", "1"]
         if host == 0:
             words += ["--hosts", str(self._hosts), "--port", "0"]
             words += ["--set", f"cluster.heartbeat_timeout_s={self._silent_s}"]
