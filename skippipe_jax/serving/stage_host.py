@@ -260,6 +260,9 @@ class Session:
         except (KeyError, OSError, TimeoutError, InputError):
             self._front.send("unreachable", host)
             return None
+        if (known := self._wires.get(host)) is not None:  # It was reached in the meantime.
+            link.writer.close()
+            return known
         link.send(PASSES, self.service)
         wire = self._wires[host] = Wire(link, self.silent_s)
         self._tasks.start(self._watch(host, wire))

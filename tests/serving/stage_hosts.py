@@ -16,6 +16,7 @@ from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.stage_host import StageHost
+from skippipe_jax.serving.wire import Wire
 from tests.serving.scripted_engine import PATIENCE_S, eventually
 
 SILENT_S = 3.0
@@ -62,6 +63,17 @@ class HostThread:
         self._loop.call_soon_threadsafe(self.host._listening.close)
         for other in others:
             other._loop.call_soon_threadsafe(other._drop)
+
+    def connect_twice(self, host: int) -> set[Wire | None]:
+        """Let it connect to another host twice at once; return the connections that it has then."""
+        session = self.host._session
+        assert session is not None
+
+        async def connect() -> set[Wire | None]:
+            session._wires.pop(host)
+            return {*await asyncio.gather(session._connect(host), session._connect(host))}
+
+        return asyncio.run_coroutine_threadsafe(connect(), self._loop).result(PATIENCE_S)
 
     def forget_others(self) -> None:
         """Let it know no other host, as if the front had not told of them yet."""

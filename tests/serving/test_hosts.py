@@ -287,6 +287,18 @@ def test_the_service_ends_after_the_connections_of_its_hosts(source: ModelSource
     assert not closing.is_alive()
 
 
+def test_a_host_has_one_connection_to_another(source: ModelSource):
+    with service(source, 3) as own:
+        [first], [second] = own.holding(1), own.holding(2)
+        eventually(lambda: first.neighbours == 2)
+        [number] = [
+            host["host"]
+            for host in own.hosts.status()
+            if host.get("address") == second.host.address
+        ]
+        assert len(first.connect_twice(number)) == 1
+
+
 def test_connections_with_hosts_that_are_gone_are_forgotten(source: ModelSource):
     with service(source, 4) as own:
         [[lost, _]] = [two for stage in (1, 2, 3) if len(two := own.holding(stage)) == 2]
