@@ -451,7 +451,7 @@ class StageHosts:
                 if self._is_ready(member):
                     held = sorted(member.ready)
                     log.info(f"{member} serves stages {held}")
-            case ["unreachable", int(host)], []:
+            case ["unreachable", int(host)], [] if host in self._members:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
                 self._break({(member.host, host)}, f"{member.host} does not reach {host}")
             case ["round_trips", dict(known)], []:
@@ -484,13 +484,17 @@ class StageHosts:
             del self._members[member.host]
             self._version += 1
             self._changed.notify_all()
+        self._avoided = {
+            edge: until_s for edge, until_s in self._avoided.items() if member.host not in edge
+        }
+        # Also at the end of the service, which waits for the steps that are under way.
+        edges = {edge for own in self._pending.values() for step in own for edge in step.edges}
+        self._break({edge for edge in edges if member.host in edge}, f"host {member.host} is lost")
         if self._has_ended:
             return
         held = f"stages {sorted(member.ready)}" if member.ready else "no stage yet"
         why = member.wire.ending
         log.info(f"{member}, which had {held}, is lost: {why}")
-        edges = {edge for own in self._pending.values() for step in own for edge in step.edges}
-        self._break({edge for edge in edges if member.host in edge}, f"host {member.host} is lost")
         if self._rules.take_over_s is not None:
             self._loop.call_later(self._rules.take_over_s, self._take_over)
         self._tell_addresses()

@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -255,9 +256,13 @@ class Session:
         """Connect to another host, and watch it; None if nobody answers there."""
         try:
             link = await open_link(parse_address("address", self._addresses[host]), keys=self._keys)
-        except (OSError, TimeoutError, InputError):
+        # It may also have gone, or have come and this host is told of it later.
+        except (KeyError, OSError, TimeoutError, InputError):
             self._front.send("unreachable", host)
             return None
+        if (known := self._wires.get(host)) is not None:  # It was reached in the meantime.
+            link.writer.close()
+            return known
         link.send(PASSES, self.service)
         wire = self._wires[host] = Wire(link, self.silent_s)
         self._tasks.start(self._watch(host, wire))
@@ -302,9 +307,16 @@ class Session:
                 x = self._held.run(given["group"], tuple(stages), x, step, given["skipped"])
                 seconds = [*given["seconds"], time.monotonic() - began_s]
                 told = {**given, "route": rest, "seconds": seconds}
-                self._loop.call_soon_threadsafe(self._send, told, [x, positions])
+                self._call(self._send, told, [x, positions])
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self._call(self._fail, error)
+
+    def _call(self, callback: Callable[..., None], *given: Any) -> None:
+        """Call something on the event loop, if that has not ended with this session."""
+        with suppress(RuntimeError):  # It is closed.
+            self._loop.call_soon_threadsafe(callback, *given)
+
+    # Of the event loop.
 
     def _send(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         self._tasks.start(self._pass_on(given, arrays))

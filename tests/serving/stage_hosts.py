@@ -16,6 +16,7 @@ from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.stage_host import StageHost
+from skippipe_jax.serving.wire import Wire
 from tests.serving.scripted_engine import PATIENCE_S, eventually
 
 SILENT_S = 3.0
@@ -44,6 +45,12 @@ class HostThread:
         except Exception as error:
             self.error = error
 
+    @property
+    def neighbours(self) -> int:
+        """How many other hosts it is connected to."""
+        session = self.host._session
+        return 0 if session is None else len(session._wires)
+
     def kill(self) -> None:
         """End it at once: its connections close without a word."""
         assert self._task is not None
@@ -56,6 +63,24 @@ class HostThread:
         self._loop.call_soon_threadsafe(self.host._listening.close)
         for other in others:
             other._loop.call_soon_threadsafe(other._drop)
+
+    def connect_twice(self, host: int) -> set[Wire | None]:
+        """Let it connect to another host twice at once; return the connections that it has then."""
+        session = self.host._session
+        assert session is not None
+
+        async def connect() -> set[Wire | None]:
+            session._wires.pop(host)
+            return {*await asyncio.gather(session._connect(host), session._connect(host))}
+
+        return asyncio.run_coroutine_threadsafe(connect(), self._loop).result(PATIENCE_S)
+
+    def forget_others(self) -> None:
+        """Let it know no other host, as if the front had not told of them yet."""
+        session = self.host._session
+        assert session is not None
+        for known in (session._addresses, session._wires):
+            self._loop.call_soon_threadsafe(known.clear)
 
     def _drop(self) -> None:
         assert self.host._session is not None

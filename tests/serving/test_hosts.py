@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -15,13 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.config.sampling import Sampling
+from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.keys import Keys, Secret
+from skippipe_jax.connections.links import open_link
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, Step
 from skippipe_jax.inference.model_source import ModelSource, open_source
@@ -31,11 +35,12 @@ from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
+from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
 from tests.partial_models import save_run
 from tests.serving.scripted_engine import PATIENCE_S, eventually
-from tests.serving.stage_hosts import service
+from tests.serving.stage_hosts import SILENT_S, service
 
 SECTIONS: dict[str, Any] = {
     "model": {
@@ -241,6 +246,99 @@ def test_hosts_that_do_not_reach_each_other_are_reached_by_the_front(
         [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 12, GREEDY)], cut)
     assert tokens == greedy(model, PROMPT, 12, range(4))
     assert stages == (0, 1, 2, 3)
+
+
+def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
+    source: ModelSource, model: StagedModel
+):
+    with service(source, 3) as own:
+        [first] = own.holding(1)
+
+        def forget(step: int) -> None:
+            if step == 3:
+                first.forget_others()
+
+        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 12, GREEDY)], forget)
+    assert tokens == greedy(model, PROMPT, 12, range(4))
+    assert stages == (0, 1, 2, 3)
+
+
+def test_the_service_ends_after_the_connections_of_its_hosts(source: ModelSource):
+    hosts = StageHosts(source, Slots(1, 1, 32), Rules(), Keys(), SILENT_S)
+    address = parse_address("address", hosts.listen("127.0.0.1", 0))
+    closing = threading.Thread(target=hosts.close)
+    hello = msgspec.to_builtins(HostHello("a host", "127.0.0.1:1", 1e9, None, None))
+
+    async def hold_nothing() -> None:
+        link = await open_link(address)
+        link.send(STAGE_HOST, PROTOCOL, hello)
+        await link.receive()
+        closing.start()
+        while (said := await link.receive()) is not None and said[0] != "end":
+            pass
+        assert said is not None
+        # What it may still send must not meet a closed connection: it would lose the word.
+        closing.join(0.1)
+        assert closing.is_alive()
+        link.writer.close()
+
+    asyncio.run(hold_nothing())
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+
+
+def test_a_host_has_one_connection_to_another(source: ModelSource):
+    with service(source, 3) as own:
+        [first], [second] = own.holding(1), own.holding(2)
+        eventually(lambda: first.neighbours == 2)
+        [number] = [
+            host["host"]
+            for host in own.hosts.status()
+            if host.get("address") == second.host.address
+        ]
+        assert len(first.connect_twice(number)) == 1
+
+
+def test_connections_with_hosts_that_are_gone_are_forgotten(source: ModelSource):
+    with service(source, 4) as own:
+        [[lost, _]] = [two for stage in (1, 2, 3) if len(two := own.holding(stage)) == 2]
+        lost.kill()
+        left = [thread for thread in own.threads if thread is not lost]
+        eventually(lambda: all(thread.neighbours == 2 for thread in left))
+        # What hosts have said of the lost one has come before what they make of steps.
+        drawn_by(own.generator(), [DecodeRequest(PROMPT, 2, GREEDY)])
+        assert own.hosts._avoided == {}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_whose_host_dies_while_the_service_ends_is_not_waited_for(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+):
+    has_come, may_go_on = threading.Event(), threading.Event()
+    run = HeldStages.run
+
+    def run_late(*given: Any) -> Any:
+        has_come.set()
+        may_go_on.wait()
+        return run(*given)
+
+    with service(source, 3) as own:
+        generator, drawn = own.generator(), []
+        generator.submit(DecodeRequest(PROMPT[:1], 1, GREEDY))
+        [thread] = own.holding(1)
+        monkeypatch.setattr(HeldStages, "run", run_late)
+        decoding = threading.Thread(target=lambda: drawn.extend(generator.step()))
+        decoding.start()
+        assert has_come.wait(PATIENCE_S)
+        generator.close()  # As the end of the service does, which then waits for the step.
+        thread.kill()
+        may_go_on.set()
+        decoding.join(PATIENCE_S)
+        assert not decoding.is_alive()
+    for computing in threading.enumerate():
+        if computing.name == "skippipe-stages":
+            computing.join(PATIENCE_S)
+    assert [one.stages for one in drawn] == [(0, 2, 3)]
 
 
 def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):

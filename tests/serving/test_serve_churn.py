@@ -1,0 +1,182 @@
+"""A service of several processes whose hosts are killed answers all requests, and rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks import serve_churn
+from experiments.benchmarks.serve_churn_clients import (
+    ANSWERED,
+    CANCELLED,
+    FAILED,
+    Answer,
+    Asked,
+    Clients,
+    Requests,
+    longest_pause_s,
+    pauses_at,
+)
+from experiments.benchmarks.serve_churn_hosts import StagedService
+from experiments.benchmarks.serve_churn_picture import picture
+from skippipe_jax.inference.model_source import read_run
+from tests.multihost.processes import Processes
+from tests.partial_models import save_run
+from tests.test_benchmarks import last_line_of
+from tests.test_benchmarks import processes as processes  # a fixture
+
+SECTIONS: dict[str, Any] = {
+    "model": {
+        "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 64,
+    },
+    "data": {"sequence_length": 32},
+}  # fmt: skip
+STREAM = Asked((256, 65), 4, 0.0, 0, is_stream=True)
+
+
+@pytest.mark.nightly
+def test_half_of_the_hosts_and_of_the_stages_may_go(processes: Processes):
+    sizes = ["--requests", "200", "--pause-s", "0.1", "--sequences", "16"]
+    report = last_line_of(processes, "serve_churn", "--small", *sizes)
+    assert report["wrong"] == []
+    requests, greedy = report["requests"], report["greedy"]
+    assert requests["sent"] >= 200
+    assert requests["answered"] + requests["cancelled"] == requests["sent"]
+    assert greedy["equal"] + greedy.get("within_rounding", 0) == greedy["compared"] > 30
+    assert 2 * len(report["faults"]) >= report["hosts"]
+    assert len(report["back"]) == len(report["faults"])
+    assert [len(level["stages"]) for level in report["levels"]] == [4, 3, 2, 4]
+    assert report["levels"][0]["perplexity"] == report["levels"][-1]["perplexity"]
+
+
+def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
+    save_run(tmp_path / "run", SECTIONS, 3)
+    model, _, _ = read_run(tmp_path / "run")
+    with contextlib.closing(StagedService(tmp_path, tmp_path / "run", 3, 5.0, 60.0)) as service:
+        service.start()
+        clients = Clients(*service.address, 60.0)
+        text = np.frombuffer(b"words of a text " * 20, np.uint8)
+        drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
+        struck = serve_churn.Struck(service, clients, drawn, 0.01)
+        struck.strike("lost", 20, 2)
+        assert service.holding().keys() == {1, 2} - {struck.faults[0]["host"]}
+        service.end()
+    answers = clients.answers
+    assert len(answers) >= 20
+    assert {answer.outcome for answer in answers} <= {ANSWERED, CANCELLED}
+    found = serve_churn.compared(model, answers)
+    assert not found["different"]
+    assert found["compared"] >= 3
+
+
+def event(**told: Any) -> bytes:
+    return b"data: " + json.dumps(told).encode() + b"\n\n"
+
+
+def token(**told: Any) -> bytes:
+    return event(choices=[{"logprobs": {"tokens": ["a"]}, **told}])
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+BUSY = b"HTTP/1.1 429 Busy\r\nRetry-After: 0\r\nContent-Length: 2\r\n\r\n{}"
+LAST = token(skippipe={"stages": [0, 2]})
+END = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "outcome", "tokens"),
+    [
+        ([OK + 3 * token() + LAST + END], STREAM, ANSWERED, 4),
+        ([BUSY, OK + 3 * token() + LAST + END], STREAM, ANSWERED, 4),
+        ([OK + 3 * token() + LAST], STREAM, FAILED, 4),
+        ([OK + token() + event(error="lost")], STREAM, FAILED, 1),
+        ([b"HTTP/1.1 500 Error\r\nContent-Length: 2\r\n\r\n{}"], STREAM, FAILED, 0),
+        ([b""], STREAM, FAILED, 0),
+        ([OK + 4 * token() + END], replace(STREAM, cancel_tokens=2), CANCELLED, 2),
+    ],
+)
+def test_clients_tell_what_became_of_a_request(
+    said: list[bytes], asked: Asked, outcome: str, tokens: int
+):
+    left = [*said]
+
+    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(left.pop(0))
+        writer.close()
+
+    async def ask() -> Answer:
+        async with await asyncio.start_server(attend, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            clients = Clients(host, port, 60.0)
+            answer, task = clients.send(asked, "now")
+            await task
+        return answer
+
+    answer = asyncio.run(ask())
+    assert (answer.outcome, len(answer.names), answer.busy) == (outcome, tokens, len(said) - 1)
+    assert left == []
+    assert (answer.stages == (0, 2)) == (LAST in said[-1])
+    assert sum(count for _, count in answer.pieces) == tokens
+
+
+def answered(*moments_s: float) -> Answer:
+    return Answer(STREAM, "now", 0.0, ANSWERED, pieces=[(at_s, 1) for at_s in moments_s])
+
+
+def test_pauses_are_those_around_a_moment():
+    answers = [answered(1.0, 2.0, 5.0), answered(1.5, 3.5), answered(3.1, 3.2), answered(2.9)]
+    assert pauses_at(answers, 3.0) == {
+        "streams": 2,
+        "next_token_s": 0.5,
+        "all_go_on_s": 2.0,
+        "longest_pause_s": 3.0,
+    }
+    assert pauses_at(answers, 9.0) == {"streams": 0}
+    assert longest_pause_s(answers[1:]) == 2.0
+    assert longest_pause_s([]) == 0.0
+
+
+def level(*stages: int, perplexity: float, control: float) -> dict[str, Any]:
+    given = {"perplexity": perplexity, "without_service": perplexity, "control": control}
+    return {"after": "a phase", "stages": stages, "apart": 0.0, **given}
+
+
+def test_a_report_is_told_and_drawn():
+    opened = {"descriptors": 9, "threads": 20, "resident_bytes": 100_000_000}
+    grown = opened | {"descriptors": 14, "threads": 21}
+    lost = {"host": 3, "stages": [2], "at_s": 0.7, "missed_s": 0.125, "streams": 0}
+    report: dict[str, Any] = {
+        "hosts": 3,
+        "levels": [
+            level(0, 1, 2, perplexity=8.0, control=7.0),
+            level(0, 1, perplexity=8.4, control=14.0),
+        ],
+        "front": {serve_churn.ALL: opened, serve_churn.AGAIN: grown},
+        "requests": serve_churn.counted([answered(1.0, 2.0)]),
+        "greedy": {"compared": 0, "different": []},
+        "faults": [lost],
+        "back": [{"host": 3, "stages": [2], "at_s": 1.5, "streams": 0}],
+        "calm_longest_pause_s": 0.5,
+        "tokens_each_second": [3, 4],
+    }
+    report["wrong"] = serve_churn.wrong_in(report, [answered(1.0, 2.0)])
+    assert report["wrong"] == [
+        "0 of 4 tokens came",
+        "descriptors of the front have grown to 14, above 13",
+    ]
+    rows = [line.split("  ") for line in serve_churn.table(report).splitlines()]
+    assert [cell.strip() for cell in rows[2] if cell][-2:] == ["14.000", "2.000"]
+    drawn = ElementTree.fromstring(picture(report))
+    texts = ["".join(one.itertext()) for one in drawn.iter() if one.tag.endswith("text")]
+    assert {"+5%", "+100%"} <= {*texts}
+    bars = [one.get("class") for one in drawn.iter() if one.tag.endswith("rect")][1:]
+    assert bars == ["own", "control"] * 2
