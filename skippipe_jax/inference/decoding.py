@@ -43,6 +43,8 @@ LEAST_LENGTH = 16
 """Caches and spans of prompts are padded to powers of two from here on, so few are compiled."""
 PREFILL_TOKENS = 128
 """The most tokens of a prompt that run through the stages at once."""
+ROWS_FACTOR = 4
+"""Of slots that run together there are 1, or this many times as many, and so on, or all of them."""
 LEAST_ATTENDED = 128
 """Attention looks at a power of two of positions, at least so many, not at all of a long cache."""
 
@@ -58,7 +60,7 @@ class Step(NamedTuple):
     """Tokens that run through the stages together.
 
     Attributes:
-        tokens: one of each slot, or a span of one slot's prompt.
+        tokens: one of each of the first slots, or a span of one slot's prompt.
         positions: the place of each in its sequence; that of padding is the length of the caches.
         slot: whose prompt it is; None if each row is the slot of its number.
     """
@@ -111,8 +113,11 @@ class Decoder(Protocol):
         """Take in tokens that come next in the sequence of a slot; score `targets` behind them."""
         ...
 
-    def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
-        """Take in a token of each slot, and return the logits of the one behind it."""
+    def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:
+        """Take in a token of each of the first slots, and return the logits of the one behind it.
+
+        Several models together take one of every slot.
+        """
         ...
 
 
@@ -185,7 +190,9 @@ class StageExecutor:
 
     def skipped_by(self, step: Step) -> list[frozenset[int]]:
         """Return, for each row of a step, the stages that its sequence does not use."""
-        return self._skipped if step.slot is None else [self._skipped[step.slot]]
+        if step.slot is not None:
+            return [self._skipped[step.slot]]
+        return self._skipped[: len(step.positions)]
 
     def run(self, step: Step) -> Float[Array, "row time width"]:
         """Return the residual stream after all stages of the order."""
@@ -217,7 +224,7 @@ class StageExecutor:
             return None
         return _scored_logits(self.model.structures[0], self.model.parameters[0], x, targets)
 
-    def next_logits(self, step: Step) -> Float[Array, "slot vocabulary"]:
+    def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:
         """Return what `Decoder.next_logits` says."""
         return _logits(self.model.structures[0], self.model.parameters[0], self.run(step))
 
@@ -229,9 +236,10 @@ class StageExecutor:
                 positions = np.full((1, time), self.length, np.int32)
                 positions[0, 0] = position
                 yield Step(np.zeros((1, time), np.int32), positions, 0)
-            positions = np.full((self.slots, 1), self.length, np.int32)
-            positions[0] = position
-            yield Step(np.zeros((self.slots, 1), np.int32), positions)
+            for rows in rows_for(self.slots):
+                positions = np.full((rows, 1), self.length, np.int32)
+                positions[0] = position
+                yield Step(np.zeros((rows, 1), np.int32), positions)
 
     def warm_up(self) -> None:
         """Compile whatever sequences may need, while all slots are empty."""
@@ -240,7 +248,15 @@ class StageExecutor:
                 self.prefill(step, step.tokens)
                 continue
             x = self.run(step)
-            _unless_skipped(np.zeros(self.slots, bool), x, x)
+            _unless_skipped(np.zeros(len(x), bool), x, x)
+
+
+def rows_for(slots: int) -> list[int]:
+    """Return how many of so many slots may run together."""
+    rows = [1]
+    while rows[-1] < slots:
+        rows.append(min(ROWS_FACTOR * rows[-1], slots))
+    return rows
 
 
 def _powers(least: int, most: int) -> list[int]:
@@ -285,8 +301,8 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(
-    structure: Any, parameters: Any, x: Float[Array, "slot 1 width"]
-) -> Float[Array, "slot vocabulary"]:
+    structure: Any, parameters: Any, x: Float[Array, "row 1 width"]
+) -> Float[Array, "row vocabulary"]:
     return nnx.merge(structure, parameters).logits(x)[:, 0]
 
 
@@ -336,9 +352,9 @@ def attend(
         return cached.at[layer, rows, :, positions].set(new, mode="drop")
 
     def seen(cached: Array) -> Array:
-        _, slots, heads, _, width = cached.shape
+        _, _, heads, _, width = cached.shape
         start = (layer, 0 if slot is None else slot, 0, 0, 0)
-        size = (1, slots if slot is None else 1, heads, attended, width)
+        size = (1, len(x), heads, attended, width)
         return jax.lax.dynamic_slice(cached, start, size)[0]
 
     cache = KVCache(written(cache.keys, key), written(cache.values, value))
@@ -357,7 +373,8 @@ class Generator:
     """Draws tokens of many requests at once, by continuous batching.
 
     A request waits for a slot, its prompt runs through the stages, and from then on it gets a token
-    in each step, as all that have a slot do. Its tokens do not depend on who else is there.
+    in each step, as all that have a slot do. Its tokens do not depend on who else is there, but for
+    rounding: as many slots run together as have to.
     """
 
     def __init__(self, decoder: Decoder, prompt_tokens: int | None = None):
@@ -489,13 +506,17 @@ class Generator:
 
     def _draw(self, prompts: Mapping[int, tuple[ScoredToken, ...]]) -> list[Decoded]:
         """Draw a token for each request that runs; those of `prompts` have theirs told first."""
-        logits = likelihoods = self.decoder.next_logits(Step(self._tokens, self._positions))
+        needed = max(self._running) + 1 if self.decoder.is_one_model else self.slots
+        rows = next(rows for rows in rows_for(self.slots) if rows >= needed)
+        step = Step(self._tokens[:rows], self._positions[:rows])
+        logits = likelihoods = self.decoder.next_logits(step)
         running = list(self._running.items())
         if any(request.sampling.has_penalties for _, (_, request) in running):
             assert self._penalties is not None
-            logits = penalized(logits, *self._penalties)
-        drawn = np.asarray(draw_tokens(logits, self._positions[:, 0], *self._rows))
-        counts: list[int | None] = [None] * self.slots
+            logits = penalized(logits, *(own[:rows] for own in self._penalties))
+        sampling = (own[:rows] for own in self._rows)
+        drawn = np.asarray(draw_tokens(logits, step.positions[:, 0], *sampling))
+        counts: list[int | None] = [None] * rows
         for slot, (_, request) in running:
             counts[slot] = request.likeliest
         if any(count is not None for count in counts):
@@ -524,12 +545,14 @@ class Generator:
 
     def warm_up(self) -> None:
         """Compile what draws tokens, before the first request."""
-        step = Step(self._tokens, self._positions)
-        logits = self.decoder.next_logits(step)
         penalties = Penalties.empty(self.slots, self.decoder.vocabulary_size)
-        for own in (logits, penalized(logits, *penalties)):
-            drawn = np.asarray(draw_tokens(own, self._positions[:, 0], *self._rows))
-        score(logits, drawn)
+        for rows in rows_for(self.slots):
+            step = Step(self._tokens[:rows], self._positions[:rows])
+            logits = self.decoder.next_logits(step)
+            for own in (logits, penalized(logits, *(one[:rows] for one in penalties))):
+                sampling = (one[:rows] for one in self._rows)
+                drawn = np.asarray(draw_tokens(own, step.positions[:, 0], *sampling))
+            score(logits, drawn)
 
 
 @dataclass

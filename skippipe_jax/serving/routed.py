@@ -150,8 +150,8 @@ class RoutedExecutor(StageExecutor):
     def _note(self, step: Step, route: Route) -> None:
         """Keep the tokens that have run, to run them along another route one day."""
         is_given = step.positions < self.length
-        for slot in self._tokens if step.slot is None else [step.slot]:
-            row = slot if step.slot is None else 0
+        slots = range(len(step.positions)) if step.slot is None else [step.slot]
+        for row, slot in enumerate(slots):
             tokens: Int[np.ndarray, " token"] = step.tokens[row][is_given[row]]
             if len(tokens) and slot in self._tokens:
                 self._tokens[slot] += tokens.tolist()

@@ -35,6 +35,7 @@ from skippipe_jax.inference.decoding import (
     Step,
     _forward,
     generate_tokens,
+    rows_for,
 )
 from skippipe_jax.inference.decoding import _logits as next_logits
 from skippipe_jax.inference.drawing import sample
@@ -446,3 +447,20 @@ def test_what_cannot_be_generated_is_refused(
     assert (out, error.count("\n")) == ("", 1)
     for word in words:
         assert word in error
+
+
+def test_few_sequences_run_few_rows(monkeypatch: pytest.MonkeyPatch):
+    assert [rows_for(slots) for slots in (1, 3, 6, 16)] == [[1], [1, 3], [1, 4, 6], [1, 4, 16]]
+    generator, rows = Generator(model_with().decoder(6, 64)), list[int]()
+    next_logits = generator.decoder.next_logits
+
+    def noted(step: Step) -> Any:
+        rows.append(len(step.tokens))
+        return next_logits(step)
+
+    monkeypatch.setattr(generator.decoder, "next_logits", noted)
+    for count in (5, 1, 1, 1, 2):
+        generator.submit(DecodeRequest([256], count, GREEDY))
+    while generator.is_busy:
+        generator.step()
+    assert rows == [6, 6, 1, 1, 1]
