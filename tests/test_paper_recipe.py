@@ -70,14 +70,15 @@ def test_runs_that_go_on_begin_with_the_trained_weights_and_take_the_time_of_ful
 
 
 def test_domains_are_left_out_of_the_general_text():
-    names = {
-        text: {own for own in study_text.documents_of(text) if own[1]}
+    texts = {
+        text: {document for _, document in study_text.documents_of(text) if document}
         for text in (study_text.ALL, study_text.GENERAL, *study_text.DOMAINS)
     }
-    everything, general, windows, documentation = names.values()
+    everything, general, windows, documentation = texts.values()
     assert general < everything
     assert windows < everything
-    assert not general & (windows | documentation)
+    # Some files of Python 3.12 are alike in several packages: a few lines that start a program.
+    assert all(len(own) < 1000 for own in general & (windows | documentation))
     for domain in study_text.DOMAINS:
         parts = {study_text.part_of(name) for name, _ in study_text.documents_of(domain)}
         assert parts == {*study_text.PARTS}
