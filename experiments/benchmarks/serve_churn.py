@@ -1,4 +1,4 @@
-"""What do clients and answers see when hosts of a service die, up to half of all, and come back?
+"""Measure what clients see when hosts of a service die, up to half of all, and come back.
 
     python -m experiments.benchmarks.serve_churn --run runs/quickstart --json serve_churn.json
 
@@ -83,7 +83,7 @@ MOST_APART = 0.01
 ROUNDING = 1e-4
 """Two logits nearer to each other than this may come out either way."""
 MORE_THREADS = 16
-"""Of the front: the pools of its two event loops and of TensorStore fill up by and by."""
+"""Threads that the front may gain: the pools of event loops and of TensorStore fill up slowly."""
 SLOTS = 8
 
 

@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         asked: the request.

@@ -52,7 +52,7 @@ class Answer:
 
 
 Asks = Callable[[Question], Sequence[Answer]]
-"""What answers questions, here or on another host."""
+"""A function that answers questions, here or on another host."""
 
 
 def ask(question: Question) -> list[Answer]:

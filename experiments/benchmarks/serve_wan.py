@@ -77,7 +77,7 @@ from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 
 WAN, ONE_HOST = PARTS = "wan", "one_host"
 TOKEN_BYTES_8B = 4096 * 2
-"""What a token of Llama 3 8B takes from host to host, in bfloat16."""
+"""Bytes of a token of Llama 3 8B from host to host, in bfloat16."""
 PROMPT_TOKENS = 16
 PATIENCE_S = 300.0
 
@@ -109,7 +109,7 @@ def prompts_of(sequences: int) -> list[list[int]]:
 
 
 class Times(NamedTuple):
-    """How long answers took.
+    """The times that answers took.
 
     Attributes:
         token_s: seconds in which each sequence gets a token while all of them run.

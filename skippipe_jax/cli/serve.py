@@ -175,18 +175,16 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         for module in ("starlette", "uvicorn", "prometheus_client"):
             require(module, "serve", "serve", arguments.port)
+        from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.serving.model import open_engine
-        from skippipe_jax.serving.server import Conduct, Server, listen, read_keys
+        from skippipe_jax.serving.server import Conduct, Server, listen
 
     keys = read_keys(arguments.api_key_file)
     listening = listen(arguments.host, arguments.port, keys)
     with contextlib.ExitStack() as stack:
         stack.enter_context(listening)
         source = _source(arguments)
-        name, conduct = (
-            arguments.served_model_name or _name(arguments),
-            Conduct(waiting, drain_s, keys),
-        )
+        name = arguments.served_model_name or _name(arguments)
         if hosts == 1:
             given = source.config.data, slots, arguments.max_model_len
             served, engine = open_engine(name, source.model(), *given)
@@ -194,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             over = stack.enter_context(_over_hosts(arguments, name, source, slots))
             served, engines, status = over
-        server = Server(served, engines, conduct, status)
+        server = Server(served, engines, Conduct(waiting, drain_s, keys), status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
@@ -238,12 +236,11 @@ def _over_hosts(
         host, port = parse_address("--coordinator", given)
     address = hosts.listen(host, int(port))
     with contextlib.ExitStack() as stack:
-        stack.callback(hosts.close)
         if arguments.coordinator is None:
             stack.enter_context(_started_here(arguments, address, hosts))
+        stack.callback(hosts.close)  # Before those that were started here are told to end.
         hosts.gather(count - 1, cluster.connect_timeout_s)
         yield *open_groups(name, source, hosts), hosts.status
-        hosts.close()
 
 
 @contextlib.contextmanager

@@ -401,9 +401,9 @@ class Tasks:
 
     def __init__(self):
         """Begin with none."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run it beside the others."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)

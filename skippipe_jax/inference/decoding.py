@@ -251,6 +251,15 @@ class StageExecutor:
             _unless_skipped(np.zeros(len(x), bool), x, x)
 
 
+def span_of(tokens: Sequence[int], start: int, slot: int, length: int) -> Step:
+    """Return the step of a slot's tokens from a position on, padded for caches of a length."""
+    shape = 1, padded_length(len(tokens), PREFILL_TOKENS)
+    padded, positions = np.zeros(shape, np.int32), np.full(shape, length, np.int32)
+    padded[0, : len(tokens)] = tokens
+    positions[0, : len(tokens)] = start + np.arange(len(tokens))
+    return Step(padded, positions, slot)
+
+
 def rows_for(slots: int) -> list[int]:
     """Return how many of so many slots may run together."""
     rows = [1]
@@ -479,16 +488,13 @@ class Generator:
     def _run_span(self, slot: int, own: _Entering) -> int:
         """Run the next span of a prompt, but not its last token; return of how many tokens."""
         prompt, start = own.request.prompt, own.done
-        span = np.asarray(prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)], np.int32)
+        span = prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)]
         if not len(span):
             return 0
-        shape = 1, padded_length(len(span), PREFILL_TOKENS)
-        tokens, positions = np.zeros(shape, np.int32), np.full(shape, self.decoder.length, np.int32)
-        tokens[0, : len(span)], positions[0, : len(span)] = span, start + np.arange(len(span))
-        targets, behind = np.zeros(shape, np.int32), prompt[start + 1 :][: len(span)]
+        step = span_of(span, start, slot, self.decoder.length)
+        targets, behind = np.zeros_like(step.tokens), prompt[start + 1 :][: len(span)]
         targets[0, : len(span)] = behind
-        asked = targets if own.request.scores_prompt else None
-        scores = self.decoder.prefill(Step(tokens, positions, slot), asked)
+        scores = self.decoder.prefill(step, targets if own.request.scores_prompt else None)
         if scores is not None:
             own.scored += scores.tokens(behind, [own.request.likeliest] * len(span))
         own.done += len(span)

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 from msgspec import Struct
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
+from skippipe_jax.config.api_keys import header_with
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, load_corpora, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
@@ -111,10 +111,8 @@ class RemoteModel:
         self.tokenizer = load_tokenizer(tokenizer_of(data))
         self.used = Counter[tuple[Order, Order]]()
         self._connection, self._path = _address(self.url)
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json"} | header_with(key_file)
         self._key_file = key_file
-        if key_file is not None:
-            self._headers["Authorization"] = f"Bearer {_key_in(key_file)}"
         self._is_known = False
         found = self._answer(_Models, "GET", f"{self._path}/models").data
         if len(found) != 1:
@@ -298,19 +296,6 @@ def _address(url: str) -> tuple[Connection, str]:
         remedy = "Write one such as http://127.0.0.1:8000/v1"
         raise InputError("--url", url, "is no address of a service", remedy) from error
     return (kind, host, port), parts.path
-
-
-def _key_in(path: Path) -> str:
-    """Return the API key in the first line of a file.
-
-    Raises:
-        InputError: if it cannot be read, or holds none.
-    """
-    key = fields.read_text(path, "--api-key-file").strip().partition("\n")[0].strip()
-    if not key or not key.isascii() or not key.isprintable():
-        remedy = "Write one of the keys of the service in its first line"
-        raise InputError("--api-key-file", str(path), "holds no API key", remedy)
-    return key
 
 
 def texts_of(batch: Batch) -> Iterator[tuple[int, int, list[int]]]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from skippipe_sched.serving.case import FRONT
 
-from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, padded_length
+from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, span_of
 from skippipe_jax.inference.drawing import Scores
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
@@ -108,8 +108,8 @@ class RoutedExecutor(StageExecutor):
             route, self._epoch = self._hosts.route(self._group)
             for slot, tokens in self._tokens.items():
                 for start in range(0, len(tokens), PREFILL_TOKENS):
-                    span = self._span(slot, start, tokens[start:][:PREFILL_TOKENS])
-                    self._along(route, span, is_read=False)
+                    own = tokens[start:][:PREFILL_TOKENS]
+                    self._along(route, span_of(own, start, slot, self.length), is_read=False)
                 if tokens:
                     self._used[slot] &= {DATA_STAGE, *stages_of(route)}
             self._route, self._version = route, version
@@ -138,14 +138,6 @@ class RoutedExecutor(StageExecutor):
             if waits:
                 x = self._hops.unpacked(done.result(), place)
         return x
-
-    def _span(self, slot: int, start: int, tokens: list[int]) -> Step:
-        """Return a step of a slot's tokens from a position on."""
-        shape = 1, padded_length(len(tokens), PREFILL_TOKENS)
-        padded, positions = np.zeros(shape, np.int32), np.full(shape, self.length, np.int32)
-        padded[0, : len(tokens)] = tokens
-        positions[0, : len(tokens)] = start + np.arange(len(tokens))
-        return Step(padded, positions, slot)
 
     def _note(self, step: Step, route: Route) -> None:
         """Keep the tokens that have run, to run them along another route one day."""

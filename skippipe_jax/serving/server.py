@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvicorn
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -47,23 +45,6 @@ class Conduct:
     most_waiting: int = 256
     drain_s: float = 30.0
     keys: tuple[str, ...] = ()
-
-
-def read_keys(path: Path | None) -> tuple[str, ...]:
-    """Read API keys, one in a line.
-
-    Raises:
-        InputError: if the file cannot be read, or holds none.
-    """
-    if path is None:
-        return ()
-    field = "--api-key-file"
-    keys = tuple(line.strip() for line in fields.read_text(path, field).splitlines())
-    keys = tuple(filter(None, keys))
-    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
-        remedy = "Write one key in a line, such as skippipe keygen FILE makes"
-        raise InputError(field, str(path), "holds no API keys", remedy)
-    return keys
 
 
 def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:

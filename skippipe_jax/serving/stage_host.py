@@ -219,7 +219,7 @@ class Session:
             case ["hosts", dict(addresses)], []:
                 self._addresses = {int(host): own for host, own in addresses.items()}
                 for host in self._addresses.keys() - self._wires.keys():
-                    self._tasks.start(self._reach(host))
+                    self._tasks.start(self._connect(host))
             case ["end"], []:
                 self._has_ended = True
                 self._front.close()
@@ -248,9 +248,6 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         self._front.close()
-
-    async def _reach(self, host: int) -> None:
-        await self._connect(host)
 
     async def _connect(self, host: int) -> Wire | None:
         """Connect to another host, and watch it; None if nobody answers there."""

@@ -9,9 +9,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_sched.figures.tables import aligned
+
+from skippipe_jax.config.api_keys import header_with
 
 ANSWER_S = 10.0
 HEAD = ("host", "stages", "groups", "block, ms", "round trip, ms", "name")
@@ -24,10 +25,7 @@ def ask(url: str, key_file: Path | None) -> dict[str, Any]:
         InputError: if it does not take the key, or is no service of ours.
         TemporaryError: if nothing answers.
     """
-    headers = {}
-    if key_file is not None:
-        key = fields.read_text(key_file, "--api-key-file").partition("\n")[0].strip()
-        headers["Authorization"] = f"Bearer {key}"
+    headers = header_with(key_file)
     path = f"{url.removesuffix('/').removesuffix('/v1')}/status"
     try:
         request = urllib.request.Request(path, headers=headers)

@@ -1,0 +1,35 @@
+"""The API keys of a service, in a file that it has and its clients have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skippipe_sched import fields
+from skippipe_sched.errors import InputError
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """Read API keys, one in a line; without a file there are none.
+
+    Raises:
+        InputError: if the file cannot be read, or holds none.
+    """
+    if path is None:
+        return ()
+    field = "--api-key-file"
+    keys = tuple(line.strip() for line in fields.read_text(path, field).splitlines())
+    keys = tuple(filter(None, keys))
+    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+        remedy = "Write one key in a line, such as skippipe keygen FILE makes"
+        raise InputError(field, str(path), "holds no API keys", remedy)
+    return keys
+
+
+def header_with(path: Path | None) -> dict[str, str]:
+    """Return the HTTP header by which a client shows the first key of a file, if there is one.
+
+    Raises:
+        InputError: if the file cannot be read, or holds none.
+    """
+    keys = read_keys(path)
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
