@@ -11,14 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
-from flax import nnx
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
 from skippipe_jax.inference.evaluation import Evaluation, evaluate
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.models.llama import StageStructure, stage_shapes
 from skippipe_jax.storage.checkpoint import CheckpointItems
 from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 
@@ -67,5 +66,5 @@ def logits_of(model: StagedModel, order: Sequence[int], tokens: np.ndarray) -> n
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(structure: Any, parameters: Any, x: jax.Array) -> jax.Array:
-    return nnx.merge(structure, parameters).logits(x)
+def _logits(structure: StageStructure, parameters: Any, x: jax.Array) -> jax.Array:
+    return structure.merge(parameters).logits(x)

@@ -82,21 +82,34 @@ def _answer(question: Question, prompt: Sequence[int], began_s: float) -> Answer
     answer = connection.getresponse()
     if answer.status != 200:
         raise RuntimeError(f"the service answers {answer.status}: {answer.read().decode()}")
-    count, arrivals, text = 0, list[tuple[int, float]](), ""
-    while (line := answer.readline()).strip() != b"data: [DONE]":
-        if not line:
-            raise RuntimeError("the service has ended in the middle of an answer")
-        if not line.strip():
-            continue
-        event = json.loads(line.removeprefix(b"data: "))
-        if "choices" not in event:
-            raise RuntimeError(f"the service fails: {event}")
-        [choice] = event["choices"]
-        count += len(choice["logprobs"]["tokens"])
-        arrivals.append((count, time.perf_counter() - began_s))
-        text += choice["text"]
+    # Read later: on a machine that it shares with the service, a client has to take little.
+    received = list[tuple[float, bytes]]()
+    while piece := answer.read1():
+        received.append((time.perf_counter() - began_s, piece))
     connection.close()
-    return Answer(arrivals, text)
+    return _read(received)
+
+
+def _read(received: Sequence[tuple[float, bytes]]) -> Answer:
+    """Return the answer that came in pieces, each at a time.
+
+    Raises:
+        RuntimeError: if it is not whole.
+    """
+    count, arrivals, text, rest = 0, list[tuple[int, float]](), "", b""
+    for at_s, piece in received:
+        *events, rest = (rest + piece).split(b"\n\n")
+        for written in events:
+            if written == b"data: [DONE]":
+                return Answer(arrivals, text)
+            event = json.loads(written.removeprefix(b"data: "))
+            if "choices" not in event:
+                raise RuntimeError(f"the service fails: {event}")
+            [choice] = event["choices"]
+            count += len(choice["logprobs"]["tokens"])
+            arrivals.append((count, at_s))
+            text += choice["text"]
+    raise RuntimeError("the service has ended in the middle of an answer")
 
 
 def seconds_per_token(answers: Sequence[Answer]) -> float:

@@ -111,8 +111,8 @@ class ByteTokenizer:
 
         Bytes that are not UTF-8 become U+FFFD, so that a model's first attempts can be printed.
         """
-        ids = np.asarray(tokens)
-        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+        return bytes([token for token in ids if 0 <= token < 256]).decode(errors="replace")
 
     def token_of(self, text: str) -> int | None:
         """Return None: only bytes have tokens."""

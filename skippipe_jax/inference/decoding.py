@@ -33,7 +33,14 @@ from skippipe_jax.inference.drawing import (
     scores_of,
 )
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.models.llama import Block, DataStage, Stage, precise, rotations
+from skippipe_jax.models.llama import (
+    Block,
+    DataStage,
+    Stage,
+    StageStructure,
+    precise,
+    rotations,
+)
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.language_model import LanguageModel
@@ -285,18 +292,18 @@ def _unless_skipped(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored_logits(
-    structure: Any,
+    structure: StageStructure,
     parameters: Any,
     x: Float[Array, "1 time width"],
     targets: Int[Array, "1 time"],
 ) -> Scores:
-    scores = scores_of(nnx.merge(structure, parameters).logits(x), targets)
+    scores = scores_of(structure.merge(parameters).logits(x), targets)
     return Scores(*(part[0] for part in scores))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _forward(
-    static: tuple[Any, int],
+    static: tuple[StageStructure, int],
     parameters: Any,
     cache: KVCache,
     x: Array,
@@ -305,14 +312,14 @@ def _forward(
 ) -> tuple[Float[Array, "row time width"], KVCache]:
     """Merge a stage and run it; `static` is its structure, and how many positions are looked at."""
     structure, attended = static
-    return run_stage(nnx.merge(structure, parameters), x, cache, positions, slot, attended)
+    return run_stage(structure.merge(parameters), x, cache, positions, slot, attended)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(
-    structure: Any, parameters: Any, x: Float[Array, "row 1 width"]
+    structure: StageStructure, parameters: Any, x: Float[Array, "row 1 width"]
 ) -> Float[Array, "row vocabulary"]:
-    return nnx.merge(structure, parameters).logits(x)[:, 0]
+    return structure.merge(parameters).logits(x)[:, 0]
 
 
 @precise

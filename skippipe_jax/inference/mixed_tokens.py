@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from skippipe_jax.data.batches import NOT_COUNTED
@@ -22,6 +21,7 @@ from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalis
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.models.head_chunks import tokens_of_chunk
+from skippipe_jax.models.llama import StageStructure
 
 if TYPE_CHECKING:
     from skippipe_jax.inference.ensemble import Ensemble
@@ -92,7 +92,7 @@ class MixtureExecutor:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _next_logits(
-    static: tuple[tuple[Any, ...], str, int],
+    static: tuple[tuple[StageStructure, ...], str, int],
     parameters: Sequence[Any],
     known: Known,
     streams: Sequence[Float[Array, "row time _"]],
@@ -108,7 +108,7 @@ def _next_logits(
     """
     structures, mix, length = static
     (tokens, positions, slot), is_given = step, step.positions < length
-    stages = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
+    stages = [own.merge(given) for own, given in zip(structures, parameters, strict=True)]
     own = known if slot is None else jax.tree.map(lambda each: each[:, slot][:, None], known)
 
     # The first token of the step is judged by what was said before it.
@@ -138,7 +138,7 @@ def _next_logits(
 
 @functools.partial(jax.jit, static_argnums=0)
 def mixed_scores(
-    structures: tuple[Any, ...],
+    structures: tuple[StageStructure, ...],
     parameters: Sequence[Any],
     streams: Sequence[Float[Array, "sequence position _"]],
     targets: Int[Array, "sequence position"],
@@ -150,7 +150,7 @@ def mixed_scores(
     get behind their last stages. A negative target has 0 nats, and counts as the likeliest. Only
     distributions of some tokens are there at any time.
     """
-    stages = [nnx.merge(*pair) for pair in zip(structures, parameters, strict=True)]
+    stages = [own.merge(given) for own, given in zip(structures, parameters, strict=True)]
 
     def of_token(own: tuple[Sequence[Array], Array, Array]) -> tuple[Array, Array]:
         streams, target, log_w = own

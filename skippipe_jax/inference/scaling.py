@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
@@ -30,6 +29,7 @@ from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales, folded
+from skippipe_jax.models.llama import StageStructure
 from skippipe_jax.storage.restore import latest_intact
 from skippipe_jax.storage.run_dir import PLAN, RunDir
 
@@ -235,7 +235,7 @@ def training_text(data: DataConfig) -> Iterator[Batch]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient(
-    structures: tuple[Any, ...],
+    structures: tuple[StageStructure, ...],
     scales: list[Float[Array, "_ 2"]],
     parameters: list[Any],
     runs: Bool[Array, " inner_stages"],
@@ -248,9 +248,9 @@ def _gradient(
         outputs = x
         inner = zip(runs, structures[1:], parameters[1:], scales, strict=True)
         for is_run, structure, own, of_stage in inner:
-            stage = nnx.merge(structure, folded(own, of_stage))
+            stage = structure.merge(folded(own, of_stage))
             outputs = jax.lax.cond(is_run, stage, lambda outputs: outputs, outputs)
-        nats, tokens = nnx.merge(structures[0], parameters[0]).loss(outputs, targets)
+        nats, tokens = structures[0].merge(parameters[0]).loss(outputs, targets)
         return nats / tokens
 
     return jax.grad(loss)(scales)

@@ -38,7 +38,7 @@ from skippipe_jax.inference.decoding import (
 from skippipe_jax.inference.partial import Order, full, kept, order_of
 from skippipe_jax.models.branch_scales import BranchScales
 from skippipe_jax.models.document_mask import marked_tokens
-from skippipe_jax.models.llama import create_stage
+from skippipe_jax.models.llama import StageStructure, create_stage
 
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence position"]
 """A sequence of tokens, or several of one length."""
@@ -233,9 +233,9 @@ class StagedModel:
         targets[:, : rows.shape[1] - 1] = rows[:, 1:]
         return {"tokens": inputs, "targets": targets}
 
-    @property
-    def structures(self) -> tuple[Any, ...]:
-        """What `nnx.merge` needs beside the parameters to make a stage of them."""
+    @cached_property
+    def structures(self) -> tuple[StageStructure, ...]:
+        """What makes a stage of its parameters."""
         return _structures(self.config, self.stages)
 
     def embed(self, batch: Batch) -> Float[Array, "sequence position width"]:
@@ -266,35 +266,39 @@ class StagedModel:
 
 
 @functools.cache
-def _structures(config: ModelConfig, stages: int) -> tuple[Any, ...]:
+def _structures(config: ModelConfig, stages: int) -> tuple[StageStructure, ...]:
     """Return what `StagedModel.structures` says."""
     if PLATFORM_OF.get(config.attention) not in (None, jax.default_backend()):
         config = replace(config, attention=AUTO)
     layers = config.layers_of_stages(stages)
 
-    def structure(stage: int) -> Any:
-        return nnx.graphdef(
+    def structure(stage: int) -> StageStructure:
+        return StageStructure(
             nnx.eval_shape(lambda: create_stage(config, stage, layers, jax.random.key(0)))
         )
 
-    return tuple(map(structure, range(stages)))
+    # Stages that are alike share one, which is found without a comparison.
+    known = dict[StageStructure, StageStructure]()
+    return tuple(known.setdefault(own, own) for own in map(structure, range(stages)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply(structure: Any, parameters: Any, inputs: Array) -> Array:
-    return nnx.merge(structure, parameters)(inputs)
+def _apply(structure: StageStructure, parameters: Any, inputs: Array) -> Array:
+    return structure.merge(parameters)(inputs)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss(structure: Any, parameters: Any, x: Array, targets: Array) -> Array:
-    return jnp.stack(nnx.merge(structure, parameters).loss(x, targets))
+def _loss(structure: StageStructure, parameters: Any, x: Array, targets: Array) -> Array:
+    return jnp.stack(structure.merge(parameters).loss(x, targets))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scores(structure: Any, parameters: Any, x: Array, targets: Array) -> tuple[Array, Array]:
-    return nnx.merge(structure, parameters).scores(x, targets)
+def _scores(
+    structure: StageStructure, parameters: Any, x: Array, targets: Array
+) -> tuple[Array, Array]:
+    return structure.merge(parameters).scores(x, targets)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(structure: Any, parameters: Any, x: Array) -> Array:
-    return nnx.merge(structure, parameters).logits(x)
+def _logits(structure: StageStructure, parameters: Any, x: Array) -> Array:
+    return structure.merge(parameters).logits(x)

@@ -363,6 +363,33 @@ def stage_shapes(config: ModelConfig, stages: int) -> Sequence[Any]:
     return jax.eval_shape(create)
 
 
+class StageStructure:
+    """What makes a stage of its parameters.
+
+    Jitted functions take it as a static argument, and look it up at each call: flax would hash all
+    of its description each time, which takes longer than a small stage.
+    """
+
+    def __init__(self, stage: Stage):
+        """Take the structure of a stage, whose parameters may be shapes."""
+        self._description = nnx.graphdef(stage)
+        self._hash = hash(self._description)
+
+    def __hash__(self) -> int:
+        """Return the hash of the description."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both make the same of the same parameters."""
+        if self is other:
+            return True
+        return isinstance(other, StageStructure) and self._description == other._description
+
+    def merge(self, parameters: Any) -> Any:
+        """Return the stage, a `DataStage` if it is of one, with these parameters."""
+        return nnx.merge(self._description, parameters)
+
+
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
     """Return the scanned block with what `config.recompute` says is kept for the backward pass."""
     policies = jax.checkpoint_policies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -97,6 +98,7 @@ class Choice:
         return placed
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def name_of(token: int, tokenizer: Tokenizer) -> str:
     """Return the text of a token; of one that is no whole characters, `token_id:` and its number.
 

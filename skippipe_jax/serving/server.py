@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from skippipe_sched.errors import InputError
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address, listen_without_delay
@@ -28,6 +28,8 @@ from skippipe_jax.serving.service import Served
 
 IDLE_S = 15.0
 """How long a connection may send nothing, or no whole head of a request."""
+MOST_HEAD_BYTES = 1 << 16
+"""Of a request; a connection on which a longer one comes is closed."""
 MOST_FILES = 1 << 16
 """As many connections may be open, where the system allows it."""
 
@@ -151,8 +153,11 @@ class Server(uvicorn.Server):
         log.info(f"{signal.Signals(number).name}: answers that have begun are finished")
 
 
-class _Protocol(H11Protocol):
+class _Protocol(HttpToolsProtocol):
     """A connection, which is closed when nothing comes by it, from its beginning on."""
+
+    _head_bytes = 0
+    _reads_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -162,9 +167,21 @@ class _Protocol(H11Protocol):
         # The head of a request has to come as a whole by then, however slowly.
         waiting = self.timeout_keep_alive_task
         deadline_s = None if waiting is None else waiting.when()
+        self._head_bytes += 0 if self._reads_body else len(data)
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
+        # The parser keeps as much of a head as comes.
+        if not self._reads_body and self._head_bytes > MOST_HEAD_BYTES:
+            self.transport.close()
+        elif self.cycle is None or self.cycle.response_complete:
             self._expect(deadline_s)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._reads_body, self._head_bytes = True, 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reads_body = False
 
     def _expect(self, deadline_s: float | None = None) -> None:
         if self.timeout_keep_alive_task is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -393,6 +394,19 @@ def test_connections_that_say_nothing_are_closed(
             connection.close()
         assert time.monotonic() - began_s < 10
         assert client_of(url).models.list().data
+
+
+def test_a_head_without_an_end_is_not_kept(url: str):
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.settimeout(10)
+        connection.sendall(b"GET /health HTTP/1.1\r\nCookie: ")
+        for _ in range(8):
+            with contextlib.suppress(ConnectionError):  # It is closed in the middle of that.
+                connection.sendall(b"x" * server.MOST_HEAD_BYTES)
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(1) == b""
+    assert client_of(url).models.list().data
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch):
