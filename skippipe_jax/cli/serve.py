@@ -17,7 +17,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
-from skippipe_jax.cli.arguments import add_log_level, add_overrides
+from skippipe_jax.cli.arguments import add_log_level, add_overrides, add_scale
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.hardware import HOPS
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
@@ -26,6 +26,7 @@ from skippipe_jax.serving.routing import WHEN_LOST
 if TYPE_CHECKING:
     from skippipe_jax.inference.decoding import Generator
     from skippipe_jax.inference.model_source import ModelSource
+    from skippipe_jax.models.branch_scales import ScaleTable
     from skippipe_jax.serving.hosts import StageHosts
     from skippipe_jax.serving.service import Served
 
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of stages of an --hf model (default: as for evaluate)",
     )
+    add_scale(parser, "serve it")
     add_overrides(parser, "override a key of the model's configuration; repeatable")
     add_log_level(parser)
 
@@ -185,12 +187,13 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(listening)
         source = _source(arguments)
         name = arguments.served_model_name or _name(arguments)
+        scales = _scales(arguments, source)
         if hosts == 1:
-            given = source.config.data, slots, arguments.max_model_len
+            given = source.config.data, slots, arguments.max_model_len, scales
             served, engine = open_engine(name, source.model(), *given)
             engines, status = [engine], lambda: [_alone(source)]
         else:
-            over = stack.enter_context(_over_hosts(arguments, name, source, slots))
+            over = stack.enter_context(_over_hosts(arguments, name, source, slots, scales))
             served, engines, status = over
         server = Server(served, engines, Conduct(waiting, drain_s, keys), status)
         host, port = listening.getsockname()[:2]
@@ -207,7 +210,11 @@ def _alone(source: ModelSource) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _over_hosts(
-    arguments: argparse.Namespace, name: str, source: ModelSource, sequences: int
+    arguments: argparse.Namespace,
+    name: str,
+    source: ModelSource,
+    sequences: int,
+    scales: ScaleTable | None,
 ) -> Iterator[tuple[Served, list[Generator], Callable[[], list[dict[str, Any]]]]]:
     """Gather hosts, which are started here unless there is a coordinator, and end them at last."""
     with loading():
@@ -229,7 +236,8 @@ def _over_hosts(
     if take_over_s is not None:
         take_over_s = fields.duration(take_over_s, "--take-over-after")
     rules = Rules(arguments.when_stage_lost, take_over_s, _most_stages(arguments))
-    hosts = StageHosts(source, slots, rules, Keys.of(cluster), cluster.heartbeat_timeout_s)
+    known = Keys.of(cluster), cluster.heartbeat_timeout_s
+    hosts = StageHosts(source, slots, rules, *known, scales)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
     host, _, port = given.rpartition(":")
     if arguments.coordinator is not None:
@@ -317,6 +325,17 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
     source = open_source(run, arguments.hf, step, arguments.num_stages, overrides)
     keep_programs(source.config.compilation_cache)
     return source
+
+
+def _scales(arguments: argparse.Namespace, source: ModelSource) -> ScaleTable | None:
+    """Return what `--scale` asks for, for each number of stages that may run."""
+    if arguments.scale is None:
+        return None
+    with loading():
+        from skippipe_jax.inference.scaling import table_of
+
+    run = None if arguments.run is None else _run_and_step(arguments.run)[0]
+    return table_of(arguments.scale, source, run)
 
 
 def _model_words(arguments: argparse.Namespace) -> list[str]:

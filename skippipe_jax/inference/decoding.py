@@ -33,6 +33,7 @@ from skippipe_jax.inference.drawing import (
     scores_of,
 )
 from skippipe_jax.inference.partial import Order
+from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import (
     Block,
     DataStage,
@@ -138,12 +139,15 @@ class StageExecutor:
         slots: int,
         length: int,
         held: Order | None = None,
+        scales: ScaleTable | None = None,
     ):
         """Make room for so many sequences of so many positions in each stage of an order.
 
-        `held` are those stages that are here, if others run elsewhere.
+        `held` are those stages that are here, if others run elsewhere. With `scales`, what blocks
+        of inner stages add is multiplied by those of as many stages as run.
         """
         self.model, self.order, self.slots, self.length = model, order, slots, length
+        self._scales = scales
         config = model.config
 
         def empty(stage: int) -> Array:
@@ -153,7 +157,7 @@ class StageExecutor:
             return jax.device_put(jnp.zeros(shape, config.compute_dtype), place)
 
         self._caches = {stage: KVCache(empty(stage), empty(stage)) for stage in held or order}
-        # By slot: the stages that its sequence does not use.
+        # By slot: the stages of the model that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
 
     @property
@@ -168,8 +172,8 @@ class StageExecutor:
 
     def begin(self, slot: int, stages: Order | None) -> None:
         """Do what `Decoder.begin` says."""
-        skipped = () if stages is None else set(self.order) - set(stages)
-        self._skipped[slot] = frozenset(skipped)
+        used = set(self.order if stages is None else stages)
+        self._skipped[slot] = frozenset(range(self.model.stages)) - used
 
     def end(self, slot: int) -> None:
         """Do what `Decoder.end` says."""
@@ -182,16 +186,28 @@ class StageExecutor:
     def close(self) -> None:
         """Do what `Decoder.close` says: nothing is waited for."""
 
-    def forward(self, stage: int, x: Array | np.ndarray, step: Step) -> Array:
+    def forward(
+        self,
+        stage: int,
+        x: Array | np.ndarray,
+        step: Step,
+        scales: Float[np.ndarray, "row block 2"] | None = None,
+    ) -> Array:
         """Return the residual stream [row time width] after a stage, whose cache then knows it.
 
-        The data stage takes tokens [row time].
+        The data stage takes tokens [row time]. What blocks add is multiplied by `scales`.
         """
         last = step.positions[step.positions < self.length].max(initial=0)
         attended = padded_length(int(last) + 1, self.length, LEAST_ATTENDED)
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
         after, self._caches[stage] = _forward(
-            (structure, attended), parameters, self._caches[stage], x, step.positions, step.slot
+            (structure, attended),
+            parameters,
+            self._caches[stage],
+            x,
+            step.positions,
+            step.slot,
+            scales,
         )
         return after
 
@@ -213,13 +229,17 @@ class StageExecutor:
         step: Step,
         skipped: Sequence[Collection[int]],
     ) -> Float[Array, "row time width"]:
-        """Return the residual stream after these stages; each row has some that it skips."""
+        """Return the residual stream after these inner stages; each row skips some of the model."""
+        scales = None
+        if self._scales is not None:
+            scales = self._scales[[self.model.stages - len(own) - 1 for own in skipped]]
         for stage in stages:
             skips = np.array([stage in own for own in skipped])
-            if not skips.any():
-                x = self.forward(stage, x, step)
-            elif not skips.all():
-                x = _unless_skipped(skips, x, self.forward(stage, x, step))
+            if skips.all():
+                continue
+            own = None if scales is None else scales[:, [*self.model.cut.blocks(stage)]]
+            after = self.forward(stage, x, step, own)
+            x = _unless_skipped(skips, x, after) if skips.any() else after
         return jnp.asarray(x)
 
     def prefill(
@@ -309,10 +329,11 @@ def _forward(
     x: Array,
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
+    scales: Float[Array, "row block 2"] | None,
 ) -> tuple[Float[Array, "row time width"], KVCache]:
     """Merge a stage and run it; `static` is its structure, and how many positions are looked at."""
     structure, attended = static
-    return run_stage(structure.merge(parameters), x, cache, positions, slot, attended)
+    return run_stage(structure.merge(parameters), x, cache, positions, slot, attended, scales)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -330,23 +351,33 @@ def run_stage(
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
     attended: int,
+    scales: Float[Array, "row block 2"] | None,
 ) -> tuple[Float[Array, "row time width"], KVCache]:
-    """Return the residual stream after all blocks of a stage, and its cache."""
+    """Return the residual stream after all blocks of a stage, and its cache.
+
+    What attention and the feed-forward of a block add is multiplied by `scales`.
+    """
     if isinstance(stage, DataStage):
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
     structure, parameters = nnx.split(stage.blocks)
 
     def run_block(carried: tuple[Array, KVCache], own: tuple[Array, Any]) -> Any:
-        (x, cache), (layer, block_parameters) = carried, own
+        (x, cache), (layer, block_parameters, factors) = carried, own
         block: Block = nnx.merge(structure, block_parameters)
         normed = block.attention_norm(x)
         added, cache = attend(block, normed, cache, layer, positions, slot, attended)
-        x = x + added
-        return (x + block.feed_forward(block.ffn_norm(x)), cache), None
+        x = x + times(added, factors, 0)
+        return (x + times(block.feed_forward(block.ffn_norm(x)), factors, 1), cache), None
+
+    def times(branch: Array, factors: Array | None, which: int) -> Array:
+        if factors is None:
+            return branch
+        return branch * factors[:, which, None, None].astype(branch.dtype)
 
     # Carried along, the cache is written in place; as outputs of the loop it would be copied.
     layers = jnp.arange(cache.keys.shape[0])
-    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters))
+    of_blocks = None if scales is None else jnp.moveaxis(scales, 1, 0)
+    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters, of_blocks))
     return x, cache
 
 

@@ -26,9 +26,9 @@ from tqdm import tqdm
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.model import StageCut
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import ModelSource, read_run
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.models.branch_scales import BranchScales, folded
+from skippipe_jax.models.branch_scales import BranchScales, ScaleTable, folded
 from skippipe_jax.models.llama import StageStructure
 from skippipe_jax.storage.restore import latest_intact
 from skippipe_jax.storage.run_dir import PLAN, RunDir
@@ -91,6 +91,16 @@ class Scaling:
             self._found[kept] = self._scales(kept)
         return self._found[kept]
 
+    def table(self) -> ScaleTable:
+        """Return the scales for each number of stages that may run.
+
+        Raises:
+            InputError: as `scales` does.
+        """
+        every = range(self.model.config.layers)
+        counts = range(1, self.model.stages + 1)
+        return np.stack([self.scales(kept).of_blocks(every) for kept in counts])
+
     def scaled(self, kept: int | None = None) -> StagedModel:
         """Return the model with these scales in its weights."""
         return self.model.scaled(self.scales(kept))
@@ -118,6 +128,18 @@ def scaling_of(
     """
     scale = parse_scale(scale)
     return Scaling(scale, model, data, _shares_for(scale, model.stages, run, step))
+
+
+def table_of(scale: Scale, source: ModelSource, run: Path | None) -> ScaleTable:
+    """Return the scales of a model for each number of stages that may run.
+
+    The model itself is read only where they are fitted.
+
+    Raises:
+        InputError: as `scaling_of` and `Scaling.scales` do.
+    """
+    model = source.model(None if parse_scale(scale) == FIT else ())
+    return scaling_of(scale, model, source.config.data, run, source.step).table()
 
 
 def scales_of_run(

@@ -36,7 +36,7 @@ from skippipe_jax.inference.decoding import (
     padded_length,
 )
 from skippipe_jax.inference.partial import Order, full, kept, order_of
-from skippipe_jax.models.branch_scales import BranchScales
+from skippipe_jax.models.branch_scales import BranchScales, ScaleTable
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import StageStructure, create_stage
 
@@ -194,9 +194,9 @@ class StagedModel:
             lambda given: generate_tokens(chosen, given, max_new_tokens, sampling, end),
         )
 
-    def decoder(self, slots: int, length: int) -> StageExecutor:
-        """Return what `LanguageModel.decoder` says."""
-        return StageExecutor(self, self.along, slots, length)
+    def decoder(self, slots: int, length: int, scales: ScaleTable | None = None) -> StageExecutor:
+        """Return what `LanguageModel.decoder` says, with scales as `StageExecutor` takes them."""
+        return StageExecutor(self, self.along, slots, length, scales=scales)
 
     def likelihoods(
         self, batch: Batch

@@ -18,6 +18,9 @@ from skippipe_jax.config.model import StageCut
 
 SHOWN_DIGITS = 3
 
+ScaleTable = Float[np.ndarray, "kept block 2"]
+"""The scales of both branches of all blocks: first those where one stage runs, at last all do."""
+
 
 @dataclass(frozen=True)
 class BranchScales:

@@ -16,6 +16,7 @@ from skippipe_jax.config import ModelConfig
 from skippipe_jax.inference.decoding import StageExecutor, Step
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.runtime.wire_format import WireFormat
 
 
@@ -65,8 +66,11 @@ class Hops:
 class HeldStages:
     """The stages of one host; stages may be added while others run."""
 
-    def __init__(self, config: ModelConfig, stages: int, slots: Slots):
-        """Hold none yet of so many stages."""
+    def __init__(
+        self, config: ModelConfig, stages: int, slots: Slots, scales: ScaleTable | None = None
+    ):
+        """Hold none yet of so many stages; `scales` are as `StageExecutor` takes them."""
+        self._scales = scales
         self._config, self._stages, self._slots = config, stages, slots
         self._hops = Hops(config, slots.hop_dtype)
         self._executors: dict[tuple[int, int], StageExecutor] = {}
@@ -76,7 +80,8 @@ class HeldStages:
         own = [parameters if other == stage else None for other in range(self._stages)]
         model, slots = StagedModel(self._config, own), self._slots
         made = [
-            StageExecutor(model, (stage,), slots.each, slots.length) for _ in range(slots.groups)
+            StageExecutor(model, (stage,), slots.each, slots.length, scales=self._scales)
+            for _ in range(slots.groups)
         ]
         place = jax.tree.leaves(parameters)[0].sharding
         for step in made[0].steps_of_all_sizes():
@@ -102,7 +107,7 @@ class HeldStages:
         step: Step,
         skipped: Sequence[Collection[int]],
     ) -> np.ndarray:
-        """Return what travels on from these stages; each row of the step has some that it skips."""
+        """Return what travels on from these stages; each row of the step skips some stages."""
         parameters = self._executors[stages[0], group].model.parameters[stages[0]]
         x = self._hops.unpacked(travelled, jax.tree.leaves(parameters)[0].sharding)
         for stage in stages:

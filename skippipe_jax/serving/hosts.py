@@ -33,6 +33,7 @@ from skippipe_jax.connections.waiting import telling
 from skippipe_jax.errors import PeerError, TlsMismatch
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource
+from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.errors import Unavailable
@@ -136,14 +137,22 @@ class StageHosts:
 
     Attributes:
         slots: for sequences, on every host.
+        scales: of branches, as `StageExecutor` takes them.
         own_stages: those of the front, once hosts have been gathered.
         address: where it listens, ``IP:PORT``, once it does.
     """
 
     def __init__(
-        self, source: ModelSource, slots: Slots, rules: Rules, keys: Keys, silent_s: float
+        self,
+        source: ModelSource,
+        slots: Slots,
+        rules: Rules,
+        keys: Keys,
+        silent_s: float,
+        scales: ScaleTable | None = None,
     ):
         """Expect no host yet; one counts as lost after so many seconds of silence."""
+        self.scales = scales
         self._source, self.slots, self._rules = source, slots, rules
         self._keys, self._silent_s = keys, silent_s
         self._service = secrets.token_hex(8)
@@ -431,6 +440,8 @@ class StageHosts:
                 "slots": asdict(self.slots),
             },
         )
+        if self.scales is not None:
+            member.wire.send("scales", arrays=[self.scales])
         with self._changed:
             self._members[member.host] = member
             self._changed.notify_all()

@@ -13,6 +13,7 @@ from skippipe_jax.data.chat import end_of_turn, learns_answers
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator, StageExecutor
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
@@ -21,7 +22,12 @@ from skippipe_jax.serving.service import Served
 
 
 def open_engine(
-    name: str, model: StagedModel, data: DataConfig, slots: int, length: int | None
+    name: str,
+    model: StagedModel,
+    data: DataConfig,
+    slots: int,
+    length: int | None,
+    scales: ScaleTable | None = None,
 ) -> tuple[Served, Generator]:
     """Make room for so many sequences of `length` tokens, and compile all that they may need.
 
@@ -32,7 +38,7 @@ def open_engine(
     """
     length = length_of(model.context, length)
     _require_memory(Slots(1, slots, length).cache_bytes(model.config, model.config.layers), slots)
-    engine = _engine(model.decoder(slots, length))
+    engine = _engine(model.decoder(slots, length, scales))
     return _served(name, model, data, length), engine
 
 

@@ -31,7 +31,8 @@ class RoutedExecutor(StageExecutor):
     def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
         """Begin with empty slots, and no route."""
         order, slots = tuple(range(model.stages)), hosts.slots
-        super().__init__(model, order, slots.each, slots.length, held=hosts.own_stages)
+        own = {"held": hosts.own_stages, "scales": hosts.scales}
+        super().__init__(model, order, slots.each, slots.length, **own)
         self._hosts, self._group = hosts, group
         self._hops = Hops(model.config, slots.hop_dtype)
         self._route: Route | None = None
@@ -122,7 +123,8 @@ class RoutedExecutor(StageExecutor):
             RouteLost: if a host of it is lost, or was before a step that nobody has waited for.
         """
         x = self.forward(DATA_STAGE, step.tokens, step)
-        skipped = [sorted(own) for own in self.skipped_by(step)]
+        lost = {*self.order} - {DATA_STAGE, *stages_of(route)}
+        skipped = [sorted(own | lost) for own in self.skipped_by(step)]
         place, parts = x.sharding, parts_of(route)
         for number, part in enumerate(parts):
             if part[0].host == FRONT:

@@ -47,7 +47,7 @@ from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.wire import Wire
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Hosts of another number do not understand each other."""
 STAGE_HOST, PASSES = "stage-host", "pass"
 """What a host says first to the front, and to another host."""
@@ -167,7 +167,8 @@ class Session:
         context = {"sequence_length": given["model"]["context"]}
         self._config = parse_config({"model": given["model"], "data": context}).model
         self._stages = int(given["stages"])
-        self._held = HeldStages(self._config, self._stages, Slots(**given["slots"]))
+        self._slots = Slots(**given["slots"])
+        self._held = HeldStages(self._config, self._stages, self._slots)
         self._source = source
         # By stage and leaf, the parts of arrays that have come.
         self._parts: dict[int, dict[int, list[np.ndarray]]] = defaultdict(dict)
@@ -210,6 +211,8 @@ class Session:
                 if epoch >= self._epochs[group]:
                     self._epochs[group] = epoch
                     self._work.put((given, x, positions))
+            case ["scales"], [scales]:  # Before it holds the first stage.
+                self._held = HeldStages(self._config, self._stages, self._slots, scales)
             case ["hold", int(stage)], []:
                 self._tasks.start(self._hold(stage))
             case ["drop", int(stage)], []:

@@ -82,7 +82,7 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
         (_loss, (structures[0], parameters[0], x, tokens)),
         (_scores, (structures[0], parameters[0], x, tokens)),
         (_logits, (structures[0], parameters[0], x)),
-        (_forward, ((structures[1], 16), parameters[1], cache, x, tokens, None)),
+        (_forward, ((structures[1], 16), parameters[1], cache, x, tokens, None, None)),
         (next_logits, (structures[0], parameters[0], x[:, :1])),
     ):
         products = re.findall(r"dot_general.*", function.lower(*arguments).as_text())

@@ -11,6 +11,7 @@ from contextlib import suppress
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
 from skippipe_jax.inference.model_source import ModelSource
+from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import Rules, StageHosts
 from skippipe_jax.serving.routed import RoutedExecutor
@@ -96,10 +97,16 @@ class Service:
     """The front of a service, and its hosts."""
 
     def __init__(
-        self, source: ModelSource, slots: Slots, rules: Rules, keys: Keys, most_stages: int
+        self,
+        source: ModelSource,
+        slots: Slots,
+        rules: Rules,
+        keys: Keys,
+        most_stages: int,
+        scales: ScaleTable | None,
     ):
         self.source, self.keys, self.most_stages = source, keys, most_stages
-        self.hosts = StageHosts(source, slots, rules, keys, SILENT_S)
+        self.hosts = StageHosts(source, slots, rules, keys, SILENT_S, scales)
         self.address = self.hosts.listen("127.0.0.1", 0)
         self.threads: list[HostThread] = []
 
@@ -140,11 +147,12 @@ def service(
     rules: Rules = ONE_ON_THE_FRONT,
     keys: Keys | None = None,
     has_weights: bool = True,
+    scales: ScaleTable | None = None,
 ) -> Iterator[Service]:
     """Gather so many hosts beside the front, with few stages each, and end them at last."""
     inner = source.stages - (rules.most_stages or 1)
     most = -(-inner // count)
-    own = Service(source, slots, rules, Keys() if keys is None else keys, most)
+    own = Service(source, slots, rules, Keys() if keys is None else keys, most, scales)
     try:
         own.start(count, has_weights=has_weights)
         own.hosts.gather(count, PATIENCE_S)

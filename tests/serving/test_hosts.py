@@ -22,6 +22,7 @@ import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
 
+from skippipe_jax.config import DataConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.keys import Keys, Secret
@@ -29,6 +30,7 @@ from skippipe_jax.connections.links import open_link
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, Step
 from skippipe_jax.inference.model_source import ModelSource, open_source
+from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import HeldStages, Slots
@@ -133,6 +135,49 @@ def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: Sta
         tokens, stages = drawn_by(own.generator(), requests, kill_the_one_in_use)
     assert tokens == [greedy(model, PROMPT, 25, range(4)), greedy(model, PROMPT[:4], 30, range(4))]
     assert stages == [(0, 1, 2, 3)] * 2
+
+
+def scaling_by(model: StagedModel) -> Scaling:
+    """Scales that differ from stage to stage, and with how many of them run."""
+    return Scaling("share", model, DataConfig(), (1.0, 0.2, 0.5, 0.4))
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_branches_are_scaled_by_how_many_stages_run(
+    hosts: int, source: ModelSource, model: StagedModel
+):
+    scaling = scaling_by(model)
+    orders = [(0, 1, 2, 3), (0, 2), (0, 1, 3), (0,), (0, 3)]
+    requests = [DecodeRequest(PROMPT, 12, GREEDY, stages=order) for order in orders]
+    if hosts == 0:
+        tokens, _ = drawn_by(Generator(model.decoder(3, 64, scaling.table())), requests)
+    else:
+        slots = Slots(1, 3, 64)
+        with service(source, hosts, slots=slots, scales=scaling.table()) as own:
+            tokens, _ = drawn_by(own.generator(), requests)
+    expected = [greedy(scaling.scaled(len(order)), PROMPT, 12, order) for order in orders]
+    assert tokens == expected
+    assert expected != [greedy(model, PROMPT, 12, order) for order in orders]
+
+
+def test_without_a_lost_stage_the_others_are_scaled_anew(source: ModelSource, model: StagedModel):
+    scaling = scaling_by(model)
+    with service(source, 3, scales=scaling.table()) as own:
+
+        def lose_a_stage(step: int) -> None:
+            if step == 4:
+                [thread] = own.holding(2)
+                thread.kill()
+                own.await_stages(1, 3)
+
+        [tokens], [stages] = drawn_by(
+            own.generator(), [DecodeRequest(PROMPT, 20, GREEDY)], lose_a_stage
+        )
+    assert stages == (0, 1, 3)
+    assert tokens[:5] == greedy(scaling.scaled(4), PROMPT, 5, range(4))
+    # All that has been said so far runs anew, and the sequence goes on by the scales of three.
+    behind = greedy(scaling.scaled(3), PROMPT + tokens[:5], 15, (0, 1, 3))
+    assert tokens[5:] == behind
 
 
 def test_a_lost_stage_is_left_out_until_it_is_back(source: ModelSource, model: StagedModel):
