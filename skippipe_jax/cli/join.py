@@ -1,15 +1,17 @@
-"""Join a run that trains, in the place of a host that it has lost or as one more."""
+"""Join a run that trains, in the place of a host that it has lost or as one more; or a service."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.errors import loading
+from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_addresses, add_log_level, add_overrides
+from skippipe_jax.cli.serve import hold_stages
 
 if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
@@ -28,8 +30,9 @@ INTERRUPTED = "interrupted; the run goes on without this host"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Join a run that trains, in the place of a failed host or as an extra one. This machine "
-        "needs neither the configuration nor the folder of the run."
+        "Join a run that trains, in the place of a failed host or as an extra one, or a service as "
+        "a host that holds stages. This machine needs neither the configuration nor the folder of "
+        "the run."
     )
     parser.epilog = EPILOG
     add_addresses(parser)
@@ -52,17 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Join a run and train; return the exit code."""
+    """Join a run and train, or a service and hold stages; return the exit code."""
     with loading():
         from skippipe_jax.cluster.ending import exit_at_once
         from skippipe_jax.connections.addresses import parse_address
+        from skippipe_jax.serving.stage_host import SERVICE_THERE
         from skippipe_jax.training.elastic.joining import joined_by_address
         from skippipe_jax.training.trainer import Trainer
 
     for address in arguments.address:
         parse_address("ADDRESS", address)
     given = arguments.address, arguments.run_dir, arguments.set
-    with joined_by_address(*given, anyway=arguments.anyway) as (config, host):
+    with ExitStack() as stack:
+        try:
+            joined = stack.enter_context(joined_by_address(*given, anyway=arguments.anyway))
+        except InputError as error:
+            if error.problem != SERVICE_THERE:
+                raise
+            return hold_stages(arguments.address[0], arguments.set)
+        config, host = joined
         host.last_words = lambda: "Join again, if the run goes on."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
     log.output(how_it_ended(Path(config.run_dir), host.leader_named, result))

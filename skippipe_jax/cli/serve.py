@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,22 +281,35 @@ def _started_here(
 
 
 def _hold_stages(arguments: argparse.Namespace) -> int:
-    """Hold stages for the service at the coordinator, until it ends."""
+    has_weights = arguments.run is not None or arguments.hf is not None
+    source = _source(arguments) if has_weights else None
+    name = None if arguments.host_id is None else f"--host-id {arguments.host_id}"
+    given = arguments.set, source, name, _most_stages(arguments)
+    return hold_stages(arguments.coordinator, *given)
+
+
+def hold_stages(
+    coordinator: str,
+    overrides: Sequence[str],
+    source: ModelSource | None = None,
+    name: str | None = None,
+    most_stages: int | None = None,
+) -> int:
+    """Hold stages for the service at an address, until it ends; return the exit code.
+
+    The rest is as `StageHost` takes it.
+    """
     with loading():
         from skippipe_jax.config import Config
         from skippipe_jax.connections.keys import Keys
         from skippipe_jax.runtime.compilation import keep_programs
         from skippipe_jax.serving.stage_host import StageHost
 
-    has_weights = arguments.run is not None or arguments.hf is not None
-    source = _source(arguments) if has_weights else None
-    config = Config.from_dict({}, arguments.set) if source is None else source.config
+    config = Config.from_dict({}, overrides) if source is None else source.config
     keep_programs(config.compilation_cache)
     cluster = config.cluster
-    name = None if arguments.host_id is None else f"--host-id {arguments.host_id}"
-    keys, own = Keys.of(cluster), (source, cluster.bind_address, name, _most_stages(arguments))
-    host = StageHost(arguments.coordinator, keys, *own)
-    asyncio.run(host.serve())
+    own = source, cluster.bind_address, name, most_stages
+    asyncio.run(StageHost(coordinator, Keys.of(cluster), *own).serve())
     log.info("the service has ended")
     return 0
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import socket
 import ssl
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Any
 
 import jax
@@ -30,7 +28,7 @@ from skippipe_jax.connections.hello import printable, refuse
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import LINE_BYTES, Link, Tasks, each_in_a_task
 from skippipe_jax.connections.waiting import telling
-from skippipe_jax.errors import PeerError, TlsMismatch
+from skippipe_jax.errors import TlsMismatch
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.models.branch_scales import ScaleTable
@@ -49,7 +47,8 @@ from skippipe_jax.serving.routing import (
     by_the_front,
     stages_of,
 )
-from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
+from skippipe_jax.serving.stage_host import PROTOCOL, SERVICE_THERE, STAGE_HOST, HostHello
+from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteLost
 from skippipe_jax.serving.wire import Wire
 
 PART_BYTES = 1 << 22
@@ -60,10 +59,6 @@ PARTING_S = 2.0
 """How long hosts have to end their connections at the end of the service, in seconds."""
 ROUND_TRIPS_S = 5.0
 """How long is waited for what hosts measure between them, before they get stages, in seconds."""
-
-
-class RouteLost(PeerError):
-    """A host along a route is gone, or one that another host there does not reach."""
 
 
 @dataclass(frozen=True)
@@ -114,22 +109,6 @@ class Member:
         return f"host {self.host} ({printable(self.hello.name)})"
 
 
-@dataclass
-class _Pending:
-    """A step that is under way."""
-
-    epoch: int
-    number: int
-    route: Route
-    is_decoding: bool
-    done: Future[np.ndarray]
-
-    @property
-    def edges(self) -> set[tuple[int, int]]:
-        """The hops from host to host."""
-        return {*pairwise([FRONT, *(leg.host for leg in self.route), FRONT])}
-
-
 class StageHosts:
     """Takes in hosts, gives them stages, and runs steps along them.
 
@@ -176,10 +155,8 @@ class StageHosts:
         self._version = self._epochs = 0
         self._changed = threading.Condition()
         self._routes: dict[int, Route] = {}
-        # By group, in the order in which they were sent, and come back.
-        self._pending: dict[int, deque[_Pending]] = defaultdict(deque)
-        self._numbers = itertools.count()
-        self._avoided: dict[tuple[int, int], float] = {}
+        self._pending = PendingSteps()
+        self._avoided: dict[Hop, float] = {}
         self._has_ended = False
         self._failure: InputError | None = None
         self._tasks = Tasks()
@@ -329,7 +306,7 @@ class StageHosts:
         What comes back is nothing unless it is read. The result raises `RouteLost` if a host of the
         route is lost before, or a step of the group that was started before has got lost.
         """
-        pending = _Pending(epoch, next(self._numbers), route, step.slot is None, Future())
+        pending = self._pending.new(group, epoch, route, is_decoding=step.slot is None)
         given = {
             "group": group,
             "epoch": epoch,
@@ -389,17 +366,12 @@ class StageHosts:
             while self._members and self._loop.time() < until_s:
                 await asyncio.sleep(0.01)
 
-    def _send(self, pending: _Pending, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        first = self._members.get(given["route"][0][0])
-        gone = {host for edge in pending.edges for host in edge} - self._members.keys() - {FRONT}
-        if first is None or gone:
-            pending.done.set_exception(RouteLost(f"hosts {sorted(gone)} are gone"))
+    def _send(self, step: PendingStep, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        if gone := {leg.host for leg in step.route} - self._members.keys() - {FRONT}:
+            step.done.set_exception(RouteLost(f"hosts {sorted(gone)} are gone"))
             return
-        under_way = self._pending[given["group"]]
-        while under_way and under_way[0].epoch < pending.epoch:
-            under_way.popleft()  # Of a route that was given up: nobody waits for it.
-        under_way.append(pending)
-        first.wire.send("step", given, arrays=arrays)
+        self._pending.add(step)
+        self._members[step.route[0].host].wire.send("step", given, arrays=arrays)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in a host, as long as it is there."""
@@ -416,7 +388,7 @@ class StageHosts:
                 return
             case _:
                 remedy = "Hold stages for it by skippipe serve --coordinator ADDRESS"
-                refuse(link, InputError("ADDRESS", self.address, "a service is there", remedy))
+                refuse(link, InputError("ADDRESS", self.address, SERVICE_THERE, remedy))
                 return
         if protocol != PROTOCOL:
             problem = f"hosts of this service speak protocol {PROTOCOL}"
@@ -464,28 +436,22 @@ class StageHosts:
                     log.info(f"{member} serves stages {held}")
             case ["unreachable", int(host)], [] if host in self._members:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
-                self._break({(member.host, host)}, f"{member.host} does not reach {host}")
+                self._pending.lose({(member.host, host)}, f"{member.host} does not reach {host}")
             case ["round_trips", dict(known)], []:
                 member.round_trips = {int(host): own for host, own in known.items()}
 
     def _finish(self, given: dict[str, Any], x: np.ndarray) -> None:
-        """Take what has come back of a step, unless its route was given up."""
-        under_way = self._pending[given["group"]]
-        if not under_way or given["number"] < under_way[0].number:
-            return
-        if under_way[0].number < given["number"]:
-            # A host has connected anew to the next one, and what was on its way there is lost.
-            self._break(under_way[0].edges, "a step has got lost between hosts")
-            return
-        pending = under_way.popleft()
-        self._learn(given["seconds"], pending)
-        pending.done.set_result(x)
+        """Take what has come back of a step."""
+        step = self._pending.take(given["group"], given["number"])
+        if step is not None:
+            self._learn(given["seconds"], step)
+            step.done.set_result(x)
 
-    def _learn(self, seconds: Sequence[float], pending: _Pending) -> None:
+    def _learn(self, seconds: Sequence[float], step: PendingStep) -> None:
         """Note how long the hosts of a route took for a step of decoding."""
-        for leg, taken_s in zip(pending.route, seconds, strict=True):
+        for leg, taken_s in zip(step.route, seconds, strict=True):
             member = self._members.get(leg.host)
-            if member is not None and pending.is_decoding:
+            if member is not None and step.is_decoding:
                 each_s = taken_s / sum(self._layers[stage] for stage in leg.stages)
                 known_s = member.block_s
                 member.block_s = each_s if known_s is None else 0.9 * known_s + 0.1 * each_s
@@ -496,11 +462,10 @@ class StageHosts:
             self._version += 1
             self._changed.notify_all()
         self._avoided = {
-            edge: until_s for edge, until_s in self._avoided.items() if member.host not in edge
+            hop: until_s for hop, until_s in self._avoided.items() if member.host not in hop
         }
         # Also at the end of the service, which waits for the steps that are under way.
-        edges = {edge for own in self._pending.values() for step in own for edge in step.edges}
-        self._break({edge for edge in edges if member.host in edge}, f"host {member.host} is lost")
+        self._pending.lose_host(member.host)
         if self._has_ended:
             return
         held = f"stages {sorted(member.ready)}" if member.ready else "no stage yet"
@@ -509,12 +474,6 @@ class StageHosts:
         if self._rules.take_over_s is not None:
             self._loop.call_later(self._rules.take_over_s, self._take_over)
         self._tell_addresses()
-
-    def _break(self, edges: set[tuple[int, int]], why: str) -> None:
-        for under_way in self._pending.values():
-            if any(pending.edges & edges for pending in under_way):
-                while under_way:
-                    under_way.popleft().done.set_exception(RouteLost(why))
 
     def _tell_addresses(self) -> None:
         for member in self._members.values():

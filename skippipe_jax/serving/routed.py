@@ -14,8 +14,9 @@ from skippipe_jax.inference.drawing import Scores
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.held_stages import Hops
-from skippipe_jax.serving.hosts import RouteLost, StageHosts
+from skippipe_jax.serving.hosts import StageHosts
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
+from skippipe_jax.serving.steps import RouteLost
 
 MOST_AHEAD = 4
 """So many spans of prompts may be on their way while the next one is sent."""

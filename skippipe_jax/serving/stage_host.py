@@ -17,7 +17,7 @@ import jax
 import msgspec
 import numpy as np
 from msgspec import Meta
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax import log
 from skippipe_jax.config import parse_config
@@ -51,6 +51,10 @@ PROTOCOL = 3
 """Hosts of another number do not understand each other."""
 STAGE_HOST, PASSES = "stage-host", "pass"
 """What a host says first to the front, and to another host."""
+SERVICE_THERE = "a service is there"
+"""What the front says to those that are no hosts of it."""
+MOST_SILENCES = 4
+"""A host leaves when a step takes as many times `silent_s`: others go on without it."""
 ROUND_TRIPS_S = 1.0
 """How often the front is told how far other hosts are, at least, in seconds."""
 PATIENCE_S = 300.0
@@ -178,6 +182,8 @@ class Session:
         # By group: that of the last route. What was on its way along another is dropped.
         self._epochs: dict[int, int] = defaultdict(int)
         self._work = queue.SimpleQueue[tuple[dict[str, Any], np.ndarray, np.ndarray] | None]()
+        # When the step that is computed has begun.
+        self._began_s: float | None = None
         self._failure: BaseException | None = None
         self._has_ended = False
 
@@ -191,10 +197,12 @@ class Session:
         computing = threading.Thread(target=self._compute, name="skippipe-stages", daemon=True)
         computing.start()
         telling = asyncio.create_task(self._tell_round_trips())
+        watching = asyncio.create_task(self._watch_computing())
         try:
             await self._front.follow(self.take)
         finally:
             telling.cancel()
+            watching.cancel()
             self._tasks.cancel()
             for wire in self._wires.values():
                 wire.close()
@@ -281,6 +289,18 @@ class Session:
             known = {host: own for host, own in times.items() if own is not None}
             self._front.send("round_trips", known)
 
+    async def _watch_computing(self) -> None:
+        """Leave when a step does not end, which the beats of this host do not show."""
+        most_s = MOST_SILENCES * self.silent_s
+        while True:
+            await asyncio.sleep(self.silent_s / BEATS)
+            began_s = self._began_s
+            if began_s is not None and time.monotonic() - began_s > most_s:
+                problem = f"a step has not ended in {most_s:g} s: its device hangs, or is too slow"
+                remedy = "Start it again, or raise cluster.heartbeat_timeout_s on the first host"
+                self._fail(TemporaryError("host", socket.gethostname(), problem, remedy))
+                return
+
     async def _pass_on(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Send what the stages here have made of a step to the next host, or to the front."""
         route = given["route"]
@@ -302,10 +322,11 @@ class Session:
                 if given["epoch"] < self._epochs[given["group"]]:
                     continue
                 (_, stages), *rest = given["route"]
-                began_s = time.monotonic()
+                began_s = self._began_s = time.monotonic()
                 step = Step(np.zeros_like(positions), positions, given["slot"])
                 x = self._held.run(given["group"], tuple(stages), x, step, given["skipped"])
                 seconds = [*given["seconds"], time.monotonic() - began_s]
+                self._began_s = None
                 told = {**given, "route": rest, "seconds": seconds}
                 self._call(self._send, told, [x, positions])
         except BaseException as error:

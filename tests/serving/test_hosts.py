@@ -32,6 +32,7 @@ from skippipe_jax.inference.decoding import Generator, Step
 from skippipe_jax.inference.model_source import ModelSource, open_source
 from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.serving import stage_host
 from skippipe_jax.serving.errors import Unavailable
 from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.hosts import Rules, StageHosts
@@ -413,12 +414,53 @@ def test_activations_travel_in_fewer_bytes(
 
 def test_who_is_no_host_is_told_of_the_service(source: ModelSource, command: Command):
     with service(source, 1) as own:
-        for asked in ("status", "join"):
-            found = command(asked, own.address)
-            assert found.code == 2
-            assert "a service is there" in found.err
-            assert "skippipe serve --coordinator" in found.err
+        found = command("status", own.address)
+        assert found.code == 2
+        assert "a service is there" in found.err
+        assert "skippipe serve --coordinator" in found.err
         own.await_stages(1, 2, 3)
+
+
+def test_join_adds_a_host_to_a_service(source: ModelSource):
+    joining = [sys.executable, "-m", "skippipe_jax", "join"]
+    with service(source, 1) as own:
+        process = subprocess.Popen([*joining, own.address])
+        eventually(lambda: len(own.hosts.status()) == 3)
+        eventually(lambda: own.hosts.status()[2]["stages"] == [1, 2, 3])
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_host_whose_device_hangs_leaves(
+    source: ModelSource, model: StagedModel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stage_host, "MOST_SILENCES", 0.5)
+    run, is_over, hanging = HeldStages.run, threading.Event(), list[HeldStages]()
+
+    def run_or_hang(held: HeldStages, *given: Any) -> np.ndarray:
+        if held in hanging:
+            is_over.wait()
+        return run(held, *given)
+
+    monkeypatch.setattr(HeldStages, "run", run_or_hang)
+    with service(source, 3) as own:
+        [thread] = own.holding(2)
+
+        def hang(step: int) -> None:
+            if step == 3:
+                session = thread.host._session
+                assert session is not None
+                hanging.append(session._held)
+
+        request = DecodeRequest(PROMPT, 9, GREEDY)
+        [tokens], [stages] = drawn_by(own.generator(), [request], hang)
+        thread.join()
+        error, thread.error = thread.error, None
+        is_over.set()
+    assert isinstance(error, TemporaryError)
+    assert "has not ended in 1.5 s" in str(error)
+    assert stages == (0, 1, 3)
+    assert tokens[:4] == greedy(model, PROMPT, 4, range(4))
+    assert tokens[4:] == greedy(model, PROMPT + tokens[:4], 5, (0, 1, 3))
 
 
 def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
