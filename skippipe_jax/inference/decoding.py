@@ -361,7 +361,7 @@ def run_stage(
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
     structure, parameters = nnx.split(stage.blocks)
 
-    def run_block(carried: tuple[Array, KVCache], own: tuple[Array, Any]) -> Any:
+    def run_block(carried: tuple[Array, KVCache], own: tuple[Array, Any, Array | None]) -> Any:
         (x, cache), (layer, block_parameters, factors) = carried, own
         block: Block = nnx.merge(structure, block_parameters)
         normed = block.attention_norm(x)
