@@ -17,7 +17,6 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,8 +35,6 @@ from skippipe_jax.models.attention import attend
 DOCUMENT = 300
 BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 ARRAYS = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]+)\]")
-
-Ways = dict[str, Callable[..., Any]]
 
 
 def inputs(model: ModelConfig, length: int) -> list[Array]:

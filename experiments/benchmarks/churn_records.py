@@ -23,16 +23,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def read_notes(folder: Path) -> list[dict[str, Any]]:
-    """What all processes have noted, in order of time."""
-    found = [
-        line | {"by": int(path.stem.removeprefix("notes").partition("-")[0])}
-        for path in folder.glob("notes*.jsonl")
-        for line in read_lines(path)
-    ]
-    return sorted(found, key=lambda line: line["at"])
-
-
 def differing_replicas(notes: Iterable[Note]) -> list[str]:
     """Steps after which two replicas of a stage were not the same, bit by bit.
 

@@ -39,7 +39,6 @@ from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
 Parameters = dict[str, Any]
 Gradients = dict[str, Any]
 Gauge = Int[Array, "2"]
-Activations = Float[Array, "batch time width"]
 
 HOST_MEMORY = "pinned_host"
 """What JAX calls memory of the host that devices reach."""
