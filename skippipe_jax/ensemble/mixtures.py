@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 def arithmetic(
     log_p: Float[Array, "expert *#shape"], log_w: Float[Array, "expert *#shape"]
 ) -> Float[Array, ...]:
-    """The log of the weighted mean of probabilities, of single tokens or of whole distributions.
+    """Return the log of the weighted mean of probabilities, of tokens or of distributions.
 
     Weights of whole distributions have a last axis of length 1.
 

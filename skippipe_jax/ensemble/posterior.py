@@ -1,4 +1,4 @@
-"""How likely each expert is at every token, by what it said of the tokens before.
+"""Posterior of the experts at every token, given the tokens before it.
 
     p(expert | tokens before t)  ~  prior(expert) * product over s < t of p(token s | expert)
 
@@ -44,7 +44,7 @@ def final_log_weights(
     resets: Bool[Array, "sequence position"],
     log_w: Float[Array, "expert sequence"] | None = None,
 ) -> Float[Array, "expert sequence"]:
-    """The same after the last target of each sequence: of the document that is the last in it.
+    """Return the same after the last target of each sequence, for the last document in it.
 
     A sequence that goes on from another begins with the normalised posterior `log_w` of that.
     """
@@ -74,7 +74,7 @@ posterior; always the prior; or the likeliest expert answers alone."""
 def spread(
     log_prior: PerExpert, log_p: Float[Array, "expert sequence position"]
 ) -> Float[Array, "expert sequence"]:
-    """A normalised prior for each sequence, in the dtype of `log_p`."""
+    """Return a normalized prior for each sequence, in the dtype of `log_p`."""
     log_prior = log_prior.astype(log_p.dtype)
     if log_prior.ndim == 1:
         log_prior = log_prior[:, None]

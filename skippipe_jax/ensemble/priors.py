@@ -1,4 +1,4 @@
-"""How likely each expert is where a document begins.
+"""Priors of the experts at the start of a document.
 
 Three priors of Branch-Train-Merge (Li et al. 2022, arXiv 2208.03306, after Gururangan et al. 2021,
 arXiv 2108.05036): uniform; updating, an exponential moving average of the posteriors of the
@@ -15,7 +15,7 @@ from skippipe_jax.ensemble.posterior import final_log_weights
 
 UNIFORM, DECAY, CACHED = PRIORS = ("uniform", "decay", "cached")
 KEPT = 0.3
-"""What both papers keep of a prior from one sequence to the next."""
+"""Share of a prior that is kept from one sequence to the next, in both papers."""
 
 
 def uniform_prior(experts: int) -> Float[Array, " expert"]:
@@ -42,7 +42,7 @@ def decayed_priors(
     resets: Bool[Array, "sequence position"],
     decay: float = KEPT,
 ) -> tuple[Float[Array, "expert sequence"], Float[Array, " expert"]]:
-    """The updating log prior of each sequence, of those before it only, and the one after them all.
+    """Return the updated log prior before each sequence, and the one after all of them.
 
     The first is uniform. The posterior of a sequence is that after its last target, under its own
     prior. Sequences come in the order in which they are given.

@@ -54,7 +54,7 @@ class DomainLosses:
         }
 
     def table(self) -> str:
-        """A line for each domain and each mean."""
+        """Return a table: a line for each domain and each mean."""
         tokens = sum(own.tokens for own in self.domains.values())
         rows = [
             [name, f"{own.loss:.4f}", f"{own.perplexity:.3f}", f"{own.tokens:,}"]

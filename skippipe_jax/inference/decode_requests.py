@@ -1,4 +1,4 @@
-"""What decoding is asked for, and what it answers, token by token."""
+"""Requests to a decoder, and its results, token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.partial import Order
 
 MOST_LIKELIEST = 20
-"""How many of the likeliest tokens can be asked for in each place."""
+"""Largest number of likeliest tokens that a request may ask for at each position."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ScoredToken(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a step has for a request: a token that was drawn, or its prompt's scores, or both.
+    """Result of a step for a request: a drawn token, the scores of its prompt, or both.
 
     Attributes:
         request: its number.

@@ -52,7 +52,7 @@ LEAST_LENGTH = 16
 PREFILL_TOKENS = 128
 """The most tokens of a prompt that run through the stages at once."""
 ROWS_FACTOR = 4
-"""Of slots that run together there are 1, or this many times as many, and so on, or all of them."""
+"""Factor between the numbers of slots that one program may run: 1, 4, 16, ..., or all."""
 LEAST_ATTENDED = 128
 """Attention looks at a power of two of positions, at least so many, not at all of a long cache."""
 
@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
 
 class Decoder(Protocol):
-    """What a `Generator` decodes with: a model, or several together."""
+    """Model, or mixture of models, that a `Generator` decodes with."""
 
     @property
     def slots(self) -> int:
@@ -616,7 +616,7 @@ def generate_tokens(
     sampling: Sampling,
     end: int | None = None,
 ) -> Iterator[int]:
-    """Up to `count` tokens that go on from a prompt of at least one, until `end`, as they come.
+    """Yield up to `count` tokens that continue a prompt of at least one token, until `end`.
 
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
@@ -634,7 +634,7 @@ def generate_tokens(
 
 
 def length_for(prompt: Sequence[int], count: int, context: int) -> int:
-    """Positions of the caches for a prompt and so many tokens.
+    """Return the number of cache positions for a prompt and `count` new tokens.
 
     Raises:
         InputError: if they are more than the context.
@@ -665,7 +665,7 @@ def continued(
 def continued(
     tokenizer: Tokenizer, prompt: str | Sequence[int], draw: Callable[[list[int]], Iterator[int]]
 ) -> str | list[int]:
-    """A text that goes on from a prompt, or tokens from tokens, as `draw` takes and gives them."""
+    """Return the text that `draw` continues a prompt with, or tokens for a prompt of tokens."""
     if not isinstance(prompt, str):
         return [*draw([int(token) for token in prompt])]
     given = [tokenizer.begin, *map(int, tokenizer.encode(prompt))]
@@ -675,5 +675,5 @@ def continued(
 
 
 def padded_length(needed: int, most: int, least: int = LEAST_LENGTH) -> int:
-    """A length that others share: the next power of two, or `most`."""
+    """Return the next power of two, at least `least` and at most `most`, as a shared length."""
     return min(max(least, 1 << (needed - 1).bit_length()), most)

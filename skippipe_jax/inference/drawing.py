@@ -18,7 +18,7 @@ LEAST_TEMPERATURE = 1e-6
 
 
 class SamplingRows(NamedTuple):
-    """How the token of each slot is drawn, as `Sampling` says; set in place."""
+    """Sampling parameters of each slot, as in `Sampling`; set in place."""
 
     keys: UInt[np.ndarray, "slot _"]
     temperatures: Float[np.ndarray, " slot"]
@@ -48,7 +48,7 @@ def _key_data(seed: int) -> np.ndarray:
 
 
 class Penalties(NamedTuple):
-    """Which tokens each slot has had, and how they are punished for it; set in place."""
+    """Token counts and penalties of each slot; set in place."""
 
     counts: Int[np.ndarray, "slot vocabulary"]
     in_prompt: Bool[np.ndarray, "slot vocabulary"]
@@ -97,7 +97,7 @@ def draw_tokens(
     top_k: Int[Array, " slot"],
     min_p: Float[Array, " slot"],
 ) -> Int[Array, " slot"]:
-    """One token of each slot: by the key of its seed, and the place of the token before it."""
+    """Draw one token of each slot, by the key of its seed and the position of the token before."""
 
     def drawn() -> Array:
         own = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
@@ -116,7 +116,7 @@ def sample(
     top_k: Int[Array, " batch"],
     min_p: Float[Array, " batch"],
 ) -> Int[Array, " batch"]:
-    """One token of each row, drawn as `Sampling` says."""
+    """Draw one token of each row as `Sampling` says."""
     scaled = logits / jnp.maximum(temperatures, LEAST_TEMPERATURE)[:, None]
     descending = jnp.sort(scaled, axis=-1, descending=True)
     chances = jax.nn.softmax(descending, axis=-1)

@@ -93,7 +93,7 @@ class Ensemble:
     def likelihoods(
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
-        """What `LanguageModel.likelihoods` says; the posterior knows of all tokens that are given.
+        """Return what `LanguageModel.likelihoods` says; the posterior uses all tokens given.
 
         They are those of the mixture, whose likeliest token need not be that of any expert.
         """
@@ -160,7 +160,7 @@ class Ensemble:
 
 
 SAME = tuple(key for key in SHAPES if key != "context")
-"""What models must agree in so that parameters mean the same in all of them."""
+"""Settings in which models must agree for their parameters to be averaged."""
 
 
 def averaged(models: Sequence[StagedModel]) -> StagedModel:

@@ -19,7 +19,7 @@ from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 
 PRIOR_SEQUENCES = 100
-"""Of a domain's part for priors, the cached prior is estimated on so many, as by its authors."""
+"""Sequences on which the cached prior of a domain is estimated, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EnsembleEvaluation:
         return result
 
     def table(self) -> str:
-        """A line for each expert's name, and then for each domain and each mean."""
+        """Return a table: a line for each expert's name, then one for each domain and each mean."""
         losses = [*self.experts.values(), self.ensemble]
         lines = [
             f"{number}: {name}" + ("" if step is None else f", step {step}")
@@ -123,7 +123,7 @@ def evaluate_ensemble(
 def _scores(
     ensemble: Ensemble, data: DataConfig, domain: str, part: str, sequences: int
 ) -> dict[str, Scores]:
-    """Those of each expert."""
+    """Return the scores of each expert."""
     both = zip(ensemble.names, ensemble.experts, strict=True)
     found = {name: score(expert, data, domain, part, sequences) for name, expert in both}
     require_same_text(found)

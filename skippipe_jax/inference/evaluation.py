@@ -234,7 +234,7 @@ def _losses_along(
 
 
 def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
-    """The perplexity of each subset that --keep-fraction asked for, by the number of its stages."""
+    """Return the perplexity of each subset of --keep-fraction, by its number of stages."""
     perplexities: dict[int, dict[Order, float]] = {}
     for answer in found.answers:
         if answer.question.share is not None:
@@ -244,7 +244,7 @@ def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
 
 
 def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
-    """The evaluation for a reader: a line for the full model, and one for each way and question.
+    """Return the evaluation as text: a line for the full model, and for each way and question.
 
     The first line names the text of `data`. What is scaled stands beside what is not.
     """
@@ -280,7 +280,7 @@ def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
 
 
 def _rows(found: Evaluation, stages: int) -> list[list[str]]:
-    """A row for the full model, each way and each question: names, stages, figures and spread."""
+    """Return a row for the full model, each order and each question: names, stages, figures."""
     rows = [["full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""]]
     for answer in found.answers:
         question, perplexities = answer.question, answer.perplexities

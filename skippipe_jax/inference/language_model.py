@@ -1,4 +1,4 @@
-"""What evaluation, generation and the harness ask of a model, be it one or several together."""
+"""Interfaces that evaluation, generation and the harness need from a model or an ensemble."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Scorer(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What makes its tokens."""
+        """Tokenizer of the model."""
         ...
 
     @property
     def context(self) -> int:
-        """How many tokens it takes at once."""
+        """Most tokens in a sequence."""
         ...
 
     def log_probabilities(self, batch: Batch) -> Float[np.ndarray, "sequence position"]:
-        """The log-probability of each target of a batch in nats; 0 where it is not counted."""
+        """Return the log-probability of each target in nats; 0 where it is not counted."""
         ...
 
 
@@ -36,13 +36,13 @@ class PartialScorer(Protocol):
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         ...
 
     def log_probabilities(
         self, batch: Batch, order: Sequence[int] | None = None
     ) -> Float[np.ndarray, "sequence position"]:
-        """The same as of a `Scorer`; `order` names the stages, by default the model's own."""
+        """Return the same as a `Scorer`; `order` names the stages, by default the model's own."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What several models say together of next tokens, as programs over whole distributions.
+"""Next-token distributions of several models together, as programs.
 
 A model may have more tokens than another, where its vocabulary is padded beyond the tokenizer:
 those that it does not have are impossible to it.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """What is known of the text in each slot: the posterior, and what comes next by each expert."""
+    """State of each slot: the posterior, and each expert's distribution of the next token."""
 
     log_w: Float[Array, "expert slot"]
     log_p: Float[Array, "expert slot vocabulary"]
@@ -100,7 +100,7 @@ def _next_logits(
     log_prior: Float[Array, "expert 1"],
     begin: Int[Array, ""],
 ) -> tuple[Float[Array, "row vocabulary"], Known]:
-    """The mixture behind the last token of each row, and what is known then.
+    """Return the mixture after the last token of each row, and the new state.
 
     `static` are structures, by what experts are weighed, and the length of the caches, which is the
     position of padding. `parameters` are those of the experts' data stages, and `streams` what they
@@ -144,7 +144,7 @@ def mixed_scores(
     targets: Int[Array, "sequence position"],
     log_w: Float[Array, "expert sequence position"],
 ) -> tuple[Float[Array, "sequence position"], Bool[Array, "sequence position"]]:
-    """The log-probability of each target under the mixture, and whether it is the likeliest token.
+    """Return the mixture's log-probability of each target, and whether it is the likeliest.
 
     `structures` and `parameters` are those of the experts' data stages, and `streams` what they
     get behind their last stages. A negative target has 0 nats, and counts as the likeliest. Only

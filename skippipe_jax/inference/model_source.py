@@ -50,7 +50,7 @@ class ModelSource:
 
     @property
     def identity(self) -> str:
-        """What other hosts know these weights by, cut into these stages and computed alike."""
+        """Digest by which hosts recognize the same weights, stages and number formats."""
         described = [to_tree(self.config.model), self.stages, self.step, dict(self.files)]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -181,7 +181,7 @@ def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
 
 
 def _divided_by_seed(data: DataConfig) -> set[tuple[str, str | None, str]]:
-    """The sources of which the configuration decides what is held out, alone or in a mixture."""
+    """Return the sources whose held-out part follows from the configuration."""
     return {
         (one.kind, one.path and local_path(one.path), one.text_field)
         for one in data.sources()

@@ -1,4 +1,4 @@
-"""Which stages a partial model runs, and in which order: any of them, the data stage first."""
+"""Stages that a partial model runs, and their order: any subset, the data stage first."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def without_each(stages: int) -> Question:
 
 
 def chosen_order(named: str | None, share: float | None, stages: int, seed: int) -> Order:
-    """The stages that a user names (``0,2,1``), or a share drawn by the seed, or all of them.
+    """Return the stages that a user names (``0,2,1``), a share drawn by the seed, or all.
 
     Raises:
         InputError: if these are not different stages of the model, the data stage first.

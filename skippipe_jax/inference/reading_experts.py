@@ -30,7 +30,7 @@ def read_ensemble(
     prior: str,
     allowed: Collection[str],
 ) -> tuple[Ensemble, Config, list[int | None], str]:
-    """The models of runs, or of folders from Hugging Face, as one, and its configuration.
+    """Return the models of runs or Hugging Face folders as one ensemble, and its configuration.
 
     That is the first one's. Returns also the step of each, and which prior is meant: one of those
     `allowed`, or `GIVEN`.
@@ -62,7 +62,7 @@ def read_ensemble(
 def parse_prior(
     given: str, experts: int, allowed: Collection[str]
 ) -> tuple[str, Float[np.ndarray, " expert"] | None]:
-    """Which prior a user gives as --prior, and what a file says of so many experts if it is one.
+    """Parse `--prior`: the name of a prior, or the probabilities in a file.
 
     Raises:
         InputError: if it is not allowed, or no file with such weights.

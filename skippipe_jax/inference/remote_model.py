@@ -33,11 +33,11 @@ BATCH_SEQUENCES = 4 * IN_FLIGHT
 """Sequences of a batch, between which all answers are waited for."""
 CONNECT_S = 10.0
 ANSWER_S = 600.0
-"""How long a connection, and an answer on it, may take, in seconds."""
+"""Seconds that a connection, and an answer on it, may take."""
 AGAIN_S = 1.0
 """After how long a request is sent again where a service that has no room does not say."""
 SAMPLE_TOKENS = 500
-"""Of the held-out text, by which tokenizers are compared."""
+"""Tokens of the held-out text by which tokenizers are compared."""
 
 OK, UNAUTHORIZED, TOO_MANY = 200, 401, 429
 

@@ -1,4 +1,4 @@
-"""What a run has left in its folder: configuration, plan, metrics, and the models that it saved."""
+"""Contents of a run's folder: configuration, plan, metrics, and saved models."""
 
 from __future__ import annotations
 

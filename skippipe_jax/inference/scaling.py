@@ -1,4 +1,4 @@
-"""Which scales a model's residual branches get, where it learnt to skip some of its stages.
+"""Scales of the residual branches of a model that was trained with skipped stages.
 
 What a stage adds was learnt where others did not run. When more of them run than in training, all
 of it is too much. So the right scales depend on how many stages run. They are folded into the
@@ -63,7 +63,7 @@ def parse_scale(given: Scale) -> Scale:
 
 
 class Scaling:
-    """How the branches of one model are scaled, for every number of stages that may run.
+    """Branch scales of one model, for every number of stages that may run.
 
     Attributes:
         scale: what was asked for.
@@ -163,7 +163,7 @@ def scales_of_run(
 
 
 def visited_shares(run: Path, step: int, stages: int) -> tuple[float, ...] | None:
-    """The share of a run's microbatches that visited each stage, by the plans that it has now.
+    """Return the share of a run's microbatches that visited each stage, by its current plans.
 
     None where these are of another number of stages, or there are none, as after a conversion.
     """
@@ -191,7 +191,7 @@ def _shares_for(
 
 
 def _given(scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: int) -> BranchScales:
-    """The scales of a number, or of shares where `kept` stages run, the data stage among them.
+    """Return the scales of a number, or of shares where `kept` stages run, the data stage included.
 
     With the share of microbatches that visited it, each stage adds what it added in training on
     average. Where fewer stages run, each adds as many times more, but never more than it learnt to:
@@ -208,7 +208,7 @@ def _given(scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: in
 
 
 def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales:
-    """Scales with which `kept` stages, drawn anew for each batch, say `FIT_BATCHES` batches best.
+    """Fit scales on `FIT_BATCHES` batches, each run by `kept` stages that are drawn for it.
 
     They are learnt by Adam from 1 on; the data stage, which always runs, is left as it is.
 
@@ -264,7 +264,7 @@ def _gradient(
     x: Float[Array, "sequence position channels"],
     targets: Int[Array, "sequence position"],
 ) -> list[Float[Array, "_ 2"]]:
-    """Of the mean loss along the inner stages that run, in order."""
+    """Return the gradient of the mean loss along the inner stages that run, in order."""
 
     def loss(scales: list[Float[Array, "_ 2"]]) -> Float[Array, ""]:
         outputs = x

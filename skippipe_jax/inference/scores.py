@@ -36,7 +36,7 @@ _WORDS = ("text", "tokenizer", "domain", "part")
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a model says of the held-out text of a domain.
+    """Scores of a model on the held-out text of a domain.
 
     Attributes:
         log_probabilities: of each target, in nats; 0 where there is none that counts.
@@ -58,7 +58,7 @@ class Scores:
 
     @property
     def tokens(self) -> int:
-        """How many targets count."""
+        """Number of targets that count."""
         return int(self.counted.sum())
 
     @property
@@ -90,7 +90,7 @@ class Scores:
 
 
 def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: int) -> Scores:
-    """Return what a model says of at most so many held-out sequences of a part of a domain.
+    """Return a model's scores of at most `sequences` held-out sequences of a part of a domain.
 
     Which sequences these are does not depend on the model, nor on the size of microbatches.
 

@@ -1,4 +1,4 @@
-"""A trained model as evaluation and generation use it: all stages on one device, run in any order.
+"""Trained model for evaluation and generation: all stages on one device, run in any order.
 
 Programs are compiled once for each shape of a stage, so no choice of stages compiles anew. Texts
 are padded to lengths that many share.
@@ -67,12 +67,12 @@ class StagedModel:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.parameters)
 
     @property
     def cut(self) -> StageCut:
-        """How many blocks each stage holds."""
+        """Number of blocks of each stage."""
         return self.config.layers_of_stages(self.stages)
 
     @property
@@ -82,11 +82,11 @@ class StagedModel:
 
     @property
     def context(self) -> int:
-        """How many tokens it takes at once."""
+        """Most tokens in a sequence."""
         return self.config.context
 
     def scaled(self, scales: BranchScales) -> StagedModel:
-        """The model with what its residual branches add multiplied by these, in its weights."""
+        """Return the model with these branch scales folded into its weights."""
         parameters = [
             scales.folded(own, self.cut, stage) for stage, own in enumerate(self.parameters)
         ]
@@ -115,7 +115,7 @@ class StagedModel:
         return [way.stages for way in kept(self.stages, keep, most, seed).ways]
 
     def loss(self, given: str | Tokens | Batch, order: Sequence[int] | None = None) -> float:
-        """Mean cross-entropy in nats per token: of a text, of tokens, or of a batch's targets.
+        """Return the mean cross-entropy in nats per token of a text, of tokens, or of a batch.
 
         In a text or tokens, each token is predicted from those before it. `order` names the stages
         that run, the data stage first: those of the model by default.
@@ -144,7 +144,7 @@ class StagedModel:
     def logits(
         self, given: str | Tokens, order: Sequence[int] | None = None
     ) -> Float[np.ndarray, "*sequence position vocabulary"]:
-        """What the model says of the token behind each token of a text, or of sequences of tokens.
+        """Return the logits of the next token at each position of a text or of token sequences.
 
         A text is taken with the tokenizer's begin mark, so it has one position more than tokens.
         `order` is as in `loss`, and so are errors.
@@ -235,7 +235,7 @@ class StagedModel:
 
     @cached_property
     def structures(self) -> tuple[StageStructure, ...]:
-        """What makes a stage of its parameters."""
+        """Structure of each stage, which makes a stage of its parameters."""
         return _structures(self.config, self.stages)
 
     def embed(self, batch: Batch) -> Float[Array, "sequence position width"]:
@@ -255,13 +255,13 @@ class StagedModel:
     def sum_of_losses(
         self, x: Float[Array, "batch time width"], targets: Int[Array, "batch time"]
     ) -> Float[Array, 2]:
-        """Sum of the losses in nats, and how many targets there are."""
+        """Return the sum of the losses in nats, and the number of targets."""
         return _loss(self.structures[0], self.parameters[0], x, targets)
 
     def scores(
         self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
     ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
-        """The cross-entropy of each target in nats, and whether it is the likeliest token."""
+        """Return the cross-entropy [nats] of each target, and whether it is the likeliest token."""
         return _scores(self.structures[0], self.parameters[0], x, targets)
 
 

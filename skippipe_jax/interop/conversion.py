@@ -63,7 +63,7 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
 
 @dataclass(frozen=True)
 class Export:
-    """What was written of a run.
+    """Files that were written for a run.
 
     Attributes:
         step: of the checkpoint.
