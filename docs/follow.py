@@ -112,6 +112,7 @@ def follow(page: str, folder: Path, programs: Path | None = None) -> list[Answer
         named = NAMED.match(block.text)
         name = block.title or (named and named[1])
         if block.language == "text":
+            assert block.text.strip(), f"{page} shows an empty output of {answers[-1].commands}"
             lacking = list(_not_printed(block, answers[-1]))
             assert not lacking, f"{page} shows {lacking}, but this was printed:\n{answers[-1]}"
         elif _is_run(block):

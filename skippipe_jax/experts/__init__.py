@@ -1,4 +1,4 @@
-"""Experts: runs that branch from seed models, each on its own domain, and what they say together.
+"""Experts: runs that branch from seed models, each on its own domain, and their mixture.
 
-Others start `skippipe experts`, or ``skippipe experts``.
+Others start `skippipe experts`.
 """
