@@ -1,4 +1,4 @@
-"""What a run is told: frozen sections, how they are parsed, what may change on resume. No JAX."""
+"""Configuration of a run: frozen sections, parsing, and checks on resume. Imports no JAX."""
 
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig

@@ -1,4 +1,4 @@
-"""The API keys of a service, in a file that it has and its clients have."""
+"""API keys of a service, in a file that the service and its clients share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from skippipe_sched.errors import InputError
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
-    """Read API keys, one in a line; without a file there are none.
+    """Read API keys, one per line; without a file there are none.
 
     Raises:
-        InputError: if the file cannot be read, or holds none.
+        InputError: if the file cannot be read, or holds no keys.
     """
     if path is None:
         return ()
@@ -26,10 +26,10 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
 
 
 def header_with(path: Path | None) -> dict[str, str]:
-    """Return the HTTP header by which a client shows the first key of a file, if there is one.
+    """Return the HTTP header that carries the first key of a file; empty without a file.
 
     Raises:
-        InputError: if the file cannot be read, or holds none.
+        InputError: if the file cannot be read, or holds no keys.
     """
     keys = read_keys(path)
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}

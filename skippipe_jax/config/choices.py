@@ -1,4 +1,4 @@
-"""Sections of a configuration: the words and numbers that a key may hold stand at its type."""
+"""Sections of a configuration, with the allowed values of a key in its type."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from skippipe_sched.errors import InputError
 
 
 class Choice(tuple[str, ...]):
-    """The words that a key may hold, in ``Annotated[str, Choice((...))]``."""
+    """Allowed words of a key, in ``Annotated[str, Choice((...))]``."""
 
     __slots__ = ()
 
 
 class Whole(NamedTuple):
-    """The least and the greatest whole number that a key may hold, in ``Annotated[int, ...]``."""
+    """Smallest and largest whole number of a key, in ``Annotated[int, ...]``."""
 
     least: int
     most: int = fields.LARGEST_WHOLE
 
 
 class Real(NamedTuple):
-    """The numbers that a key may hold: from `least` on or above it, to `most` or below `end`."""
+    """Range of a key's numbers: from `least` (or above it), to `most` or below `end`."""
 
     least: float = 0.0
     above: bool = False
@@ -43,21 +43,21 @@ Positive = Annotated[float, Real(above=True)]
 
 
 class Section:
-    """A section: a frozen dataclass, whose values are held against their types when it is made.
+    """Section of a configuration: a frozen dataclass that checks its values against their types.
 
-    A subclass that refuses more calls `__post_init__` of this first.
+    A subclass with further checks calls `__post_init__` of this class first.
     """
 
     NAME: ClassVar[str] = ""
 
     def __init_subclass__(cls, name: str | None = None, **others: Any):
-        """Take the name by which errors call the section: empty for the outermost."""
+        """Set the name of the section in errors; empty for the outermost section."""
         super().__init_subclass__(**others)
         if name is not None:
             cls.NAME = name
 
     def __post_init__(self) -> None:
-        """Refuse what is none of a key's words, or out of its range.
+        """Reject values that are not among a key's words or not in its range.
 
         Raises:
             InputError: for the first such key.
@@ -66,7 +66,9 @@ class Section:
 
 
 def require_values(section: Any, name: str) -> None:
-    """Refuse what is none of its key's words or out of its range, in a section of this name.
+    """Reject values of a section that are not among a key's words or not in its range.
+
+    `name` is the name of the section in errors.
 
     Raises:
         InputError: for the first such key.

@@ -1,4 +1,4 @@
-"""The sections `cluster`, `join`, `recovery` and `replan`: the hosts of a run, and their loss."""
+"""The sections `cluster`, `join`, `recovery` and `replan`: hosts of a run and their failures."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ LAST_PORT = (1 << 16) - 1
 
 @dataclass(frozen=True)
 class ClusterConfig(Section, name="cluster"):
-    """Which host serves which node, and when hosts give each other up.
+    """Assignment of nodes to hosts, connections between hosts, and failure detection.
 
     Attributes:
-        host_of_node: the host that serves each node; by default the plan's nodes in order, evenly
-            over the hosts.
-        runtime: `independent`: every host has a JAX of its own, with its own devices only, and what
-            hosts exchange goes by transfer servers. `distributed`: one JAX (`jax.distributed`) has
-            the devices of all hosts, so that its collectives can sum over them. `auto` is
+        host_of_node: id of the host that serves each node. null: the plan's nodes in order, evenly
+            distributed over the hosts.
+        runtime: `independent`: every host runs its own JAX with its local devices only, and hosts
+            exchange arrays through transfer servers. `distributed`: one JAX (`jax.distributed`)
+            spans the devices of all hosts, so that its collectives can sum over them. `auto` is
             `distributed` under SLURM, on TPU pods and with `--distributed`, else `independent`.
-        heartbeat_timeout_s: seconds of silence after which a host is lost. After a third of them
-            independent hosts connect anew.
-        connect_timeout_s: seconds in which all hosts must have found each other; also the longest
-            that a host which has finished waits for the others to finish.
-        rejoin_s: seconds that independent hosts which are too few to go on without the others, or
-            one that asks to be taken in again, wait for them before they end with exit code 75.
-        grace_s: seconds that an independent host which is told to leave (SIGTERM) has for handing
-            on what only it holds; then it goes in any case. It takes up to two iterations.
-        bind_address: the IP address of this host on which everything of the run listens: for the
-            messages of the others, the transfer servers and, where hosts are `distributed`, the
-            CPU's collectives. As all hosts share the configuration, each gets its own by the
-            environment variable SKIPPIPE_BIND_ADDRESS, which wins. By default, the address by which
-            this host and host 0 reach each other.
-        transfer_port: with p, the transfer server of host i for host j, of N hosts, takes requests
-            on the port p + iN + j, and host i itself, but for host 0, listens on p + iN + i for the
-            messages of the others; so several hosts may share a machine. Arrays come by any free
-            ports, which JAX does not let one choose. By default, so does everything. Host k of
-            `join.places`, with k >= N, takes the ports p + kk to p + kk + 2k, and so do the others
-            for it.
-        secret: the file with the secret of the run, which `skippipe keygen FILE` makes and all
-            hosts have: they show each other that they do, and encrypt their messages by it. The
-            environment variable SKIPPIPE_SECRET_FILE, a path, wins over it, and SKIPPIPE_SECRET,
-            the secret itself, over both. Without one, hosts listen and connect on loopback
-            addresses only.
-        insecure: whether hosts without a secret use other addresses nevertheless, with a warning:
-            whoever reaches them is taken for one of the run. A secret in the environment wins.
-        insecure_transfers: whether hosts with a secret listen on public addresses too. What they
-            transfer goes in clear, whoever has the secret: say so only where a tunnel or a firewall
-            keeps others from these addresses.
+        heartbeat_timeout_s: seconds of silence after which a host counts as failed. In
+            `independent` mode, hosts reconnect after a third of it.
+        connect_timeout_s: seconds within which all hosts must connect at startup; also the longest
+            that a host that has finished waits for the others to finish.
+        rejoin_s: in `independent` mode, seconds that hosts without a majority wait for the others,
+            or a host that asks to rejoin waits for admission. Then they exit with code 75.
+        grace_s: in `independent` mode, seconds that a host has after SIGTERM to hand over the state
+            that only it holds. A graceful leave takes up to two steps; after this time the host
+            exits in any case.
+        bind_address: IP address of this host on which the run listens: for messages, transfer
+            servers and, in `distributed` mode, the CPU's collectives. Hosts share the
+            configuration, so set each host's own address in the environment variable
+            SKIPPIPE_BIND_ADDRESS, which takes precedence. null: the address over which this host
+            and host 0 reach each other.
+        transfer_port: base port p. Of N hosts, host i listens on port p + iN + j for transfers to
+            host j and, except host 0, on p + iN + i for messages, so several hosts may share a
+            machine. Host k of `join.places`, k >= N, uses the ports p + kk to p + kk + 2k, and so
+            do the others for it. The arrays themselves use any free ports, which JAX does not let
+            one choose. null: all ports are free ones.
+        secret: path of the file with the run's secret, which `skippipe keygen FILE` creates and
+            every host needs. Hosts use it to authenticate each other and to encrypt their messages.
+            The environment variable SKIPPIPE_SECRET_FILE, a path, takes precedence over this key,
+            and SKIPPIPE_SECRET, the secret itself, over both. null: hosts listen and connect on
+            loopback addresses only.
+        insecure: allow hosts without a secret to use other addresses, with a warning: anyone who
+            can reach them can join the run. A secret in the environment takes precedence.
+        insecure_transfers: allow hosts with a secret to listen on public addresses too. Transfers
+            are not encrypted, even with a secret: set this only where a tunnel or a firewall
+            protects these addresses.
     """
 
     host_of_node: tuple[int, ...] | None = None
@@ -71,7 +71,7 @@ class ClusterConfig(Section, name="cluster"):
     insecure_transfers: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse timeouts that no host could keep, and what is no runtime, address or port."""
+        """Reject timeouts, runtimes, addresses and ports that are not valid."""
         super().__post_init__()
         for field in ("heartbeat_timeout_s", "connect_timeout_s", "rejoin_s", "grace_s"):
             value = getattr(self, field)
@@ -86,13 +86,13 @@ class ClusterConfig(Section, name="cluster"):
             raise InputError("cluster.insecure", True, "there is a cluster.secret", remedy)
 
     def port(self, host: int, other: int, hosts: int) -> int:
-        """The port on which a host listens for another; for messages of all if both are the same.
+        """Return the port on which a host listens for another; 0 for any free one.
 
-        0 stands for any free one. `hosts` are those that the run begins with; what the others need
-        lies above all that is needed without them.
+        With `host == other` it is the port for messages of all hosts. `hosts` is the number of
+        hosts at the start; the ports of extra hosts lie above all ports of those.
 
         Raises:
-            InputError: if there are no such ports for all hosts.
+            InputError: if there are not enough ports for all hosts.
         """
         if self.transfer_port is None:
             return 0
@@ -106,7 +106,7 @@ class ClusterConfig(Section, name="cluster"):
         return self.transfer_port + later**2 + (other if later == host else later + 1 + host)
 
     def with_ports(self, hosts: int, spare: int) -> int:
-        """How many of the `spare` places have ports, beside those of the hosts of the start."""
+        """Return how many of `spare` extra hosts have ports, besides the hosts of the start."""
         if self.transfer_port is None:
             return spare
         most = math.isqrt(LAST_PORT + 1 - self.transfer_port)
@@ -114,7 +114,7 @@ class ClusterConfig(Section, name="cluster"):
 
 
 def require_one_interface(address: str, field: str) -> None:
-    """Refuse what is no IP address, or stands for every interface."""
+    """Reject an address that is not an IP address, or stands for every interface."""
     remedy = "give an IP address of this host, such as 10.0.0.1"
     try:
         stands_for_all = ipaddress.ip_address(address).is_unspecified
@@ -129,14 +129,14 @@ MOST_PLACES = 1 << 10
 
 @dataclass(frozen=True)
 class JoinConfig(Section, name="join"):
-    """Say which hosts may join a run of independent hosts.
+    """Admission of hosts to a run in `independent` mode.
 
     Attributes:
-        places: so many hosts more than the run begins with may be in it; each serves a replica of a
-            stage. They cost nothing as long as nobody comes.
-        horizon: in so many seconds such a host has to save more time by shorter iterations than the
-            others wait for while it gets the state of its stage; else it does not come, unless a
-            single host serves the stage.
+        places: maximum number of hosts beyond those of the start; each serves a replica of a stage.
+            They cost nothing while unused.
+        horizon: seconds within which shorter steps must save more time than the run stalls for the
+            transfer of the stage's state. Otherwise the host does not join, unless a single host
+            serves the stage.
     """
 
     places: Annotated[int, Whole(0, MOST_PLACES)] = 4
@@ -150,23 +150,24 @@ REWIND, BUDDY, AVERAGE, SKIP, STOP = LOST_STAGE = Choice(
 
 @dataclass(frozen=True)
 class RecoveryConfig(Section, name="recovery"):
-    """Say how a run of independent hosts goes on when some are lost.
+    """Recovery of a run in `independent` mode after hosts have failed.
 
-    Where a replica of every stage is left, the others take over the paths of what is lost at once.
+    Where every stage still has a replica, the remaining hosts take over the paths of the failed
+    ones immediately.
 
     Attributes:
-        lost_stage: what happens when no replica of a stage is left. `rewind`: every stage goes back
-            to the last checkpoint, on the hosts that are left. `buddy`: the lost stage goes on with
-            a copy that a host of another stage keeps of it, some steps old; the others stay where
-            they are. `average`: it gets the mean of the stages before and after it, weighted by the
-            norms of their gradients. `skip`: paths lead past it until a host serves it again, which
-            reads it from the last checkpoint. `stop`: the run ends. Only `rewind` is exact; it also
-            takes the place of `buddy` where the copy is lost too, of `average` for the first stage,
-            the last one, and one with another number of blocks than those beside it, and of `skip`
-            for the first stage, and before the first checkpoint. With `averaging.mode: outer` there
-            are `rewind` and `stop` alone.
-        buddy_every: with `buddy`, copies are made of the states after every so many iterations,
-            and are on their way during as many: each iteration sends this part of them.
+        lost_stage: policy for a stage without a remaining replica. `rewind`: all stages return to
+            the last checkpoint, on the remaining hosts. `buddy`: the lost stage continues from its
+            buddy checkpoint, a copy on a host of another stage that is some steps old; the other
+            stages keep their state. `average`: the lost stage becomes the mean of the stages before
+            and after it, weighted by the norms of their gradients. `skip`: paths bypass the stage
+            until a host serves it again, from the last checkpoint. `stop`: the run ends. Only
+            `rewind` is exact. `rewind` also replaces `buddy` if the copy is lost too; `average` for
+            the first stage, the last stage, and a stage whose number of blocks differs from its
+            neighbors'; `skip` for the first stage, and before the first checkpoint. With
+            `averaging.mode: outer` only `rewind` and `stop` are allowed.
+        buddy_every: with `buddy`, copy the states every N steps. The transfer is spread over the
+            next N steps, each of which sends an equal part.
     """
 
     lost_stage: Annotated[str, LOST_STAGE] = REWIND
@@ -175,18 +176,19 @@ class RecoveryConfig(Section, name="recovery"):
 
 @dataclass(frozen=True)
 class ReplanConfig(Section, name="replan"):
-    """How a run of independent hosts gets a better plan when its hosts have changed.
+    """Replanning of a run in `independent` mode after its hosts have changed.
 
-    At once it goes on by a quick plan. In the background, one host searches for a better one, which
-    is taken after a step, and stages move to the nodes where that has them.
+    The run continues immediately with a repair plan. In the background, one host searches for a
+    better plan, which takes effect between two steps and may move stages to other nodes.
 
     Attributes:
-        budget_s: seconds that a search may take, besides compiling it once on a machine. 0: never.
-        gain: a plan is taken by which an iteration is shorter by more than this share, and only if
-            that saves more time, in what is left of the run, than moving the states takes.
-        drift: the search is made too where the seconds of iterations, in the median over a few,
-            differ from those of the plan by more than this share of them; for it the seconds of
-            nodes are corrected by what they were measured to compute. null: never.
+        budget_s: time limit of a search in seconds, besides compiling the search once on a machine.
+            0: never search.
+        gain: accept a plan only if it shortens the step by more than this fraction, and saves more
+            time in the rest of the run than moving the states takes.
+        drift: also search if the median time of a few steps differs from the plan's by more than
+            this fraction; the search then uses the measured computation times of the nodes. null:
+            never.
     """
 
     budget_s: NonNegative = DEFAULT_BUDGET_S

@@ -1,4 +1,4 @@
-"""The section `data`: which text, by which tokenizer, and how it is cut."""
+"""The section `data`: text, tokenizer, and how documents become sequences."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.choices import Choice, Count, Section, Seed
 
 BYTES = "bytes"
-"""What stands for `ByteTokenizer` where a path is asked for."""
+"""Name of `ByteTokenizer` where a path of a tokenizer is expected."""
 
 
 TOKENIZER_FOLDER = "tokenizer"
-"""The folder, of a run or of tokenized text, that keeps the tokenizer."""
+"""Folder with the tokenizer, in a run or in tokenized text."""
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""The file beside a tokenizer that says how conversations are written."""
+"""File beside a tokenizer with the template of conversations."""
 
 
 TOKENIZER = "tokenizer.json"
 
 TOKENS_INDEX = "index.json"
-"""The file by which a folder of tokenized text says what it holds."""
+"""File that describes the content of a folder of tokenized text."""
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether a folder holds a tokenizer that `load_tokenizer` finds."""
+    """Return whether a folder holds a tokenizer that `load_tokenizer` finds."""
     return (folder / TOKENIZER).is_file()
 
 
 def named_tokenizer(path: Path) -> Path:
-    """Return the tokenizer.json that a path means: its own, its folder's, or a SentencePiece's.
+    """Return the tokenizer.json for a path: the file itself, or the one in the folder.
 
-    A tokenizer.model of SentencePiece means the tokenizer.json beside it.
+    For a tokenizer.model of SentencePiece it is the tokenizer.json beside it.
     """
     if path.suffix == ".model":
         return path.with_name(TOKENIZER)
@@ -53,10 +53,10 @@ def named_tokenizer(path: Path) -> Path:
 
 
 def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
-    """Return how many tokens there are by the section `data`, as a mapping.
+    """Return the vocabulary size that the section `data`, as a mapping, implies.
 
-    None: it names no tokenizer or tokenized text, or one that is not here or damaged, which whoever
-    reads it finds out.
+    Return None if it names no tokenizer or tokenized text, or one that is missing or damaged: the
+    code that loads it reports the error.
     """
     try:
         named = data.get("tokenizer")
@@ -76,42 +76,42 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
 def _tokens_of(file: Path) -> int:
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
-    # Of a Unigram model it is a list, in the order of the tokens.
+    # In a Unigram model the vocabulary is a list, in the order of the tokens.
     numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     added = (token["id"] for token in content.get("added_tokens") or ())
     return 1 + max((*numbers, *added))
 
 
-# The ways in which documents fill sequences.
+# How documents fill sequences.
 PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
-# What becomes of documents that are longer than a sequence.
+# Treatment of documents longer than a sequence.
 TOO_LONG = Choice(("drop", "truncate", "split"))
 # A JSON object with one of these keys is a conversation (`skippipe_jax.data.chat`).
 CONVERSATIONS = frozenset({"messages", "conversations", "instruction"})
-# All held-out documents, those that priors are estimated on, or those that scores are taken of.
+# All held-out documents, those for estimating priors, or those for scores.
 FOR_PRIORS, FOR_SCORES = "priors", "scores"
 HELD_OUT_PARTS = Choice(("all", FOR_PRIORS, FOR_SCORES))
 
 
-# A greater cycle would take memory for proportions that nobody could tell from simpler ones.
+# A longer cycle would take memory, for proportions that hardly differ from simpler ones.
 _LONGEST_CYCLE = 1_000_000
 
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Some files, and what is a document in them.
+    """Source of documents: some files, and the unit that is a document in them.
 
     Attributes:
         kind: `python` or `text`, where a document is a file; `jsonl` or `parquet`, where it is
             `text_field` of a line or row; `chat`, where it is a line with messages.
-        path: a file, a folder, a glob, or any of these as a URL that fsspec knows. None for
+        path: a file, a folder, a glob, or any of these as a URL that fsspec supports. None for
             `python`, which reads the standard library.
         text_field: key or column of the text.
-        field: the section of the configuration that says so, for messages; two sources that differ
-            only in it are the same.
-        today: of `chat`, the day that chat templates are told.
-        chat_template: of `chat`, the template instead of the tokenizer's: its name, or its file.
+        field: section of the configuration that names the source, for messages; it does not count
+            in comparisons.
+        today: for `chat`, the current date in chat templates.
+        chat_template: for `chat`, the name or the file of a template that replaces the tokenizer's.
     """
 
     kind: str
@@ -123,19 +123,19 @@ class DocumentSource:
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The field that names where the text comes from, and its value."""
+        """Configuration field that names the origin of the text, and its value."""
         if self.path is None:
             return f"{self.field}.source", self.kind
         return f"{self.field}.path", self.path
 
     @property
     def told(self) -> str:
-        """Name the text, for readers."""
+        """Name of the text, for messages."""
         return self.path or "Python's standard library"
 
 
 def kind_of(path: str) -> str:
-    """Guess what kind of source a path is, from the names of its files and the first JSON line."""
+    """Guess the kind of source from the names of the files and the first JSON line."""
     folder = Path(path).expanduser()
     if (folder / TOKENS_INDEX).is_file():
         return "tokens"
@@ -159,7 +159,7 @@ def _holds_conversations(file: Path) -> bool:
 
 
 def require_day(value: str, field: str) -> None:
-    """Raise `InputError`, naming `field`, unless the text is a day."""
+    """Raise `InputError`, naming `field`, unless the text is a date."""
     fields.text(value, field)
     try:
         datetime.date.fromisoformat(value)
@@ -175,9 +175,9 @@ class MixtureConfig:
         source: as `data.source`.
         path: as `data.path`.
         text_field: as `data.text_field`.
-        weight: its share of all sequences, relative to the others.
-        name: the domain that it is, by which evaluation reports it. null: the last part of its
-            path that is no pattern, or else its kind, with a number where another has that name.
+        weight: share of all sequences, relative to the other sources.
+        name: name of the domain in evaluation. null: the last part of the path without a pattern,
+            or else the kind, with a number if the name is taken.
     """
 
     source: Annotated[str, SOURCES] = "text"
@@ -189,41 +189,41 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class DataConfig(Section, name="data"):
-    """Which text is trained on, and how it is cut.
+    """Text to train on, and how it is split into sequences.
 
     Attributes:
-        source: what is a document: with ``text``, plain text, a file; with ``jsonl`` or
-            ``parquet`` the `text_field` of a line or row; with ``chat`` a line of JSON with
-            messages (see `skippipe_jax.data.chat`), of which the assistant's are learnt. ``tokens``
-            is a folder that `skippipe tokenize` has written, read as it is needed; ``python``
-            is the standard library of the Python that runs; ``mixture`` is what `mixture` says.
-        path: a file, a folder whose files (hidden ones aside) are read, or a glob; or, but for
-            ``tokens``, any of these as a URL that fsspec knows.
-        text_field: for ``jsonl`` and ``parquet``, the key or column of the text.
-        mixture: sources with weights, of each of which every sequence comes once in an epoch of
-            its own.
-        tokenizer: ``bytes``; or the path of a tokenizer.json, or of the folder with one. The
-            default is the one that ``tokens`` were made with, or else ``bytes``.
-        chat_template: for conversations, how they are written, instead of by the tokenizer's own
-            template: the path of a Jinja file, or ``chatml``, ``llama3``, whose tokens the
-            tokenizer must have, or ``plain``, which needs no tokens but the tokenizer's begin and
-            end. The run keeps it with its tokenizer.
-        today: for conversations, the day that it is to chat templates that write the date, as
-            2026-11-22; it stays the same when the run is resumed or evaluated. null: they are told
-            none, and some write one of their own.
-        packing: with ``windows``, documents follow one another and are cut into sequences; with
-            ``documents``, sequences are filled with whole documents, each of which sees itself
-            only.
-        too_long: with ``packing: documents``, what becomes of documents that are longer than a
-            sequence: ``split`` cuts them into pieces, each of which sees nothing of those before
-            it; ``truncate`` keeps their first `sequence_length` tokens; ``drop`` leaves them out.
-            null: conversations are dropped, as the pieces of an answer have lost its question,
-            and all else is split. A run says at its start how many there are.
-        sequence_length: tokens of a sequence, each of which predicts the one after it.
-        microbatch_size: sequences of a microbatch.
-        held_out: share of the documents, between 0 and 1, that is kept for evaluation; of a single
-            document it is the share at the end. Of ``tokens`` it was decided when they were made.
-        shuffle_seed: decides the order of training and which documents are held out.
+        source: kind of source. ``text``: plain text, a document per file; ``jsonl`` or ``parquet``:
+            a document per line or row, in `text_field`; ``chat``: a conversation per line of JSON
+            (see `skippipe_jax.data.chat`), of which the assistant's messages are trained on;
+            ``tokens``: a folder written by `skippipe tokenize`, read on demand; ``python``: the
+            standard library of the running Python; ``mixture``: the sources in `mixture`.
+        path: a file, a folder whose files (except hidden ones) are read, or a glob. Except for
+            ``tokens`` it may be a URL that fsspec supports.
+        text_field: for ``jsonl`` and ``parquet``, key or column of the text.
+        mixture: sources with weights. Each source has its own epochs, in which each of its
+            sequences occurs once.
+        tokenizer: ``bytes``, or the path of a tokenizer.json or of its folder. null: the tokenizer
+            of the ``tokens``, or else ``bytes``.
+        chat_template: for conversations, the template that replaces the tokenizer's: the path of a
+            Jinja file; ``chatml`` or ``llama3``, whose tokens the tokenizer must have; or
+            ``plain``, which needs only the tokenizer's begin and end tokens. The run saves it with
+            its tokenizer.
+        today: for conversations, the current date in chat templates that write it, such as
+            2026-11-22. It stays the same when the run is resumed or evaluated. null: templates get
+            no date, and some write a fixed one.
+        packing: ``windows``: documents are concatenated and split into sequences; ``documents``:
+            sequences are filled with whole documents, and attention stays within a document.
+        too_long: with ``packing: documents``, treatment of documents longer than a sequence.
+            ``split``: cut them into pieces, and attention stays within a piece; ``truncate``: keep
+            the first `sequence_length` tokens; ``drop``: leave them out. null: drop conversations,
+            because pieces of an answer lack the question, and split all other documents. A run
+            prints their number at its start.
+        sequence_length: tokens in a sequence, each of which predicts the next one.
+        microbatch_size: sequences in a microbatch.
+        held_out: fraction of the documents, between 0 and 1, that is held out for evaluation; of a
+            single document, the fraction at its end. For ``tokens`` it was fixed by `skippipe
+            tokenize`.
+        shuffle_seed: seed of the order of training and of the choice of held-out documents.
 
     Raises `InputError` for a value outside its range.
     """
@@ -243,7 +243,7 @@ class DataConfig(Section, name="data"):
     shuffle_seed: Seed = 0
 
     def __post_init__(self):
-        """Check the values; the files are looked at when they are read."""
+        """Check the values; the files are checked when they are read."""
         super().__post_init__()
         if (self.source == "mixture") != (self.mixture is not None):
             problem = f"does not go with data.source: {self.source}"
@@ -309,7 +309,7 @@ class DataConfig(Section, name="data"):
             given.add(one.name)
 
     def sources(self) -> tuple[DocumentSource, ...]:
-        """Return where documents come from, one source or those of the mixture."""
+        """Return the source of documents, or those of the mixture."""
         each = {"data": self}
         if self.mixture is not None:
             each = {f"data.mixture[{number}]": one for number, one in enumerate(self.mixture)}
@@ -320,7 +320,7 @@ class DataConfig(Section, name="data"):
         )
 
     def domains(self) -> tuple[str, ...]:
-        """Return what each of the sources is called, no two alike."""
+        """Return a unique name for each of the sources."""
         given = [one.name for one in self.mixture or ()] or [None]
         names: list[str] = []
         for name, source in zip(given, self.sources(), strict=True):
@@ -335,7 +335,7 @@ class DataConfig(Section, name="data"):
         return tuple(names)
 
     def shares(self) -> tuple[int, ...]:
-        """Return how many sequences of each source come in one cycle of the mixture."""
+        """Return the number of sequences of each source in one cycle of the mixture."""
         if self.mixture is None:
             return (1,)
         weights = [

@@ -1,4 +1,4 @@
-"""All keys of a configuration, told from docstrings: as text, as JSON schema, and what differs."""
+"""Description of all configuration keys, from docstrings: text, JSON schema, and differences."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from skippipe_jax.config.model import PRESETS
 from skippipe_jax.config.parsing import EXTENDS, to_tree
 from skippipe_jax.config.run import Config
 
-# One attribute in a docstring: its name, and what is told of it on this line and the ones below.
+# One attribute in a docstring: its name and its description, on this line and the ones below.
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
 NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key: its type, its default as YAML has it, what it means, the only words it may hold.
+    """Key of a configuration: type, default as in YAML, description and allowed words.
 
-    `path` is its name in full, as ``--set`` takes it.
+    `path` is its full name, as ``--set`` takes it.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Whether it holds keys of its own, always."""
+        """Whether the key always holds a section."""
         return dataclasses.is_dataclass(self.hint)
 
     def kind(self, section: str = "section") -> str:
-        """Return what it holds, in words, where a section is called so."""
+        """Return the type in words; `section` is the word for a section."""
         return _in_words(self.hint, section, self.choices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A section: its place, which is empty for the outermost, what is told of it, its keys."""
+    """Section of a configuration: path (empty for the outermost), description and keys."""
 
     name: str
     about: str
@@ -58,7 +58,7 @@ class Section:
 
 
 def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
-    """Return the section that a dataclass describes, at this place, and all within it."""
+    """Return the section that a dataclass describes, at path `name`, and all nested ones."""
     about, told_of_keys = described(kind)
     hints, choices = typing.get_type_hints(kind), choices_of(kind)
     keys = tuple(
@@ -83,25 +83,25 @@ def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
 
 
 def described(kind: Any) -> tuple[str, dict[str, str]]:
-    """Return what the docstring of a dataclass tells of it, and of each of its attributes."""
+    """Return the description of a dataclass and of each of its attributes."""
     about, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
     return about, {name: " ".join(text.split()) for name, text in ATTRIBUTE.findall(attributes)}
 
 
 def types_within(hint: Any) -> Iterator[Any]:
-    """A type, and all that it is made of."""
+    """Return a type and all types that it contains."""
     yield hint
     for part in parts(hint):
         yield from types_within(part)
 
 
 def parts(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a union or a tuple is made of."""
+    """Return the types that a union or a tuple contains."""
     return tuple(part for part in typing.get_args(hint) if part is not Ellipsis)
 
 
 def keys_in_words() -> str:
-    """Return all keys as text: for each what it holds, its default and what it means."""
+    """Return all keys as text, each with type, default and description."""
     lines = []
     for key in (key for section in sections() for key in section.keys):
         value = "" if key.is_section else f" = {json.dumps(key.default)}"
@@ -124,14 +124,14 @@ def _in_words(hint: Any, section: str, choices: Choice | None) -> str:
     return ", ".join(inner[:-1]) + f" or {inner[-1]}" if inner else NAMES[hint]
 
 
-# The last two are of a case that leaves stages or path lengths open.
+# The last two belong to a case that leaves stages or path lengths open.
 CASE_KEYS = (*REQUIRED, *OPTIONAL, "stage_count", "skip_ratio")
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of the whole configuration, in draft 2020-12."""
+    """Return the JSON schema (draft 2020-12) of the whole configuration."""
     told = {section.name: section for section in sections()}
 
     def of_section(kind: Any, place: str) -> dict[str, Any]:
@@ -174,9 +174,9 @@ def to_text() -> str:
 
 
 def differences(config: Config) -> dict[str, Any]:
-    """The keys of a configuration that are not as by default, as a mapping that gives it again.
+    """Return the keys that differ from the defaults, as a mapping that yields the configuration.
 
-    Shapes that a model preset gives are left out.
+    Shapes from a model preset are left out.
     """
     default = to_tree(Config())
     if config.model.preset is not None:
@@ -185,7 +185,7 @@ def differences(config: Config) -> dict[str, Any]:
 
 
 def summary(config: Config) -> str:
-    """Return the differences from the defaults as YAML, and where the whole configuration is."""
+    """Return the differences from the defaults as YAML, with the path of the complete one."""
     shown = yaml.safe_dump(
         differences(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )

@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are needed, with a word on how to get them."""
+"""Import of optional packages, with instructions to install them in the error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from skippipe_sched.errors import InputError
 
 
 def require(module: str, extra: str, field: str, value: Any) -> Any:
-    """Return the module of an optional package, which the extra of that name installs.
+    """Return the module of an optional package, which the extra `extra` installs.
 
-    `field` and `value` are what asks for it. Raises `InputError` if it is not installed.
+    Raises:
+        InputError: naming `field` and `value`, which need the package, if it is not installed.
     """
     try:
         return importlib.import_module(module)

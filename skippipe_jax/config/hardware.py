@@ -1,4 +1,4 @@
-"""The sections `node` and `network`: devices of a node, and how nodes exchange arrays."""
+"""The sections `node` and `network`: devices of a node, and transfers between nodes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ AUTO, ITERATION, MICROBATCH = GATHER = Choice(("auto", "iteration", "microbatch"
 
 @dataclass(frozen=True)
 class NodeMesh:
-    """The devices of a node: `fsdp` times `tensor` of them."""
+    """Device mesh of a node, with `fsdp` times `tensor` devices."""
 
     fsdp: int = 1
     tensor: int = 1
 
     @property
     def devices(self) -> int:
-        """How many they are."""
+        """Number of devices."""
         return self.fsdp * self.tensor
 
     def __str__(self) -> str:
-        """As a configuration has it."""
+        """Return the mesh as written in a configuration."""
         return f"{{fsdp: {self.fsdp}, tensor: {self.tensor}}}"
 
     def require_divides(self, model: ModelConfig, data: DataConfig, field: str = "node") -> None:
-        """Refuse a mesh over which some array cannot be cut evenly.
+        """Reject a mesh over which some array cannot be sharded evenly.
 
         Raises:
             InputError: naming the part of `field` that does not divide.
@@ -73,22 +73,23 @@ ONE_DEVICE = NodeMesh()
 
 @dataclass(frozen=True)
 class NodeConfig(Section, name="node"):
-    """Of which devices of its host a node consists: a mesh of `fsdp` times `tensor` of them.
+    """Devices of a node: a mesh of `fsdp` times `tensor` devices of its host.
 
-    `node: auto` is short for `node: {fsdp: null}`. A node in a case may have a `mesh` of its own,
-    `{fsdp: 2, tensor: 1}`. Hosts have devices for their nodes in turn.
+    `node: auto` is short for `node: {fsdp: null}`. A node in a case may have its own `mesh`, such
+    as `{fsdp: 2, tensor: 1}`. A host assigns its devices to its nodes
+    in order, and starts over when they run out.
 
     Attributes:
-        fsdp: over so many devices every array of a stage is cut along the width, and so are the
-            gradients and the optimizer's state; of each microbatch each has a part of the sequences
-            or, where they are not as many, of the tokens. null: as many as the host has for
-            each of its nodes.
-        tensor: so many devices share the heads of attention, the feed-forward and the vocabulary,
-            and between blocks the tokens.
-        gather: when weights come together that `fsdp` has cut: once an `iteration`, and each device
-            has them whole until its end, or layer by layer for every `microbatch`. `auto`: once
-            an iteration where the `memory_bytes` of the node's devices in the case allow it, or say
-            nothing.
+        fsdp: number of devices over which every array of a stage, its gradients and the optimizer's
+            state are sharded along the width. Each device computes some sequences of a microbatch
+            or, if there are not enough, some tokens. null: all devices that the host has for each
+            of its nodes.
+        tensor: number of devices that share the attention heads, the feed-forward layer and the
+            vocabulary and, between blocks, the tokens.
+        gather: when weights sharded by `fsdp` are gathered: once an `iteration`, and each device
+            holds them whole until its end; or layer by layer for every `microbatch`. `auto`: once
+            an iteration if the `memory_bytes` of the node's devices in the case allow it or are not
+            set.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"fsdp": None}}
@@ -99,20 +100,24 @@ class NodeConfig(Section, name="node"):
 
     @property
     def mesh(self) -> NodeMesh | None:
-        """That of nodes that have none of their own; None where it depends on the host."""
+        """Mesh of nodes without their own mesh; None if it depends on the host."""
         return None if self.fsdp is None else NodeMesh(self.fsdp, self.tensor)
 
     def mesh_of(self, case: Case, node: int) -> NodeMesh | None:
-        """That of a node; None where it depends on the host."""
+        """Return the mesh of a node; None if it depends on the host."""
         own = case.nodes[node].mesh
         return self.mesh if own is None else NodeMesh(*own)
 
     def meshes(self, case: Case) -> Sequence[NodeMesh | None]:
-        """Those of all nodes."""
+        """Return the meshes of all nodes."""
         return [self.mesh_of(case, node) for node in range(len(case.nodes))]
 
     def over(self, devices: int) -> NodeMesh:
-        """Return the mesh of a node that has so many devices, where it depends on the host."""
+        """Return the mesh of a node with this number of devices, if it depends on the host.
+
+        Raises:
+            InputError: if `tensor` does not divide the number of devices.
+        """
         if devices % self.tensor or devices < self.tensor:
             raise InputError(
                 "node.tensor",
@@ -132,32 +137,33 @@ ROUNDED = Choice(("bfloat16",))
 
 @dataclass(frozen=True)
 class NetworkConfig(Section, name="network"):
-    """How nodes exchange arrays, or how a network between them is emulated.
+    """Transfers between nodes, over the real network or an emulated one.
 
     `network: emulate` is short for `network: {mode: emulate}`.
 
     Attributes:
         mode: `real`, or `emulate`: every hop is delayed by the case's latency, bandwidth and
-            overhead, hops on one directed link one after another, and averaging takes the seconds
+            overhead, hops on one directed link follow one another, and averaging takes the seconds
             that the case predicts.
         emulate_compute: with `emulate`, every operation takes at least the case's seconds.
-        jitter: with `emulate`, everything takes (1 + x) times as long, x exponential with this
-            mean, drawn anew for each iteration from the seed.
-        averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX,
-            `ring` passes them round chunk by chunk in the planner's order of the replicas. `auto`
-            takes the ring between hosts that have a JAX each (`cluster.runtime`), and where a link
-            between hosts has less than 1 GiB/s in the case. With `averaging.mode: outer` it is for
-            the first, exact iterations alone: changes always go round.
-        activation_dtype: as what activations travel from node to node. `bfloat16` takes half the
-            bytes of `float32`, and `int8` about a quarter: a token's channels are quantised in
-            groups of 128, which have a scale each. null: as they are computed.
-        gradient_dtype: as what activations' gradients travel. null: as activations do.
-        gradient_rounding: how gradients become `int8`: to the `nearest`, or `stochastic`, up or
-            down by chance, so that the mean is exact. Drawn by seed, step, microbatch and stage.
-        averaging_dtype: `bfloat16` rounds gradients, and sums of some replicas' gradients, for
-            each step of the ring. Replicas that share a device exchange nothing. With
-            `averaging.mode: outer` it is for the first, exact iterations alone.
-        deadline_s: seconds that a host waits for anything from another before the run ends.
+        jitter: with `emulate`, all durations are multiplied by 1 + x, where x is exponential with
+            this mean and drawn for each step from the seed.
+        averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX;
+            `ring` sends them around a ring in chunks, in the planner's order of the replicas.
+            `auto` uses the ring in `independent` mode (`cluster.runtime`), and where a link between
+            hosts has less than 1 GiB/s in the case. With `averaging.mode: outer` this key applies
+            to the first, exact steps only: outer gradients always use the ring.
+        activation_dtype: type in which activations are sent between nodes. `bfloat16` takes half
+            the bytes of `float32`, `int8` about a quarter: a token's channels are quantized in
+            groups of 128, each with its own scale. null: the type in which they are computed.
+        gradient_dtype: type in which the gradients of activations are sent. null: as activations.
+        gradient_rounding: rounding of gradients to `int8`: `nearest`, or `stochastic`, which keeps
+            the mean exact. Its random numbers depend on seed, step, microbatch and stage.
+        averaging_dtype: `bfloat16` rounds gradients, and partial sums of gradients, in each step of
+            the ring. Replicas that share a device exchange nothing. With `averaging.mode: outer`
+            this key applies to the first, exact steps only. null: no rounding.
+        deadline_s: seconds that a host waits for any transfer from another host before the run
+            ends.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {mode: {"mode": mode} for mode in MODES}
@@ -173,7 +179,7 @@ class NetworkConfig(Section, name="network"):
     deadline_s: Positive = 300.0
 
     def __post_init__(self):
-        """Refuse what has no effect."""
+        """Reject settings without effect."""
         super().__post_init__()
         for name in ("emulate_compute", "jitter"):
             if getattr(self, name) and self.mode == "real":

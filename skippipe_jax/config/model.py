@@ -1,4 +1,4 @@
-"""The section `model`: shape and numerics, and what may compute attention of which shapes."""
+"""The section `model`: shape, numerics, and the limits of the attention kernels."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from skippipe_jax.config.choices import DTYPES, Choice, Count, Positive, Section
 AUTO, XLA, BLOCKWISE, CUDNN, SPLASH = "auto", "xla", "blockwise", "cudnn", "splash"
 ATTENTION = Choice((AUTO, XLA, BLOCKWISE, CUDNN, SPLASH))
 SHORT = 256
-"""Sequences up to so long have so few scores that by default all of them are there at once."""
+"""Longest sequence, in tokens, for which `auto` attention holds all scores at once."""
 CPU_BLOCK, BLOCK = 128, 512
-"""Queries, and keys, that blockwise attention takes at a time on processors, and on others."""
+"""Queries and keys in a block of blockwise attention: on CPUs, and on other platforms."""
 PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
-"""Where a kernel runs that does not run everywhere, by JAX's names."""
+"""Platform, in JAX's names, of each kernel that runs on one platform only."""
 MOST_CONSTANTS = 1 << 19
-"""Numbers in the cosines and sines that a program has as constants, in 2 MB."""
+"""Maximum number of cosines and sines that a program holds as constants (2 MB)."""
 SPLASH_LANES = 128
 CUDNN_MOST_WIDTH, CUDNN_WIDTH_STEP = 128, 8
 
 
 def holds_all_scores(attention: str, length: int) -> bool:
-    """Whether all scores of a sequence of so many tokens are there at once, wherever it runs."""
+    """Return whether all scores of a sequence of `length` tokens are held at once."""
     return attention == XLA or (attention == AUTO and length <= SHORT)
 
 
 def turns_by_constants(length: int, head_width: int) -> bool:
-    """Tell whether the rotations of sequences of so many tokens are constants of a program."""
+    """Return whether the rotations of such sequences are constants of a program."""
     return length * head_width <= MOST_CONSTANTS
 
 
 def why_unfit(implementation: str, *, length: int, head_width: int, compute_dtype: str) -> str:
-    """Why a kernel does not take such sequences and heads, as a part of a sentence; "" if it does.
+    """Return why a kernel does not support such sequences and heads; "" if it does.
 
-    Both kernels say so themselves, but only when they are compiled, and of one device.
+    The reason is part of a sentence. The kernels raise errors themselves, but only when they are
+    compiled, and only for one device.
     """
     if implementation == CUDNN:
         if compute_dtype == "float32":
@@ -73,8 +74,9 @@ RECOMPUTE = Choice(
 )
 PRECISIONS = Choice(("default", "high", "highest"))
 
-# How a model that comes without a plan is cut. For inference into at most so many stages, as far as
-# layers allow; as a run, which is converted stage by stage, into one for every so many layers.
+# Stage partition of a model without a plan: for inference at most `MOST_STAGES` stages, as far as
+# the layers divide; for a run, which is converted stage by stage, one stage per `LAYERS_OF_STAGE`
+# layers.
 MOST_STAGES = 6
 LAYERS_OF_STAGE = 4
 
@@ -124,14 +126,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class RopeScaling(Section, name="model.rope_scaling"):
-    """Llama 3's stretching of rotary wavelengths beyond the context that it was trained with.
+    """Llama 3's scaling of rotary wavelengths to contexts longer than in pretraining.
 
     Attributes:
-        factor: how many times longer wavelengths become that are long.
-        low_frequency_factor: long are those above `original_context` over this.
-        high_frequency_factor: short, and left as they are, those below `original_context` over
-            this; between the two it goes over smoothly.
-        original_context: positions that the model was first trained with.
+        factor: factor by which long wavelengths are multiplied.
+        low_frequency_factor: wavelengths above `original_context` divided by this are long.
+        high_frequency_factor: wavelengths below `original_context` divided by this are short and
+            stay unchanged; those in between are interpolated smoothly.
+        original_context: context length of the pretraining, in tokens.
     """
 
     factor: Positive = 8.0
@@ -140,7 +142,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
     original_context: Count = 8192
 
     def __post_init__(self):
-        """Refuse what would divide by zero."""
+        """Reject factors that would divide by zero."""
         super().__post_init__()
         fields.number(
             self.high_frequency_factor,
@@ -151,12 +153,12 @@ class RopeScaling(Section, name="model.rope_scaling"):
 
 
 class StageCut(tuple[int, ...]):
-    """How a model is cut: the blocks of each stage, the data stage first."""
+    """Stage partition: the number of blocks of each stage, the data stage first."""
 
     __slots__ = ()
 
     def blocks(self, stage: int) -> range:
-        """Return which blocks of the model a stage holds."""
+        """Return the indices of the model's blocks that a stage holds."""
         first = sum(self[:stage])
         return range(first, first + self[stage])
 
@@ -166,34 +168,36 @@ class ModelConfig(Section, name="model"):
     """Shape and numerics of the model.
 
     Attributes:
-        preset: fills in every shape that neither is given nor comes with `init_from`.
-        vocabulary_size: tokens that there are, by default those of the tokenizer.
-        width: of the residual stream.
-        layers: blocks of attention and feed-forward.
-        heads: of attention; they share the width.
-        kv_heads: of keys and values, each shared by `heads / kv_heads` heads.
-        ffn_width: the inner width of the feed-forward.
-        context: the longest sequence.
+        preset: name of a set of shapes. It fills in each shape that neither this section nor
+            `init_from` sets. null: none.
+        vocabulary_size: number of tokens in the vocabulary; by default that of the tokenizer.
+        width: width of the residual stream.
+        layers: number of transformer blocks.
+        heads: number of attention heads, each of width `width / heads`.
+        kv_heads: number of key and value heads; each serves `heads / kv_heads` query heads.
+        ffn_width: inner width of the feed-forward layer.
+        context: length of the longest sequence, in tokens.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: Llama 3's stretching of the wavelengths. null: none.
-        tied_head: the head is the embedding.
-        norm_epsilon: added to mean squares before their root is taken.
-        initial_deviation: of matrices and embedding, which are drawn from a normal distribution.
-            null: one over the root of the width.
-        stage_layers: blocks of each stage. null: spread over the stages evenly.
-        parameter_dtype: `float32` or `bfloat16`. Most updates are smaller than what bfloat16 tells
-            apart: training rounds them up or down by chance, so that small ones add up.
-        compute_dtype: `float32` or `bfloat16`, for activations and their gradients.
-        matmul_precision: of matrix products, by JAX's names: what a device is quickest with
-            (`default`: of float32 often fewer bits), `high`, or `highest`.
-        recompute: what the backward pass computes again: `none`, each `block` from its input, or
-            the whole `stage` from its input. Between them, from its input and what is kept besides:
-            `save_only_attention`, what attention gives; `dots_with_no_batch_dims_saveable`, the
-            products with matrices; `offload_dot_with_no_batch_dims`, these in the host's memory.
-        attention: `xla` holds all scores of a sequence at once; `blockwise` those of some tokens by
-            as many, one square after another; `cudnn` is the fused kernel of NVIDIA GPUs, and
-            `splash` that of TPUs. `auto` is the kernel of the device if the shapes fit it, else
-            `blockwise`, and `xla` for sequences of up to 256 tokens.
+        rope_scaling: Llama 3's scaling of the wavelengths. null: none.
+        tied_head: use the embedding as the head.
+        norm_epsilon: constant added to mean squares before the square root.
+        initial_deviation: standard deviation of the normal distribution from which matrices and
+            embedding are initialized. null: one over the square root of the width.
+        stage_layers: number of blocks of each stage. null: distributed evenly.
+        parameter_dtype: `float32` or `bfloat16`. Most updates are smaller than the resolution of
+            bfloat16: training rounds them stochastically, so that small ones add up.
+        compute_dtype: `float32` or `bfloat16`, type of activations and their gradients.
+        matmul_precision: precision of matrix products, in JAX's names: `default` (the device's
+            fastest, often fewer bits than float32), `high` or `highest`.
+        recompute: what the backward pass recomputes (activation checkpointing): `none`; `block`,
+            each block from its input; `stage`, the whole stage from its input. The other values
+            recompute each block from its input and saved results: `save_only_attention` saves the
+            outputs of attention, `dots_with_no_batch_dims_saveable` the products with weight
+            matrices, `offload_dot_with_no_batch_dims` these products in host memory.
+        attention: `xla` holds all scores of a sequence at once; `blockwise` computes them block by
+            block; `cudnn` is the fused kernel of NVIDIA GPUs, `splash` that of TPUs. `auto` selects
+            `xla` for sequences of up to 256 tokens, else the kernel of the device if the shapes fit
+            it, else `blockwise`.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
@@ -217,7 +221,7 @@ class ModelConfig(Section, name="model"):
     attention: Annotated[str, ATTENTION] = AUTO
 
     def __post_init__(self):
-        """Refuse shapes and names that fit no model."""
+        """Reject shapes and names that do not make a model."""
         super().__post_init__()
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise InputError(
@@ -236,16 +240,16 @@ class ModelConfig(Section, name="model"):
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the first matrices and embedding."""
+        """Standard deviation of the initial matrices and embedding."""
         return self.width**-0.5 if self.initial_deviation is None else self.initial_deviation
 
     @property
     def head_width(self) -> int:
-        """The width of one attention head."""
+        """Width of one attention head."""
         return self.width // self.heads
 
     def why_unfit(self, attention: str, length: int) -> str:
-        """Why a kernel of attention does not take sequences of so many tokens; "" if it does."""
+        """Return why an attention kernel does not support `length` tokens; "" if it does."""
         return why_unfit(
             attention,
             length=length,
@@ -254,10 +258,10 @@ class ModelConfig(Section, name="model"):
         )
 
     def layers_of_stages(self, stages: int) -> StageCut:
-        """Return how many blocks each of `stages` stages holds.
+        """Return the number of blocks of each of `stages` stages.
 
         Raises:
-            InputError: if the layers do not spread over the stages.
+            InputError: if the layers cannot be distributed over the stages.
         """
         if self.stage_layers is None:
             if self.layers % stages:

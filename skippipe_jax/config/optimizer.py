@@ -1,4 +1,4 @@
-"""The sections `optimizer` and `averaging`: how parameters are updated, and replicas average."""
+"""The sections `optimizer` and `averaging`: updates of parameters, averaging of replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from skippipe_jax.config.choices import (
     Whole,
 )
 
-# More iterations than the delay, so that nobody waits for totals, which are sent after changes.
+# Added to `delay`: totals are sent after changes, so a bound at the delay itself would make hosts
+# wait for them.
 BEHIND = 4
 Decay = Annotated[float, Real(end=1.0)]
 OF_OUTER_OPTIMIZER = ("rate", "momentum", "exact_steps")
@@ -35,27 +36,28 @@ OF_OUTER_OPTIMIZER = ("rate", "momentum", "exact_steps")
 
 @dataclass(frozen=True)
 class AveragingConfig(Section, name="averaging"):
-    """When the replicas of a stage average, and what.
+    """When and what the replicas of a stage average.
 
-    All keys beside `mode` are of `outer`. What training means then, the page on training says in
-    formulas.
+    All keys except `mode` apply to `outer` only. The page on training has its formulas.
 
     Attributes:
-        mode: `exact`: gradients, in every iteration, which ends when they are averaged; replicas
-            never differ. `outer`: each replica takes steps of its own, and what it has changed is
-            averaged while the next iterations run, so that nobody waits. It is other training.
-        every: iterations in which all parameters are averaged once.
-        fragments: parts in which this is done, spread over these iterations. A part is whole blocks
-            of each stage, of which every stage has at least as many.
-        delay: a part is applied at the end of the iteration that comes so many after the one at
-            whose end it was sent, and has all that time to go round. 0: no iteration begins before
-            it is applied.
-        dtype: as what changes travel. `int8` has a scale for every 128 numbers. What rounding
-            leaves is added to the next change.
-        rate: of the outer optimizer, which is SGD with Nesterov momentum; the mean change is its
-            gradient.
-        momentum: of the outer optimizer.
-        exact_steps: so many iterations at the beginning are as in `exact`.
+        mode: `exact`: gradients are averaged within every step, and replicas never differ. `outer`:
+            each replica takes local steps, and their outer gradients are averaged in the
+            background, during the next steps, without blocking (streaming DiLoCo). The trained
+            model differs from that of `exact`.
+        every: number of steps in which all parameters are averaged once.
+        fragments: number of parts that are averaged one by one, spread over these steps. A fragment
+            consists of whole blocks of each stage, so every stage needs at least this number of
+            blocks.
+        delay: number of steps between sending a fragment at the end of a step and applying its
+            average at the end of a later one. The transfer may take all that time. 0: the next step
+            begins after the average is applied.
+        dtype: type in which outer gradients are sent. `int8` has one scale for 128 numbers. The
+            rounding error is added to the next outer gradient (error feedback).
+        rate: learning rate of the outer optimizer, which is SGD with Nesterov momentum on the mean
+            outer gradient.
+        momentum: momentum of the outer optimizer.
+        exact_steps: number of steps at the beginning that run in `exact` mode.
     """
 
     mode: Annotated[str, Choice(MODES)] = EXACT.mode
@@ -68,7 +70,7 @@ class AveragingConfig(Section, name="averaging"):
     exact_steps: Annotated[int, Whole(0)] = 0
 
     def __post_init__(self):
-        """Refuse what the planner refuses, an outer optimizer that is none, and what is unused."""
+        """Reject values that the planner rejects, and keys without effect in `exact` mode."""
         super().__post_init__()
         given = {key: getattr(self, key) for key in DEFAULTS}
         if self.is_outer:
@@ -86,62 +88,64 @@ class AveragingConfig(Section, name="averaging"):
 
     @property
     def is_outer(self) -> bool:
-        """Whether replicas take steps of their own, sooner or later."""
+        """Whether replicas take local steps, from the start or after `exact_steps`."""
         return self.mode != EXACT.mode
 
     @property
     def policy(self) -> AveragingPolicy:
-        """What a case says of it."""
+        """The averaging policy in the terms of a case."""
         if not self.is_outer:
             return EXACT
         return AveragingPolicy("outer", self.every, self.fragments, self.delay, self.dtype)
 
     @property
     def of_case(self) -> dict[str, Any]:
-        """The keys by which a case says so: none where that is what it is without them."""
+        """The keys that a case needs for this policy; empty in `exact` mode."""
         if not self.is_outer:
             return {}
         return {"averaging": {key: getattr(self, key) for key in ("mode", *DEFAULTS)}}
 
     @property
     def iterations_apart(self) -> int:
-        """So many iterations the hosts of a run are apart at most: 1 where all wait for all.
+        """Maximum number of iterations between two hosts of a run: 1 in `exact` mode.
 
-        Else totals of an iteration travel behind so many others, as changes do.
+        In `outer` mode the totals of an iteration are sent in the background, as outer gradients
+        are.
         """
         return self.delay + BEHIND if self.is_outer else 1
 
     @property
     def least_steps(self) -> int:
-        """After so many iterations of a run every fragment has been applied."""
+        """Number of steps after which every fragment has been applied once."""
         return self.exact_steps + self.every + self.delay if self.is_outer else 0
 
     def is_exact(self, iteration: int) -> bool:
-        """Tell whether an iteration, counted from 1, averages gradients before it ends."""
+        """Return whether an iteration, counted from 1, averages gradients before it ends."""
         return not self.is_outer or iteration <= self.exact_steps
 
     def sent_after(self, iteration: int) -> int | None:
-        """The fragment that is sent at the end of an iteration, counted from 1; None if none is."""
+        """Return the fragment sent at the end of an iteration, counted from 1, or None."""
         if self.is_exact(iteration):
             return None
         return self.policy.sent_after(iteration - self.exact_steps)
 
     def blocks_of(self, fragment: int, layers: int) -> range:
-        """The blocks of a fragment, of the `layers` of a stage: block l is of l * fragments // L.
+        """Return the blocks of a fragment in a stage of `layers` blocks.
 
-        Embedding and, at the other end, final norm and head are of the first and the last fragment.
+        Block l belongs to fragment l * fragments // layers. The embedding belongs to the first
+        fragment, the final norm and the head to the last.
         """
         ends = (-(-number * layers // self.fragments) for number in (fragment, fragment + 1))
         return range(*ends)
 
     def require_blocks(self, stage_layers: Sequence[int]) -> None:
-        """Refuse more fragments than some stage has blocks, of which each stage has so many.
+        """Reject more fragments than the smallest stage has blocks.
 
         Raises:
             InputError: naming the stage.
         """
         least = min(stage_layers)
-        # A stage without blocks is refused with its cut.
+        # A stage without blocks is reported by the check of the stage partition.
         if self.is_outer and 1 <= least < self.fragments:
             raise InputError(
                 "averaging.fragments",
@@ -161,39 +165,40 @@ NAMES = Choice((ADAMW, MUON))
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, name="optimizer"):
-    """The rule of updates, its schedule, and what it takes for a good gradient.
+    """Update rule, learning rate schedule, and limits on gradients.
 
     Attributes:
         name: `adamw`, or `muon`: matrices of blocks are updated by their orthogonalized momentum,
-            and all else by AdamW. Where devices of different kinds serve one stage, its replicas
-            drift apart by what they round differently in that.
-        learning_rate: the highest.
-        schedule: `cosine` falls from the end of the warmup on. `warmup-stable-decay` stays at the
-            highest rate, and falls over the last part only.
-        warmup_steps: the highest rate is reached after so many steps.
-        decay_steps: the lowest is reached after so many steps. null: those of the run.
-        decay_fraction: the part of the `decay_steps` over which `warmup-stable-decay` falls.
-        decay_shape: how it falls there: `linear`, or `1-sqrt` (one minus the root of the share gone
-            by).
-        final_ratio: the lowest rate, as a share of the highest.
-        muon_momentum: decay of the mean of gradients of matrices that `muon` updates.
+            all other parameters by AdamW. With `muon`, replicas of a stage on devices of different
+            kinds drift apart, because the devices round the orthogonalization differently.
+        learning_rate: peak learning rate.
+        schedule: `cosine` decays from the end of the warmup. `warmup-stable-decay` stays at the
+            peak and decays in the last part only.
+        warmup_steps: number of steps until the peak learning rate.
+        decay_steps: number of steps until the lowest learning rate. null: the steps of the run.
+        decay_fraction: fraction of `decay_steps` over which `warmup-stable-decay` decays.
+        decay_shape: shape of that decay: `linear`, or `1-sqrt` (one minus the square root of the
+            elapsed fraction).
+        final_ratio: lowest learning rate as a fraction of the peak.
+        muon_momentum: decay of the mean of gradients for matrices that `muon` updates.
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
-        epsilon: added to the root of that.
-        weight_decay: of matrices. Scales of norms and biases never decay.
-        decay_embeddings: whether the embedding decays, which is also a head that is tied to it.
-        decay_head: whether the head decays.
-        moment_dtype: `float32` or `bfloat16`, in which both moments are held. bfloat16 is rounded
-            up or down by chance, so that small changes add up.
-        state_memory: where the moments are between updates: on the `device`, or in the memory of
-            the `host`, from which an update fetches them.
-        clip_norm: gradients are scaled so that their norm over all stages is at most this. null:
-            they are left as they are.
-        skip_above_norm: an update whose gradient norm, before clipping, is greater or no finite
-            number is left out: parameters, moments and the schedule stay as they are. null: none
-            is, and a run ends when its loss or gradient is no finite number.
-        z_loss: times the mean of log(Z)^2 over all target tokens, where Z normalises the softmax,
-            is added to what is minimised, and reported apart from the loss. It keeps logits small.
+        epsilon: constant added to the square root of the mean of squared gradients.
+        weight_decay: weight decay of matrices. Norm scales and biases never decay.
+        decay_embeddings: apply weight decay to the embedding, and to a head tied to it.
+        decay_head: apply weight decay to the head.
+        moment_dtype: `float32` or `bfloat16`, type of both moments. bfloat16 is rounded
+            stochastically, so that small changes add up.
+        state_memory: memory that holds the moments between updates: `device`, or `host`, from which
+            each update fetches them.
+        clip_norm: maximum norm of the gradients over all stages; larger gradients are scaled down.
+            null: no clipping.
+        skip_above_norm: skip an update whose gradient norm, before clipping, exceeds this value or
+            is not finite; parameters, moments and the schedule then stay as they are. null: no
+            update is skipped, and the run ends if the loss or a gradient is not finite.
+        z_loss: coefficient of the mean of log(Z)^2 over all target tokens, where Z is the
+            normalizer of the softmax. The term is added to the training objective and reported
+            apart from the loss. It keeps logits small.
     """
 
     name: Annotated[str, NAMES] = ADAMW
@@ -218,7 +223,7 @@ class OptimizerConfig(Section, name="optimizer"):
     z_loss: NonNegative = 0.0
 
     def __post_init__(self):
-        """Refuse values outside their ranges, and what has no effect."""
+        """Reject values outside their ranges, and keys without effect."""
         super().__post_init__()
         for name in ("decay_fraction", "decay_shape"):
             given = getattr(self, name)

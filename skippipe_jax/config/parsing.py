@@ -1,4 +1,4 @@
-"""From YAML files and overrides to a `Config`, and back; and the one that a run has saved."""
+"""Conversion between YAML files, overrides and `Config`; the saved configuration of a run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from skippipe_jax.config.run import Config, PlanConfig
 
 @dataclass(frozen=True)
 class FormerKey:
-    """Why a key is none any more, and what to write instead: one sentence each.
+    """Removed key: the problem and the remedy, one sentence each.
 
-    Runs that were saved with it may have it with the value that did nothing.
+    `nothing` is the value without effect, which saved runs may contain.
     """
 
     problem: str
@@ -69,14 +69,14 @@ FORMER_KEYS: Mapping[str, FormerKey] = {
         nothing=DEFAULT_METHOD,
     ),
 }
-"""By their places in the configuration."""
+"""Removed keys, by their paths in the configuration."""
 
 
 def without_former_keys(given: Any, section: str, *, whatever: bool = False) -> Any:
-    """Return what is given for a section, without its former keys, which saved runs have.
+    """Return the content of a section without its removed keys, which saved runs may have.
 
     Raises:
-        InputError: for a former key that says something, unless it may say `whatever` it does.
+        InputError: for a removed key whose value had an effect, unless `whatever` is set.
     """
     if not isinstance(given, dict):
         return given
@@ -90,19 +90,19 @@ def without_former_keys(given: Any, section: str, *, whatever: bool = False) -> 
 
 
 EXTENDS = "extends"
-"""The key of a file, at its top, that names another one: relative to itself."""
+"""Top-level key of a file that names the file it extends, relative to itself."""
 
 SET = "--set"
 
 
 @dataclass(frozen=True)
 class ConfigFiles:
-    """What a configuration file and those that it extends say together, and then `--set`.
+    """Merged content of a configuration file, the files that it extends, and `--set`.
 
     Attributes:
         tree: the mapping, without `extends`.
-        says: by its path in the mapping, the file that says a value which is no mapping, or
-            `SET`; empty where there is one file only.
+        says: origin of each value that is not a mapping, by its path: a file, or `SET`. Empty if
+            there is only one file.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class ConfigFiles:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Let an `InputError` name the file that says the value, where there are several."""
+        """Add the file that holds the value to an `InputError`, if there are several files."""
         try:
             yield
         except InputError as error:
@@ -126,7 +126,7 @@ class ConfigFiles:
             raise type(error)(named, error.value, error.problem, error.remedy) from error
 
     def told(self, text: str) -> str:
-        """Return the YAML of the whole configuration, each value with the file that says it."""
+        """Return the YAML of the whole configuration, each value with its file as a comment."""
         import yaml  # Slow to load; see `fields.parse_yaml`.
 
         lines = text.splitlines()
@@ -145,13 +145,13 @@ class ConfigFiles:
 
 
 def read_files(path: Path, named: str, overrides: Sequence[str] = ()) -> ConfigFiles:
-    """Read a configuration file and those that it extends, and override keys; `named` names it.
+    """Read a configuration file and the files that it extends, and apply overrides.
 
-    Of two mappings the keys are merged, at every depth; any other value replaces that of the file
-    which is extended.
+    Mappings are merged key by key, at every depth; any other value replaces that of the extended
+    file. `named` is the name of the file in errors.
 
     Raises:
-        InputError: if a file cannot be read, is no mapping or extends itself, or for an override
+        InputError: if a file cannot be read, is not a mapping or extends itself, or for an override
             of another form than ``key.sub=value``.
     """
     trees: dict[Path, dict[str, Any]] = {}
@@ -183,30 +183,30 @@ def read_files(path: Path, named: str, overrides: Sequence[str] = ()) -> ConfigF
 
 
 def mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
-    """Return a mapping; raise `InputError`, naming it `name` and showing `shown`, if it is none."""
+    """Return `value` if it is a mapping, else raise `InputError` with `name` and `shown`."""
     if not isinstance(value, dict):
         raise InputError(name, shown, "is not a mapping", "Write key: value lines")
     return value
 
 
 def set_key(tree: dict[str, Any], override: str) -> None:
-    """Write what ``key.sub=value`` says into a mapping.
+    """Set the value of an override ``key.sub=value`` in a mapping.
 
     Raises:
-        InputError: if it has another form, or a part of the key is none.
+        InputError: if it has another form, or a part of the key does not hold a mapping.
     """
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise InputError(SET, override, "is not key.sub=value", "Write --set train.steps=200")
     *parents, last = name.split(".")
     if parents[:1] == ["plan"] and isinstance(tree.get("plan"), str):
-        # Of what `auto` stands for a key can be set.
+        # An override may set a key of the mapping that `auto` is short for.
         tree["plan"] = dict(PlanConfig.SHORTHAND.get(tree["plan"], {})) or tree["plan"]
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise InputError(SET, override, f"{parent} holds no keys", "Name another key")
-    # A glob would be an alias of YAML, of which there can be none.
+    # YAML would parse a glob as an alias, which cannot be defined here.
     tree[last] = text if text.startswith("*") else fields.parse_yaml(text, SET, override)
 
 
@@ -221,7 +221,7 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _places(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The paths of all values that are no mappings."""
+    """Return the paths of all values that are not mappings."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _places(value, f"{prefix}{key}.")
@@ -230,7 +230,7 @@ def _places(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _keep_link_table(tree: Mapping[str, Any], folder: Path, first: Path) -> None:
-    """Let the link table of a case in a file of `folder` be found from the folder `first`."""
+    """Make the path of a case's link table, in a file of `folder`, relative to `first`."""
     plan = tree.get("plan")
     case = plan.get("case") if isinstance(plan, dict) else None
     if isinstance(case, dict) and str(case.get("links")).endswith(".csv"):
@@ -239,7 +239,7 @@ def _keep_link_table(tree: Mapping[str, Any], folder: Path, first: Path) -> None
 
 T = TypeVar("T")
 CONFIG = "config.yaml"
-"""Where a run keeps its configuration in full."""
+"""File in which a run saves its complete configuration."""
 
 KEYS_ELSEWHERE = {
     "lr": "optimizer.learning_rate",
@@ -251,11 +251,11 @@ KEYS_ELSEWHERE = {
     "max_steps": "train.steps",
     "output_dir": "run_dir",
 }
-"""Keys of other trainers, and those that are meant here."""
+"""Keys of other trainers, and the corresponding keys here."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file, with what it extends, and apply overrides ``key.sub=value``.
+    """Read a config file and the files that it extends, and apply overrides ``key.sub=value``.
 
     Raises:
         InputError: for unknown keys, wrong types and values out of range.
@@ -266,7 +266,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_as(kind: type[T], path: Path, field: str, overrides: Sequence[str] = ()) -> T:
-    """Read a YAML file as a dataclass, as `load_config` does; `field` is what names the file.
+    """Read a YAML file as a dataclass, as `load_config` does; `field` names the file in errors.
 
     Raises:
         InputError: as `load_config` does.
@@ -277,9 +277,9 @@ def load_as(kind: type[T], path: Path, field: str, overrides: Sequence[str] = ()
 
 
 def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration that a mapping describes, its model preset and shapes filled in.
+    """Return the configuration that a mapping describes, with preset and shapes filled in.
 
-    Overrides, as `load_config` takes them, are written into the mapping first.
+    Overrides, in the form of `load_config`, are written into the mapping first.
     """
     tree = dict(mapping(tree, "config", tree))
     for override in overrides:
@@ -295,24 +295,24 @@ def parse_config(tree: Any, overrides: Sequence[str] = ()) -> Config:
         if vocabulary_size is not None:
             tree["model"] = model = model | {"vocabulary_size": vocabulary_size}
     if isinstance(model, dict) and model.get("preset") is not None:
-        # What weights and tokenizer have said is given now, so it goes before the preset.
+        # Shapes from weights and tokenizer are set by now, so they take precedence over the preset.
         preset = fields.text(model["preset"], "model.preset", PRESETS)
         tree["model"] = PRESETS[preset] | model
     return _parse(Config, tree, "")
 
 
 def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """Return the model section, with the shapes that it leaves out taken from the weights.
+    """Return the model section, with missing shapes taken from the weights.
 
     Raises:
-        InputError: if it says otherwise than they do, other than that its context is shorter.
+        InputError: if it differs from the weights, except in a shorter context.
     """
     if all(key in model for key in SHAPES):
         return model
     origin, hints = origin_of(init_from), typing.get_type_hints(ModelConfig)
     folder = origin.folder
     if origin.kind == RUN:
-        # It has them all, so they are not looked for where it began itself, which may be gone.
+        # A run saves all shapes, so its own `init_from`, which may be deleted, is not read.
         tree = _saved_tree(folder, "init_from")
         file, of_weights = folder / CONFIG, _parse_saved(folder, tree, ["init_from=null"]).model
     else:
@@ -327,7 +327,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
 
 
 def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """Return the data section, by default with the tokenizer that came with the weights."""
+    """Return the data section; its default tokenizer is the one that came with the weights."""
     folder = origin_of(init_from).tokenizer
     is_given = data.get("tokenizer") is not None or data.get("source") == "tokens"
     if is_given or not has_tokenizer(folder):
@@ -336,16 +336,16 @@ def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder holds a run: the config, which is written last, marks it."""
-    # A name too long for a file is no error here, as it would be for Path.exists.
+    """Return whether a folder holds a run: its config is written last and marks it."""
+    # Unlike Path.exists, this raises no error for a name that is too long.
     return os.path.exists(folder / CONFIG)
 
 
 def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a run, overridden; `field` names where the folder was given.
+    """Return the configuration of a run, with overrides; `field` names the folder in errors.
 
     Raises:
-        InputError: if the folder holds no run.
+        InputError: if the folder does not hold a run.
     """
     tree = _saved_tree(folder, field)
     saved = _parse_saved(folder, tree)
@@ -373,12 +373,13 @@ def _parse_saved(folder: Path, tree: Any, overrides: Sequence[str] = ()) -> Conf
 
 
 def _as_it_was(tree: Any) -> Any:
-    """What a run was told, without keys that are none any more, and with what is younger than it.
+    """Return the saved settings of a run, updated to the keys of this version.
 
-    Conversations longer than a sequence were split before `data.too_long` had a default for them.
+    Removed keys are dropped. Conversations longer than a sequence were split before `data.too_long`
+    had a default for them.
     """
     if isinstance(tree, dict):
-        # The model that it has trained is as good as any.
+        # Removed keys are dropped whatever their value: the trained model remains usable.
         tree = {own: without_former_keys(tree[own], own, whatever=True) for own in tree}
     data = tree.get("data") if isinstance(tree, dict) else None
     if not isinstance(data, dict) or "too_long" in data:
@@ -391,21 +392,21 @@ def _as_it_was(tree: Any) -> Any:
 
 
 def to_tree(config: Any) -> Any:
-    """Return the mapping that `parse_config` reads, every key in it."""
+    """Return the mapping that `parse_config` reads, with every key."""
     if dataclasses.is_dataclass(config):
         return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
     return [to_tree(entry) for entry in config] if isinstance(config, tuple) else config
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration in full, as YAML."""
+    """Return the complete configuration as YAML."""
     import yaml  # Slow to load; see `fields.parse_yaml`.
 
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
 def _parse(kind: Any, value: Any, name: str) -> Any:
-    """`value` as a value of type `kind`, where `name` is its place in the tree."""
+    """Return `value` as a value of type `kind`; `name` is its path in the tree."""
     if dataclasses.is_dataclass(kind):
         types_of = typing.get_type_hints(kind)
         hints = {field.name: types_of[field.name] for field in dataclasses.fields(kind)}
@@ -444,7 +445,7 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         value = value.isoformat()  # YAML reads 2026-11-22 as a date.
     if kind is float and name.endswith("_s"):
         return fields.duration(value, name)
-    # Sizes and counts have bounds of their own.
+    # Sections check the bounds of sizes and counts.
     whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
     readers = {int: whole, float: fields.number, str: fields.text}
     return readers[kind](value, name)

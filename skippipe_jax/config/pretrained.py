@@ -1,4 +1,4 @@
-"""Given weights: what `init_from` names, and the shapes in config.json of Hugging Face models."""
+"""Pretrained weights: the value of `init_from`, and shapes from Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SHAPES = (
     "tied_head",
     "norm_epsilon",
 )
-"""The keys of the section `model` that weights decide."""
+"""Keys of the section `model` that the weights determine."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where first weights come from.
+    """Source of the initial weights.
 
     Attributes:
         kind: `hf` or `run`.
-        folder: of a Hugging Face model, or of a run.
-        step: of the run's checkpoint. None: of the newest that is whole.
+        folder: folder of a Hugging Face model, or of a run.
+        step: step of the run's checkpoint. None: the newest committed one.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Origin:
 
     @property
     def tokenizer(self) -> Path:
-        """Where the tokenizer lies that comes with the weights, if one does."""
+        """Path of the tokenizer that comes with the weights, if one does."""
         return self.folder / TOKENIZER_FOLDER if self.kind == RUN else self.folder
 
 
 def origin_of(init_from: str) -> Origin:
-    """Return what `init_from: hf:DIR`, `run:DIR` or `run:DIR@STEP` names.
+    """Parse `init_from`: `hf:DIR`, `run:DIR` or `run:DIR@STEP`.
 
     Raises:
         InputError: if it has another form.
@@ -80,9 +80,9 @@ def origin_of(init_from: str) -> Origin:
 
 
 def require_shapes(file: Path, of_weights: ModelConfig, given: Mapping[str, Any]) -> None:
-    """Refuse keys of `model` that differ from those of the weights; the context may be shorter.
+    """Reject keys of `model` that differ from those of the weights, except a shorter context.
 
-    `file` is the one that tells the shapes of the weights.
+    `file` is the file that holds the shapes of the weights.
     """
     for key in SHAPES:
         theirs = getattr(of_weights, key)
@@ -98,8 +98,8 @@ def require_shapes(file: Path, of_weights: ModelConfig, given: Mapping[str, Any]
 
 MODEL_CONFIG = "config.json"
 
-# By model_type: what is one and the same network under two names, and what config.json may leave
-# out because transformers knows it by the name.
+# By model_type: values of the same architecture under another name, and defaults of transformers
+# for keys that config.json may omit.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {
@@ -110,7 +110,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Keys of config.json that must hold this, or nothing: it is all that our model can be.
+# Values of keys of config.json that the model supports; a missing key is accepted too.
 EXPRESSIBLE = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -122,7 +122,7 @@ EXPRESSIBLE = {
 
 
 INITIALIZER_RANGE = 0.02
-"""The default of transformers, for a config.json that lacks it."""
+"""Default of transformers for a config.json without this key."""
 
 ROPE = {"rope_type", "type", "rope_theta"}
 
@@ -134,14 +134,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": "original_context",
 }
 
-# What a model is called on the Hub: an owner, if there is one, and a name.
+# Name of a model on the Hub: an optional owner, and a name.
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def how_to_fetch(name: str, *patterns: str) -> str:
-    """How to get what has this name on the Hub, as the end of a remedy; empty if it is no name.
+    """Return a remedy that downloads `name` from the Hub; "" if it is not such a name.
 
-    `patterns` are those of the files that are wanted, all of them by default.
+    The remedy is the end of a sentence. `patterns` select the files, all of them by default.
     """
     if not HUB_NAME.fullmatch(name):
         return ""
@@ -154,13 +154,13 @@ def how_to_fetch(name: str, *patterns: str) -> str:
 
 
 def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
-    """Return the shapes that config.json in `folder` gives, everything else by default.
+    """Return the model with the shapes in `folder`'s config.json, and defaults elsewhere.
 
-    Whoever uses the model calls `require_no_window` for the longest sequence that it takes.
+    The caller must call `require_no_window` with the length of its longest sequence.
 
     Raises:
-        InputError: naming `field`, if there is no such folder; naming config.json, if there is
-            none, or it describes what our model cannot be.
+        InputError: naming `field`, if the folder does not exist; naming config.json, if it is
+            missing or describes a model that is not supported.
     """
     path = folder / MODEL_CONFIG
     if not folder.is_dir():
@@ -210,9 +210,9 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
 
 
 def require_no_window(folder: Path, context: int) -> None:
-    """Refuse a model whose tokens do not see all before them, in sequences of this length."""
+    """Reject a sliding window that is shorter than a sequence of `context` tokens."""
     given, name = _load(folder), f"{folder / MODEL_CONFIG}: sliding_window"
-    # What is missing is what transformers takes for the family, and null is no window.
+    # A missing key means the default of transformers for the family; null means no window.
     known = FAMILIES[given["model_type"]].get("sliding_window")
     window = None if known is None else given.get("sliding_window", known)
     if window is not None and fields.integer(window, name, 1) < context:
@@ -227,7 +227,7 @@ def require_no_window(folder: Path, context: int) -> None:
 
 
 def _load(folder: Path) -> dict[str, Any]:
-    """Return what config.json says; its model_type is one of those that our model can be."""
+    """Return the content of config.json, after a check of its model_type."""
     path = folder / MODEL_CONFIG
     given = fields.load_json(path, MODEL_CONFIG)
     if not isinstance(given, dict):
@@ -248,7 +248,7 @@ def _not_supported(path: Path, key: str, value: Any, *supported: Any) -> InputEr
 
 
 def _read_rope(given: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """The base of the rotary frequencies and their scaling, in the older form or the newer one."""
+    """Return base and scaling of the rotary frequencies, from the older or the newer form."""
     key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     name = f"{path}: {key}"
     rope = given.get(key) or {}

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, and what would make it another run."""
+"""Checks of a configuration on resume and on join."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.parsing import to_tree
 from skippipe_jax.config.run import Config
 
-# How the model is drawn at first, cut into stages and computed: the parameters of a run that has
-# begun do not depend on these.
+# Initialization, stage partition and computation of the model: the parameters of a run that has
+# begun do not depend on these keys.
 FREE_TO_CHANGE = (
     "model.initial_deviation",
     "model.stage_layers",
@@ -22,9 +22,9 @@ FREE_TO_CHANGE = (
     "model.attention",
 )
 OF_THE_RUN = ("seed", "init_from", "model", "data")
-"""The sections that make a run this one, but for what is free to change in them."""
+"""Sections that must not change on resume, except the keys in `FREE_TO_CHANGE`."""
 LONGEST_TEXT = 200
-"""Characters of the longest value that hosts tell each other whole; else they tell a digest."""
+"""Maximum length, in characters, of a value that hosts compare as text; else as a digest."""
 DIFFERS_BY_HOST = (
     "compilation_cache",
     "data.path",
@@ -33,18 +33,20 @@ DIFFERS_BY_HOST = (
     "cluster.secret",
     "cluster.insecure",
 )
-"""What a host that joins may be told otherwise than the run, with the paths in `data.mixture`; the
-texts themselves are compared."""
+"""Keys in which a joining host may differ from the run, as it may in the paths in `data.mixture`;
+the texts themselves are compared."""
 
 
 def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]]:
-    """Refuse to resume a run under a configuration that would make it another run.
+    """Reject a configuration that does not continue the saved run, and return what changed.
 
-    Model, first parameters and data must be as they were. The plan, the recipe, how the model is
-    cut into stages, how replicas average and the optimizer goes on, how long to train, how often to
-    save, and on which hosts to run may change. Returns what has changed in how the model is cut and
-    computed, replicas average and the optimizer goes on, which a default of another version may
-    have changed: key, new and old value.
+    Model, initial parameters and data must be equal. The plan, the recipe, the stage partition, the
+    averaging of replicas, the optimizer, the length of training, the checkpoints and the hosts may
+    change. Returns key, new value and old value of each change in stage partition, computation,
+    averaging and optimizer, because a default of another version may have caused it.
+
+    Raises:
+        InputError: naming the key.
     """
     new, old = to_tree(config), to_tree(saved)
     changes = [
@@ -67,7 +69,7 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
 
 
 def require_same_for_all(config: Config, of_run: Config) -> None:
-    """Refuse what a host that joins is told otherwise than the run, but where hosts may differ.
+    """Reject settings of a joining host that differ from the run's, where hosts may not differ.
 
     Raises:
         InputError: naming the key.
@@ -85,7 +87,7 @@ def require_same_for_all(config: Config, of_run: Config) -> None:
 
 
 def _without_own(config: Config) -> dict[str, Any]:
-    """Return what a configuration says that hosts which join cannot be told otherwise."""
+    """Return the settings that must be equal on all hosts, as a mapping."""
     tree = to_tree(config)
     for name in DIFFERS_BY_HOST:
         *sections, key = name.split(".")
@@ -96,7 +98,7 @@ def _without_own(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> Mapping[str, str]:
-    """Return what makes a run this one and not another, by key."""
+    """Return the settings that identify a run, by key."""
     tree = to_tree(config)
     for name in FREE_TO_CHANGE:
         section, key = name.split(".")
@@ -105,12 +107,12 @@ def identity(config: Config) -> Mapping[str, str]:
 
 
 def settings(config: Config) -> Mapping[str, str]:
-    """Return all that a run is told, by key."""
+    """Return all settings of a run, by key."""
     return _as_texts(to_tree(config))
 
 
 def _as_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Write the values of keys as short texts, which hosts compare and tell readers of."""
+    """Return the values of all keys as short texts, for comparison and for messages."""
     found = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -122,7 +124,7 @@ def _as_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Return what stands for a value of JSON where it is compared."""
+    """Return a short digest of a JSON value, for comparison."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and its small sections."""
+"""Configuration of a run, with its small sections."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from skippipe_jax.config.pretrained import RUN, origin_of
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, name="checkpoint"):
-    """When to save, and where to hold on to which checkpoints.
+    """When to save checkpoints, and which ones to keep.
 
     Attributes:
-        every: save after every so many iterations.
-        keep: hold on to the last so many checkpoints; to two at least where hosts may be lost.
-        keep_every: hold on for good to the checkpoint of every so many iterations.
-        copy_to: URL of a folder (``gs://``, ``s3://``, ``file://`` or what else fsspec knows) to
-            which the checkpoints are copied in the background, with the run's own files. A run
-            whose folder is lost is resumed from there.
+        every: save a checkpoint every N steps.
+        keep: keep the last N checkpoints. Use 2 or more where hosts may fail.
+        keep_every: keep the checkpoint of every N-th step permanently. null: none.
+        copy_to: URL of a folder (``gs://``, ``s3://``, ``file://`` or any other that fsspec
+            supports) to which the checkpoints and the run's own files are copied in the background.
+            If the run directory is lost, the run resumes from this copy.
     """
 
     every: Count = 50
@@ -52,7 +52,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     copy_to: str | None = None
 
     def __post_init__(self):
-        """Refuse intervals that never come, and a run that holds on to nothing."""
+        """Reject a `keep_every` that `every` does not divide, and a `copy_to` that is not text."""
         super().__post_init__()
         if self.keep_every is not None and self.keep_every % self.every:
             raise InputError(
@@ -67,24 +67,23 @@ class CheckpointConfig(Section, name="checkpoint"):
 
 @dataclass(frozen=True)
 class PlanConfig(Section, name="plan"):
-    """Where the plan comes from: a plan file, or a case that is planned for when the run starts.
+    """Source of the plan: a plan file, a case to plan for at startup, or a measurement.
 
-    `plan: auto` is short for `plan: {measure: true}`, and what a single host does where no plan is
-    named.
+    `plan: auto` is short for `plan: {measure: true}`; a single host without a plan uses it too.
 
     Attributes:
-        file: a plan (JSON).
-        case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
-            the config file. `activation_bytes`, `stage_bytes` and `averaging` follow from the
-            model, the data, the network and the section `averaging` where it leaves them out or
-            says `auto`; `memory: auto` follows from `memory_bytes` besides.
-        measure: links, seconds, bytes and memory are measured when the run starts, and a plan is
-            made for them. `case`, or the case of the plan in `file`, says what cannot be measured:
-            names of locations, stages, path lengths, microbatches and rules, as far as the defaults
-            of `skippipe measure` do not suit; what else it says is left aside.
-        method: the planner's method.
-        seed: of the search.
-        budget_s: seconds that the search for one plan may take.
+        file: path of a plan (JSON).
+        case: a case: the path of a YAML file, or the case itself. The link table of an inline case
+            lies beside the config file. Where the case omits `activation_bytes`, `stage_bytes` or
+            `averaging`, or sets them to `auto`, they follow from the model, the data, the network
+            and the section `averaging`; `memory: auto` follows from `memory_bytes` as well.
+        measure: measure links, computation times, sizes and memory at startup and plan for them.
+            `case`, or the case of the plan in `file`, then supplies only what cannot be measured,
+            where the defaults of `skippipe measure` do not fit: names of locations, stages, path
+            lengths, microbatches and rules. All its other values are ignored.
+        method: planning method.
+        seed: seed of the search.
+        budget_s: time limit of the search for one plan, in seconds.
     """
 
     SHORTHAND: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"measure": True}}
@@ -98,11 +97,11 @@ class PlanConfig(Section, name="plan"):
 
     @property
     def is_missing(self) -> bool:
-        """Tell whether it says nowhere where the plan comes from."""
+        """Whether the section names no source of a plan."""
         return self.file is None and self.case is None and not self.measure
 
     def __post_init__(self):
-        """Refuse a plan from two places, or from none."""
+        """Reject a plan file together with a case."""
         super().__post_init__()
         if self.file is not None and self.case is not None:
             problem = "plan.case is given too, and a plan holds its case"
@@ -112,18 +111,18 @@ class PlanConfig(Section, name="plan"):
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of training, which lasts until the next begins.
+    """Part of training with its own paths, which lasts until the next phase begins.
 
     Attributes:
-        from_step: it begins after so many iterations.
-        path_length: stages that its paths visit. null: as the plan's case says.
-        path_share: instead of `path_length`, the share of all stages that its paths visit, rounded
-            up.
-        max_swaps: swaps that its paths have at most. null: as the plan's case says.
-        from_share: instead of `from_step`, the share of the learning rate's schedule after which it
-            begins: of `optimizer.decay_steps`, or else of `train.steps`.
-        skipping: the share of its iterations that take its paths. In the others, spread evenly, all
-            microbatches visit all stages in order.
+        from_step: the phase begins after this number of steps.
+        path_length: number of stages that each path visits. null: as in the plan's case.
+        path_share: fraction of all stages that each path visits, rounded up. Replaces
+            `path_length`.
+        max_swaps: maximum number of swaps in a path. null: as in the plan's case.
+        from_share: fraction of the learning rate schedule (`optimizer.decay_steps`, or else
+            `train.steps`) after which the phase begins. Replaces `from_step`.
+        skipping: fraction of the phase's steps that use its paths. In the other steps, spread
+            evenly, all microbatches visit all stages in order.
     """
 
     from_step: int = 0
@@ -134,16 +133,16 @@ class Phase:
     path_share: float | None = None
 
     def stages_visited(self, stages: int) -> int | None:
-        """Count the stages, of so many, that its paths visit; None if as the plan's case says."""
+        """Return how many of `stages` stages a path visits; None: as in the plan's case."""
         return self.path_length if self.path_share is None else math.ceil(self.path_share * stages)
 
     @property
     def name(self) -> str:
-        """What the plan of this phase is called."""
+        """Name of the plan of this phase."""
         return f"from_{self.from_step}"
 
     def skips(self, iteration: int) -> bool:
-        """Tell whether an iteration, counted from 0, takes the paths of this phase."""
+        """Return whether an iteration, counted from 0, uses the paths of this phase."""
         return int((iteration + 1) * self.skipping) > int(iteration * self.skipping)
 
 
@@ -151,24 +150,25 @@ PRESETS: dict[str, tuple[Phase, ...]] = {
     "quality": (Phase(from_share=0.4, skipping=0.0),),
     "robust": (Phase(from_share=0.4, path_share=0.5, skipping=0.5),),
 }
-"""The phases that follow the run's own plan, by the names of presets."""
+"""Phases that follow the run's own plan, by preset name."""
 
 
 @dataclass(frozen=True)
 class RecipeConfig(Section, name="recipe"):
-    """Changes of paths while a run trains.
+    """Schedule of path changes during a run.
 
     Attributes:
-        preset: phases that were measured. With `quality`, all microbatches visit all stages in the
-            last 60% of training: for the full model. With `robust`, every second iteration of that
-            part takes paths that visit half of the stages: for inference with stages missing.
-        full_every: every so many iterations, all microbatches visit all stages in order.
-        phases: parts of training with paths of their own. Before the first, or with null, the
-            plan's.
-        redraw_every: every so many iterations, the next of the redrawn plans is taken.
-        redraws: so many plans are sought for each phase, with different seeds.
-        longest_redraw: redrawn plans that take more than so many times as long as the best of them
-            are left out. null: none is.
+        preset: phases that have been measured. With `quality`, all microbatches visit all stages in
+            the last 60% of training: best for the full model. With `robust`, every second step of
+            that part uses paths that visit half of the stages: best for inference with missing
+            stages.
+        full_every: in every N-th step, all microbatches visit all stages in order. null: never.
+        phases: parts of training with their own paths. Before the first phase, and with null, the
+            run uses the plan's paths.
+        redraw_every: switch to the next of the redrawn plans every N steps. null: never.
+        redraws: number of plans that are searched for each phase, each with another seed.
+        longest_redraw: drop redrawn plans whose step time exceeds this multiple of the best one's.
+            null: keep all.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None
@@ -179,7 +179,7 @@ class RecipeConfig(Section, name="recipe"):
     longest_redraw: Annotated[float, Real(1.0)] | None = 1.03
 
     def __post_init__(self):
-        """Refuse phases that are out of order, and what has no effect."""
+        """Reject phases that are out of order, and keys without effect."""
         super().__post_init__()
         if self.preset is not None and self.phases is not None:
             raise InputError(
@@ -205,9 +205,10 @@ class RecipeConfig(Section, name="recipe"):
                 )
 
     def in_steps(self, steps: int) -> RecipeConfig:
-        """Name the phases of the preset, and count them in iterations of a schedule of `steps`.
+        """Return the recipe with its preset expanded and its phases counted in steps.
 
-        Of phases that begin at the same iteration the last one counts.
+        `steps` is the length of the schedule. Of phases that begin at the same step, the last one
+        wins.
         """
         phases = self.phases if self.preset is None else PRESETS[self.preset]
         if phases is None:
@@ -224,24 +225,24 @@ class RecipeConfig(Section, name="recipe"):
 
     @property
     def begins_with_own(self) -> bool:
-        """Whether the run's own plan is taken before the first phase begins."""
+        """Whether the run's own plan is used before the first phase begins."""
         return not self.phases or self.phases[0].from_step > 0
 
     @property
     def has_full_iterations(self) -> bool:
-        """Tell whether all microbatches visit all stages in some iterations."""
+        """Whether all microbatches visit all stages in some iterations."""
         return self.full_every is not None or any(phase.skipping < 1 for phase in self.phases or ())
 
     @property
     def most_searches(self) -> int:
-        """How many plans are sought beside the run's own, at most."""
+        """Maximum number of plans to search besides the run's own."""
         skipping = sum(phase.skipping > 0 for phase in self.phases or ())
         of_phases = (self.begins_with_own + skipping) * self.redraws
         return of_phases - self.begins_with_own + self.has_full_iterations
 
 
 def _require_phase(phase: Phase, field: str) -> None:
-    """Raise `InputError` unless a phase, counted in steps or shares, is one."""
+    """Raise `InputError` if a phase, counted in steps or shares, is not valid."""
     fields.number(phase.skipping, f"{field}.skipping", 0.0)
     if phase.skipping > 1:
         problem = "is more than all iterations"
@@ -293,17 +294,17 @@ def _require_order(before: Phase, after: Phase, field: str) -> None:
 
 
 NO_RECIPE = RecipeConfig()
-"""Every iteration takes the run's own plan."""
+"""Recipe in which every iteration uses the run's own plan."""
 
 
 @dataclass(frozen=True)
 class TrainConfig(Section, name="train"):
-    """The length of training, and where the run can be watched.
+    """Length of training, and the port for metrics.
 
     Attributes:
-        steps: iterations, all together: those before a run was resumed count.
-        metrics_port: host I serves its metrics for Prometheus at port metrics_port + I. It listens
-            on the address on which it listens for the other hosts. null: no host does.
+        steps: total number of steps, including those before a resume.
+        metrics_port: host I serves its metrics for Prometheus at port metrics_port + I, on the
+            address on which it listens for the other hosts. null: no metrics are served.
     """
 
     steps: Count = 100
@@ -312,13 +313,13 @@ class TrainConfig(Section, name="train"):
 
 @dataclass(frozen=True)
 class LogConfig(Section, name="log"):
-    """What a run tells besides metrics.jsonl, whose lines every tracker gets.
+    """Outputs of a run besides metrics.jsonl; every tracker receives the same lines.
 
     Attributes:
         tensorboard: write event files to RUN/tensorboard.
-        wandb: the project on Weights & Biases that the run belongs to.
-        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile,
-            in which operations bear the names of their stages and microbatches.
+        wandb: project on Weights & Biases to which the run is logged. null: none.
+        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile.
+            The operations in a trace carry the names of their stages and microbatches. null: none.
     """
 
     tensorboard: bool = False
@@ -326,23 +327,23 @@ class LogConfig(Section, name="log"):
     profile_steps: tuple[Count, ...] | None = None
 
     def profiles(self, step: int) -> bool:
-        """Tell whether the iteration that leads to `step` is traced by the profiler."""
+        """Return whether the profiler traces the iteration that leads to `step`."""
         return step in (self.profile_steps or ())
 
 
 @dataclass(frozen=True)
 class ValidationConfig(Section, name="validation"):
-    """Held-out loss of the full model, every stage in order, while it trains.
+    """Validation loss of the full model, with all stages in order, during training.
 
-    The checkpoint with the lowest is kept whatever `checkpoint.keep` says; only steps that are
-    saved can be it, so let `every` and `checkpoint.every` meet.
+    The checkpoint with the lowest loss is kept, whatever `checkpoint.keep` is. Only saved steps
+    qualify, so make `every` a multiple of `checkpoint.every`.
 
     Attributes:
-        every: compute it after every so many iterations, and after the last. null: never.
-        sequences: over so many held-out sequences, rounded up to whole microbatches, or over as
-            many as there are.
-        patience: the run ends after so many validations in a row without a new lowest loss. null:
-            it trains all its steps.
+        every: validate every N steps and after the last step. null: never.
+        sequences: number of held-out sequences, rounded up to whole microbatches; all of them if
+            there are fewer.
+        patience: end the run after this number of validations in a row without a new lowest loss.
+            null: train all steps.
     """
 
     every: Count | None = None
@@ -350,7 +351,7 @@ class ValidationConfig(Section, name="validation"):
     patience: Count | None = None
 
     def __post_init__(self):
-        """Refuse what would validate nothing."""
+        """Reject a `patience` without validations."""
         super().__post_init__()
         if self.patience is not None and self.every is None:
             raise InputError(
@@ -363,39 +364,40 @@ class ValidationConfig(Section, name="validation"):
 
 @dataclass(frozen=True)
 class Config(Section, name=""):
-    """Everything that decides a run. Relative paths start at the current directory.
+    """All settings of a run. Relative paths start at the current directory.
 
     Attributes:
-        run_dir: the folder that the run writes.
-        seed: draws the first parameters.
-        init_from: where the first parameters come from instead: `hf:DIR`, the folder of a Hugging
-            Face model; `run:DIR@STEP`, a checkpoint of another run, or with `run:DIR` its newest.
-            They give the shapes in `model` too, before a preset does, and the tokenizer. Of the
-            shapes only the context may be chosen: a shorter one.
-        execution: with `strict` every node keeps to the plan's order, and a run gives the same bits
-            each time. With `ready-first` a node takes, among the operations whose inputs have
-            arrived, the earliest in the plan's order, so that it does not stand still when a
-            transfer is late; sums are then rounded in the order of arrival.
-        trace: `never`, or `every N`: after every N iterations the timeline of one is recorded in
-            the run folder and drawn beside the predicted one.
-        compilation_cache: the folder in which programs compiled by XLA are kept, and found by later
-            runs. null: nowhere.
-        model: what is trained.
-        plan: which node serves which stage, and which way every microbatch goes.
+        run_dir: run directory, to which the run writes its files.
+        seed: seed of the initial parameters.
+        init_from: source of the initial parameters instead of the seed: `hf:DIR`, the folder of a
+            Hugging Face model; `run:DIR@STEP`, a checkpoint of another run; `run:DIR`, the newest
+            checkpoint of a run. The source also sets the shapes in `model`, before a preset does,
+            and the tokenizer. Of the shapes only the context may be changed, to a shorter one.
+            null: none.
+        execution: `strict`: every node keeps to the plan's order, and repeated runs are bitwise
+            equal. `ready-first`: of the operations whose inputs have arrived, a node runs the
+            earliest in the plan's order, so that a late transfer does not block it; sums are then
+            rounded in the order of arrival.
+        trace: `never`, or `every N`: record the timeline of every N-th step in the run directory
+            and plot it beside the predicted one.
+        compilation_cache: folder of the cache of programs compiled by XLA, shared between runs.
+            null: no cache.
+        model: shape and numerics of the model.
+        plan: source of the plan, which assigns nodes to stages and paths to microbatches.
         recipe: several plans in one run.
-        averaging: when the replicas of a stage average, and what.
-        data: the text.
-        optimizer: how parameters are updated.
-        train: how long, and where it can be watched.
-        checkpoint: when to save.
-        cluster: which host serves which node.
-        node: of which devices of its host a node consists.
-        network: how nodes exchange arrays.
-        join: which hosts may come to it.
-        recovery: how the run goes on when hosts are lost.
-        replan: how it gets a better plan when they are others.
-        log: who is told besides metrics.jsonl.
-        validation: held-out loss while training.
+        averaging: when and what the replicas of a stage average.
+        data: text to train on.
+        optimizer: update rule and learning rate.
+        train: length of training, and the port for metrics.
+        checkpoint: when to save checkpoints, and which ones to keep.
+        cluster: assignment of nodes to hosts, and connections between hosts.
+        node: devices of a node.
+        network: transfers between nodes.
+        join: hosts that may join the run.
+        recovery: recovery from failed hosts.
+        replan: search for a better plan after a change of hosts.
+        log: outputs besides metrics.jsonl.
+        validation: validation loss during training.
     """
 
     run_dir: str = "runs/default"
@@ -423,7 +425,7 @@ class Config(Section, name=""):
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-        """Read a configuration from a mapping, as `load_config` reads a file.
+        """Return the configuration that a mapping describes, as `load_config` does for a file.
 
         Overrides have the form ``key.sub=value``.
 
@@ -435,7 +437,7 @@ class Config(Section, name=""):
         return parse_config(tree, overrides)
 
     def __post_init__(self):
-        """Refuse what the sections say against each other, and values out of range."""
+        """Reject values out of range, and sections that contradict each other."""
         super().__post_init__()
         if self.init_from is not None:
             origin = origin_of(self.init_from)
@@ -482,7 +484,7 @@ class Config(Section, name=""):
             raise InputError("model.attention", self.model.attention, unfit, "Write auto")
 
     def _require_what_outer_leaves(self) -> None:
-        """Refuse what averaging behind the iterations contradicts, or leaves without effect."""
+        """Reject settings that `outer` averaging contradicts or leaves without effect."""
         if not self.averaging.is_outer:
             return
         averaging, network, lost_stage = self.averaging, self.network, self.recovery.lost_stage
@@ -555,14 +557,14 @@ class Config(Section, name=""):
 
     @property
     def recipe_in_steps(self) -> RecipeConfig:
-        """The recipe with its phases counted in iterations of this run."""
+        """The recipe, with its phases counted in steps of this run."""
         return self.recipe.in_steps(self.optimizer.decay_steps or self.train.steps)
 
     def traces(self, iteration: int) -> bool:
-        """Tell whether the timeline of an iteration, counted from 0, is recorded."""
+        """Return whether the timeline of an iteration, counted from 0, is recorded."""
         return self.trace != "never" and (iteration + 1) % int(self.trace.split()[1]) == 0
 
     def validates(self, step: int) -> bool:
-        """Tell whether the held-out loss is computed after `step`; the first step is 1."""
+        """Return whether the validation loss is computed after `step`; the first step is 1."""
         every = self.validation.every
         return every is not None and (step % every == 0 or step == self.train.steps)

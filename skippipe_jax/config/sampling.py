@@ -1,4 +1,4 @@
-"""What a generation is told."""
+"""Settings of generation."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from skippipe_sched.errors import InputError
 
 MOST_PENALTY = 2.0
 DEFAULT_SLOTS = 16
-"""Sequences that are scored or generated together where nothing is said of it."""
+"""Default number of sequences that are scored or generated together."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: from the likeliest ones that make up `top_p` of the probability.
+    """Rule for drawing a token from the most likely ones that make up `top_p`.
 
     Attributes:
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_p: the share of the probability that the likeliest tokens make up, of those that
-            `top_k` and `min_p` leave.
-        seed: of all draws.
-        top_k: only so many of the likeliest tokens are drawn; 0 is all.
-        min_p: only tokens are drawn that have at least this share of the likeliest one's
-            probability.
-        presence_penalty: is subtracted from the logits of tokens that were drawn before.
-        frequency_penalty: is subtracted once for each time that they were drawn.
-        repetition_penalty: divides the logits above 0 of tokens that the prompt has, or that were
-            drawn, and multiplies those below 0.
+        temperature: divisor of the logits; 0 always selects the most likely token.
+        top_p: cumulative probability of the most likely tokens to draw from, after `top_k` and
+            `min_p`.
+        seed: seed of all draws.
+        top_k: number of most likely tokens to draw from; 0 is all.
+        min_p: minimum probability of a token, relative to that of the most likely one.
+        presence_penalty: subtracted from the logits of tokens that were drawn before.
+        frequency_penalty: subtracted once for each time that a token was drawn.
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens
+            that are in the prompt or were drawn.
     """
 
     temperature: float = 0.8
@@ -41,7 +40,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        """Refuse what draws nothing."""
+        """Reject values that leave nothing to draw."""
         fields.number(self.temperature, "--temperature", 0.0)
         fields.integer(self.seed, "--seed", 0, fields.LARGEST_SEED)
         if not 0 < self.top_p <= 1:
@@ -60,5 +59,5 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Tell whether a draw depends on the tokens before it other than by the model."""
+        """Whether a draw depends on earlier tokens in other ways than by the model."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
