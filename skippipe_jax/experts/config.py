@@ -1,4 +1,4 @@
-"""What an ensemble of experts is told: domains, lanes, arms, and how all of its runs train."""
+"""Configuration of an ensemble of experts: domains, lanes, arms, and the training of its runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skippipe_jax.config.parsing import load_as
 from skippipe_jax.config.pretrained import SHAPES
 
 LANES = ("easy", "medium", "hard")
-"""What lanes are called that a probe or chance makes."""
+"""Names of lanes that a probe or a random draw makes."""
 MEASURED, RANDOM = "measured", "random"
 SEED = "seed"
 DENSE, SCRATCH, AVERAGED = "dense", "scratch", "averaged"
@@ -30,18 +30,20 @@ RUN_KEYS = {
 }
 DATA_KEYS = ("source", "path", "text_field", "mixture")
 OWN_DATA_KEYS = ("microbatch_size",)
-"""Keys of `data` in which seeds and experts may differ from `run`: what is held out is one text."""
+"""Keys of `data` in which seeds and experts may differ from `run`; held-out text must be the
+same."""
 FILE_NAME = r"\w[\w .+-]{0,59}"
 
 
 @dataclass(frozen=True)
 class SeedsConfig(Section, name="seeds"):
-    """The models from which experts branch, one of each size that is asked for.
+    """Seed models, from which experts branch: one of each size in use.
 
     Attributes:
-        steps: iterations of each, on all domains but those outside.
-        run: sections that differ from `run`, as in a configuration.
-        init_from: of sizes whose model is there already, what `init_from` of a run takes.
+        steps: training steps of each seed, on all domains except those in `outside`.
+        run: sections that differ from the top-level `run`, as in a configuration.
+        init_from: existing models to use instead of a trained seed, by size; values as `init_from`
+            of a run.
     """
 
     steps: Count = 300
@@ -51,11 +53,13 @@ class SeedsConfig(Section, name="seeds"):
 
 @dataclass(frozen=True)
 class ProbeConfig(Section, name="probe"):
-    """How hard a domain is: the loss, on text for priors, of a seed that has trained on it briefly.
+    """Measurement of how hard a domain is: the loss of a seed after brief training on the domain.
+
+    The loss is computed on the text for priors.
 
     Attributes:
-        size: of the seed.
-        steps: for so many iterations, as experts train.
+        size: size of the seed. null: the middle one of `sizes`.
+        steps: number of training steps, with the settings of experts.
     """
 
     size: str | None = None
@@ -64,20 +68,21 @@ class ProbeConfig(Section, name="probe"):
 
 @dataclass(frozen=True)
 class ArmConfig:
-    """One way to have experts, or a model to compare with.
+    """One variant of the experts, or one model to compare with.
 
     Attributes:
-        size: of all its experts, or by lane.
-        steps: iterations of every expert, or by lane; of a `dense` model, of all its training.
-        by_difficulty: whether the steps of an expert are in proportion to how hard its domain is by
-            the probe; `steps` is then their mean.
-        lanes: other lanes than those of all arms.
-        begins: a domain's expert begins with that of another domain, or with the `seed`, where that
-            is not the expert before it in its lane.
-        kind: `experts`; `dense`, one model on all domains that goes on from the seed; `scratch`,
-            one that begins anew; `averaged`, one model with the mean of the parameters of the
+        size: size of all experts of the arm, or a size for each lane.
+        steps: training steps of every expert, or for each lane; of a `dense` model, those of its
+            whole training.
+        by_difficulty: make the steps of an expert proportional to how hard its domain is by the
+            probe; `steps` is then their mean.
+        lanes: lanes of this arm. null: the top-level `lanes`.
+        begins: by domain, the domain whose expert its expert starts from, or `seed`. By default an
+            expert starts from the previous one in its lane.
+        kind: `experts`; `dense`: one model on all domains, continued from the seed; `scratch`: one
+            model trained from scratch; `averaged`: one model with the mean of the parameters of the
             experts of the arm `of`.
-        of: the arm that is averaged.
+        of: arm to average, for `averaged`.
     """
 
     size: str | dict[str, str] | None = None
@@ -91,14 +96,14 @@ class ArmConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig(Section, name="evaluation"):
-    """On how much held-out text, and how experts are mixed.
+    """Amount of held-out text, and the mixing of experts.
 
     Attributes:
-        sequences: of each domain, at most, on which perplexities are computed.
-        prior_sequences: of each domain, at most, from which a cached prior is estimated. They are
-            of other documents than those.
-        decay: of the prior, which forgets older sequences.
-        batch_size: sequences at once.
+        sequences: maximum number of sequences of each domain for perplexities.
+        prior_sequences: maximum number of sequences of each domain for estimating a cached prior.
+            They come from other documents than `sequences`.
+        decay: decay of the prior, which forgets older sequences.
+        batch_size: sequences in a batch.
     """
 
     sequences: Count = 64
@@ -107,7 +112,7 @@ class EvaluationConfig(Section, name="evaluation"):
     batch_size: Count = 16
 
     def __post_init__(self):
-        """Refuse what would evaluate nothing."""
+        """Reject a decay outside its range."""
         super().__post_init__()
         if not 0 < self.decay < 1:
             problem = "must lie between 0 and 1"
@@ -116,20 +121,20 @@ class EvaluationConfig(Section, name="evaluation"):
 
 @dataclass(frozen=True)
 class NodesConfig(Section, name="nodes"):
-    """Machines that the lanes of an arm share: each lane trains on some of its own, side by side.
+    """Nodes that the lanes of an arm share: each lane trains on its own part, in parallel.
 
     Attributes:
-        case: the case of all nodes, as a mapping or the path of a YAML file; its times are those
-            of the size that probes have.
-        budget_s: seconds of search for the division of an arm, after as many for equal numbers of
-            nodes, where it begins.
+        case: case of all nodes, as a mapping or the path of a YAML file; its times are those of the
+            probe's size.
+        budget_s: time limit in seconds of the search for the division of an arm. It follows a
+            search of the same length for equal numbers of nodes, whose result is its start.
     """
 
     case: str | dict = ""
     budget_s: Positive = 60.0
 
     def __post_init__(self):
-        """Refuse a search that has no time."""
+        """Reject a section without a case."""
         super().__post_init__()
         if not self.case:
             raise InputError("nodes.case", self.case, "is missing", "Name the file of a case")
@@ -137,26 +142,27 @@ class NodesConfig(Section, name="nodes"):
 
 @dataclass(frozen=True)
 class ExpertsConfig(Section, name=""):
-    """Experts, the seeds from which they branch, and the arms that are compared.
+    """Configuration of an ensemble: experts, the seeds from which they branch, and arms to compare.
 
     Attributes:
-        folder: what everything is written to: runs, scores, results.json and results.svg.
-        seed: draws the first parameters, and random lanes.
-        prepare: a module that writes text before anything else; it is given FOLDER/text, once.
-        at_once: so many runs train at the same time, each on its share of the cores.
-        run: what all runs are told, as in a configuration of `train`.
-        domains: where the text of each comes from; each has a `name`.
-        outside: domains that nothing is trained on; left out, where there are none.
-        sizes: by name, what differs in the section `model`.
-        seeds: the models from which experts branch.
+        folder: output folder, for runs, scores, results.json and results.svg.
+        seed: seed of the initial parameters and of random lanes.
+        prepare: Python module that writes text before anything else; it is called once, with the
+            folder FOLDER/text.
+        at_once: number of runs that train in parallel, each on its share of the CPU cores.
+        run: settings of all runs, as in a configuration of `train`.
+        domains: source of the text of each domain; each needs a `name`.
+        outside: domains that are not trained on, for evaluation only.
+        sizes: by name of the size, the settings of the section `model` that differ.
+        seeds: seed models, from which experts branch.
         experts: sections of a configuration in which experts differ from `run`.
-        lanes: domains by lane, in the order in which their experts follow one another;
-            `measured`, where a probe finds the easy, medium and hard ones; `random`.
-        probe: how hard domains are.
-        arms: what is compared, by name; the first is what others are compared with.
-        evaluation: on how much text, and how experts are mixed.
-        nodes: machines that the lanes of an arm share, each a host. null: experts train by the plan
-            in `run`, as seeds do, in one process.
+        lanes: domains of each lane, in the order in which each expert starts from the previous one;
+            or `measured`, lanes of easy, medium and hard domains by the probe; or `random`.
+        probe: measurement of how hard domains are.
+        arms: variants to compare, by name; the first is the reference.
+        evaluation: amount of held-out text, and the mixing of experts.
+        nodes: nodes that the lanes of an arm share, each node a host. null: experts train by the
+            plan in `run`, as seeds do, in one process.
     """
 
     folder: str = "runs/experts"
@@ -176,7 +182,7 @@ class ExpertsConfig(Section, name=""):
     nodes: NodesConfig | None = None
 
     def __post_init__(self):
-        """Refuse what sections say against each other; the text is looked at later."""
+        """Reject sections that contradict each other; the text is checked later."""
         super().__post_init__()
         for name, tree in (
             ("run", self.run),
@@ -224,26 +230,26 @@ class ExpertsConfig(Section, name=""):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all domains."""
+        """Names of all domains."""
         return tuple(domain.name or "" for domain in self.domains)
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """The domains that experts are trained on."""
+        """Domains that experts are trained on."""
         return tuple(name for name in self.names if name not in self.outside)
 
     def lanes_of(self, arm: ArmConfig) -> str | Mapping[str, Sequence[str]]:
-        """Return the lanes of an arm, or the word that says how they are found."""
+        """Return the lanes of an arm, or the word that selects how they are made."""
         return self.lanes if arm.lanes is None else arm.lanes
 
     @property
     def probed_size(self) -> str:
-        """The size of the seed that measures how hard domains are."""
+        """Size of the seed that measures how hard domains are."""
         return self.probe.size or list(self.sizes)[len(self.sizes) // 2]
 
     @property
     def is_probed(self) -> bool:
-        """Whether some arm needs to know how hard domains are."""
+        """Whether some arm needs the measurement of how hard domains are."""
         return any(
             arm.by_difficulty or self.lanes_of(arm) == MEASURED
             for arm in self.arms.values()
@@ -338,7 +344,7 @@ def _require_one_of(where: str, name: Any, known: Any, what: str) -> None:
 
 
 def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
-    """Refuse keys of runs that the ensemble decides, and those in which runs may not differ."""
+    """Reject keys that the ensemble sets itself, and those in which runs may not differ."""
     for key, why in RUN_KEYS.items():
         if key in tree:
             raise InputError(f"{name}.{key}", tree[key], why, "Remove it")
