@@ -72,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         except InputError as error:
             if error.problem != SERVICE_THERE:
                 raise
-            return hold_stages(arguments.address[0], arguments.set)
+            known = error.value in arguments.address
+            address = str(error.value) if known else arguments.address[0]
+            return hold_stages(address, arguments.set)
         config, host = joined
         host.last_words = lambda: "Join again, if the run goes on."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from skippipe_jax.config.sampling import DEFAULT_SLOTS
 from skippipe_jax.serving.routing import WHEN_LOST
 
 if TYPE_CHECKING:
+    from skippipe_jax.config import ClusterConfig
+    from skippipe_jax.connections.keys import Keys
     from skippipe_jax.inference.decoding import Generator
     from skippipe_jax.inference.model_source import ModelSource
     from skippipe_jax.models.branch_scales import ScaleTable
@@ -219,7 +222,6 @@ def _over_hosts(
     """Gather hosts, which are started here unless there is a coordinator, and end them at last."""
     with loading():
         from skippipe_jax.connections.addresses import chosen_address, parse_address
-        from skippipe_jax.connections.keys import Keys
         from skippipe_jax.serving.held_stages import Slots
         from skippipe_jax.serving.hosts import Rules, StageHosts
         from skippipe_jax.serving.model import length_of, open_groups
@@ -236,8 +238,7 @@ def _over_hosts(
     if take_over_s is not None:
         take_over_s = fields.duration(take_over_s, "--take-over-after")
     rules = Rules(arguments.when_stage_lost, take_over_s, _most_stages(arguments))
-    known = Keys.of(cluster), cluster.heartbeat_timeout_s
-    hosts = StageHosts(source, slots, rules, *known, scales)
+    hosts = StageHosts(source, slots, rules, _keys(cluster), cluster.heartbeat_timeout_s, scales)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
     host, _, port = given.rpartition(":")
     if arguments.coordinator is not None:
@@ -301,7 +302,6 @@ def hold_stages(
     """
     with loading():
         from skippipe_jax.config import Config
-        from skippipe_jax.connections.keys import Keys
         from skippipe_jax.runtime.compilation import keep_programs
         from skippipe_jax.serving.stage_host import StageHost
 
@@ -309,9 +309,16 @@ def hold_stages(
     keep_programs(config.compilation_cache)
     cluster = config.cluster
     own = source, cluster.bind_address, name, most_stages
-    asyncio.run(StageHost(coordinator, Keys.of(cluster), *own).serve())
+    asyncio.run(StageHost(coordinator, _keys(cluster), *own).serve())
     log.info("the service has ended")
     return 0
+
+
+def _keys(cluster: ClusterConfig) -> Keys:
+    """Return the keys of a service, whose hosts send activations over TLS, too."""
+    from skippipe_jax.connections.keys import Keys
+
+    return Keys.of(replace(cluster, insecure_transfers=True))
 
 
 def _most_stages(arguments: argparse.Namespace) -> int | None:
