@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what they name. Nothing here computes."""
+"""Arguments that several commands share, and the models and hosts that they name."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OF_ONE = (
     *("scale", "plot", "part", "url"),
 )
 OF_SEVERAL = ("mix", "prior")
-"""Arguments that are about a single model, and about models that are mixed."""
+"""Arguments that apply to a single model (`OF_ONE`), and to a mixture of models."""
 DEFAULT_CONFIG = Path("train.yaml")
-"""The configuration where none is named."""
+"""Configuration file if none is named."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = True) -> None:
-    """Add the arguments that name a configuration, and --resume if the command `resumes`."""
+    """Add the arguments for a configuration, and --resume if the command `resumes`."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -54,15 +54,15 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = Tru
 def config_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration that the arguments of a command name.
 
-    `overrides` come before those of `--set`; where there are any, it takes no file.
+    `overrides` are applied before those of `--set`; with `overrides`, the file is optional.
 
     Raises:
-        InputError: if there is none, or for what is wrong with it.
+        InputError: if the file is missing or not valid.
     """
     from skippipe_jax.config import Config, load_config
 
     overrides = [*overrides, *arguments.set]
-    # Not equal to it: a path that was written is to be there.
+    # Identity, not equality: a path that the user wrote must exist, even if it is the default.
     if arguments.config is not DEFAULT_CONFIG or DEFAULT_CONFIG.exists():
         return load_config(arguments.config, overrides)
     if len(overrides) == len(arguments.set):
@@ -77,12 +77,12 @@ def config_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> C
 
 
 def add_overrides(parser: argparse.ArgumentParser, told: str) -> None:
-    """Add the argument that overrides keys of a configuration, with what is told of it."""
+    """Add the argument that overrides keys of a configuration; `told` is its help."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=told)
 
 
 def add_addresses(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that says where hosts of a run listen."""
+    """Add the argument for the addresses of hosts of a run."""
     parser.add_argument(
         "address",
         metavar="ADDRESS",
@@ -93,7 +93,7 @@ def add_addresses(parser: argparse.ArgumentParser) -> None:
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that says which lines are printed, which `main` reads."""
+    """Add the argument for the level of printed lines, which `main` reads."""
     parser.add_argument(
         "--log-level",
         choices=log.LEVELS,
@@ -104,7 +104,7 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments by which `connect_from_args` finds the other hosts."""
+    """Add the arguments from which `connect_from_args` finds the other hosts."""
     cluster = parser.add_argument_group("several hosts")
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of host 0")
     cluster.add_argument("--hosts", type=int, metavar="N", help="number of hosts")
@@ -120,7 +120,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def connect_from_args(
     arguments: argparse.Namespace, config: Config
 ) -> AbstractContextManager[Membership]:
-    """Keep compiled programs as `config` says, and be one of the hosts that `arguments` name."""
+    """Enable the compilation cache of `config`, and connect to the hosts in `arguments`."""
     with loading():
         from skippipe_jax.cluster.joining import connect
         from skippipe_jax.runtime.compilation import keep_programs
@@ -136,12 +136,12 @@ def connect_from_args(
 
 
 def _place() -> tuple[str | None, int | None, int | None]:
-    """Take SKIPPIPE_COORDINATOR, _HOSTS and _HOST_ID out of the environment.
+    """Remove SKIPPIPE_COORDINATOR, _HOSTS and _HOST_ID from the environment and return them.
 
-    Processes that this one starts are no hosts of the same place, so they do not inherit them.
+    Child processes are not hosts, so they must not inherit the variables.
 
     Raises:
-        InputError: for what is not a number.
+        InputError: for a value that is not a number.
     """
     coordinator = os.environ.pop("SKIPPIPE_COORDINATOR", None)
     numbers: list[int | None] = []
@@ -154,7 +154,7 @@ def _place() -> tuple[str | None, int | None, int | None]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model, which `ModelSpec` holds."""
+    """Add the arguments that name a model, for `ModelSpec`."""
     from skippipe_jax.config.model import MOST_STAGES
 
     where = parser.add_mutually_exclusive_group(required=True)
@@ -201,7 +201,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_scale(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "the model"
 ) -> None:
-    """Add the argument that scales residual branches, as `scaling_of` reads it."""
+    """Add the argument that scales residual branches, for `scaling_of`."""
     parser.add_argument(
         "--scale",
         metavar="SCALE",
@@ -212,22 +212,22 @@ def add_scale(
 
 
 def accept_former(parser: argparse.ArgumentParser, **former: str) -> None:
-    """Accept former names of options, without telling of them in the help."""
+    """Accept former names of options, which the help does not list."""
     for name, option in former.items():
         parser._option_string_actions[f"--{name}"] = parser._option_string_actions[option]
 
 
 def add_path(parser: argparse.ArgumentParser, option: str, told: str) -> None:
-    """Add a required path, as `named_path` reads it: once it was a positional argument."""
+    """Add a required path for `named_path`; formerly it was a positional argument."""
     parser.add_argument(option, type=Path, metavar=option[2:].upper(), help=f"{told} (required)")
     parser.add_argument("former", nargs="*", type=Path, help=argparse.SUPPRESS)
 
 
 def named_path(option: str, given: Path | None, former: Sequence[Path]) -> Path:
-    """Return the path that an option names, or the one positional argument.
+    """Return the path of an option, or of the one positional argument.
 
     Raises:
-        InputError: if there is none, or several.
+        InputError: if there is no path, or more than one.
     """
     named = [*([] if given is None else [given]), *former]
     if len(named) != 1:
@@ -237,7 +237,7 @@ def named_path(option: str, given: Path | None, former: Sequence[Path]) -> Path:
 
 
 def add_step(parser: argparse._ActionsContainer, of: str) -> None:
-    """Add `--step`, which `RunDir.step_named` reads."""
+    """Add `--step`, for `RunDir.step_named`."""
 
     def step(text: str) -> int | str:
         return int(text) if text.lstrip("-").isdecimal() else text
@@ -248,20 +248,20 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The models that the arguments of a command name, and how they are used.
+    """Models that the arguments of a command name, and their use.
 
     Attributes:
-        runs: folders of runs; or else
-        hf: folders from Hugging Face.
-        step: the checkpoint of a run; None is the latest, "best" that of the lowest loss.
-        num_stages: into how many stages a model from Hugging Face is cut.
-        overrides: of the configuration, as `--set` takes them.
-        scale: how residual branches are scaled, as `--scale` takes it.
-        stage_order: which stages run, in order; or else
-        keep_fraction: the share of the stages that runs, drawn by
-        seed.
-        mix: how several models are weighed.
-        prior: how likely each of several is where a document begins.
+        runs: folders of runs; either these or `hf`.
+        hf: folders of Hugging Face models.
+        step: checkpoint of a run; None is the latest, "best" the one with the lowest loss.
+        num_stages: number of stages of a Hugging Face model.
+        overrides: overrides of the configuration, as in `--set`.
+        scale: scaling of residual branches, as in `--scale`.
+        stage_order: stages that run, in order; either this or `keep_fraction`.
+        keep_fraction: share of the stages that run, drawn by `seed`.
+        seed: seed of that draw.
+        mix: weighting of several models.
+        prior: probability of each of several models at the start of a document.
     """
 
     runs: tuple[Path, ...] = ()
@@ -281,7 +281,7 @@ class ModelSpec:
         """Read the arguments of a command.
 
         Raises:
-            InputError: if they say of one model what only several have, or the other way around.
+            InputError: if an argument for several models is used with one, or the reverse.
         """
         named = arguments.run or arguments.hf
         if len(named) > 1:
@@ -305,20 +305,22 @@ class ModelSpec:
 
     @property
     def names_several(self) -> bool:
-        """Tell whether several models are to be mixed."""
+        """Whether several models are to be mixed."""
         return len(self.runs) + len(self.hf) > 1
 
     @property
     def run(self) -> Path | None:
-        """The run of the one model that is named, if it is one of a run."""
+        """Run of the one model that is named, or None."""
         return self.runs[0] if self.runs else None
 
 
 def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Scaling | None]:
-    """Read the one model that is named, with its data, step and scaling; a run's alone has a step.
+    """Read the one model that is named; return it with its data, step and scaling.
+
+    Only the model of a run has a step.
 
     Raises:
-        InputError: if there is none, it cannot be read, or it cannot be scaled so.
+        InputError: if it does not exist, cannot be read, or cannot be scaled in this way.
     """
     with loading():
         from skippipe_jax.inference.model_source import read_model
@@ -327,7 +329,7 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
 
     scale = spec.scale
     if scale is not None:
-        scale = parse_scale(scale)  # A mistake shows before much is read.
+        scale = parse_scale(scale)  # Report an error before reading weights.
     hf = spec.hf[0] if spec.hf else None
     model, config, step = read_model(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
     keep_programs(config.compilation_cache)
@@ -342,7 +344,7 @@ def open_mixture(
 ) -> tuple[Ensemble, DataConfig, list[int | None], str]:
     """Read the models that are named, as `read_ensemble` does, and the data of the first.
 
-    `prior` is the default, and those `allowed` are estimated by the command.
+    `prior` is the default, and the `allowed` ones are estimated by the command.
     """
     with loading():
         from skippipe_jax.inference.reading_experts import read_ensemble
@@ -356,9 +358,9 @@ def open_mixture(
 
 
 def open_language_model(spec: ModelSpec) -> tuple[LanguageModel, DataConfig]:
-    """Read what is named, with its data: several models together, or the stages of one.
+    """Read several models as a mixture, or the chosen stages of one model, with the data.
 
-    The stages that run and their scales are printed to standard error.
+    The stages and their scales are printed to standard error.
     """
     if spec.names_several:
         return open_mixture(spec)[:2]
@@ -377,7 +379,7 @@ def open_language_model(spec: ModelSpec) -> tuple[LanguageModel, DataConfig]:
 
 
 def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name what `open_language_model` reads: models, stages, scales."""
+    """Add the arguments of `open_language_model`: models, stages, scales."""
     add_model_arguments(parser)
     stages = parser.add_mutually_exclusive_group()
     stages.add_argument(

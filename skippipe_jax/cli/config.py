@@ -11,7 +11,7 @@ SHOW, KEYS, SCHEMA = "show", "keys", "schema"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = "Show a configuration with all defaults, or every key that there is."
     parser.add_argument(
         "action",
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is asked for; return the exit code."""
+    """Print a configuration, all keys, or the schema; return the exit code."""
     if arguments.keys or arguments.action == KEYS:
         from skippipe_jax.config.describe import keys_in_words
 

@@ -1,4 +1,4 @@
-"""Hugging Face models become runs, and runs become Hugging Face models."""
+"""The command that converts Hugging Face models to runs, and runs to Hugging Face models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ output is written completely or not at all.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = DESCRIPTION
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="direction")
     reading = commands.add_parser("from-hf", help="convert a Hugging Face model to a run")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert in the direction named; return the exit code."""
+    """Convert in the given direction; return the exit code."""
     to_hf = arguments.direction == "to-hf"
     return _to_huggingface(arguments) if to_hf else _from_huggingface(arguments)
 
@@ -108,7 +108,7 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
 
 
 def _compute_on_cpu() -> None:
-    """Next to nothing is computed, and accelerators may be too small or busy."""
+    """Select the CPU: little is computed, and accelerators may be too small or busy."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

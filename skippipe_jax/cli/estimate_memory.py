@@ -1,4 +1,4 @@
-"""The command that estimates memory of nodes, and bytes over links in an iteration."""
+"""The command that estimates memory per node, and bytes over links per iteration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_SEQUENCE = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Estimate the memory that a node of each stage needs, and the bytes that an iteration "
         "sends over the links."
@@ -98,10 +98,10 @@ def _tell_cut(arguments: argparse.Namespace) -> int:
 
     def configured(remedy: str | None) -> Config:
         overrides = arguments.set + ([] if remedy is None else [remedy])
-        with files.naming():  # Overrides are written into the sections.
+        with files.naming():  # The copy keeps `tree` unchanged by overrides.
             return parse_config(copy.deepcopy(tree), overrides)
 
-    configured(None)  # What is wrong there is said before anything is loaded that takes seconds.
+    configured(None)  # Report errors before imports that take seconds.
     with loading():
         from skippipe_jax.models.coarsest_cut import answer, devices_of
 

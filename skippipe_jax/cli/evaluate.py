@@ -1,4 +1,4 @@
-"""Held-out loss and perplexity of a model, in full and with stages left out or swapped."""
+"""The command that computes held-out loss and perplexity of a model, in full and in part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_SUBSETS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Compute held-out loss and perplexity of the full model, all stages in order, and of "
         "partial models, on the same text: the held-out part of data.source and data.path, which "
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = served
     else:
         model, data, step, scaling = open_model(spec)
-        _ = model.tokenizer  # Which is refused before anything is evaluated.
+        _ = model.tokenizer  # Report an unusable tokenizer before the evaluation.
     questions = _questions(arguments, spec.run, shares, model.stages)
     part = arguments.part or "all"
     found = evaluate(model, step, data, sequences, questions, scaling, part)
@@ -141,11 +141,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[RemoteModel, DataConfig]:
-    """Return the model of --url, and the data that it is evaluated on.
+    """Return the model at --url, and the data to evaluate it on.
 
     Raises:
-        InputError: if there is no such model or data, or an argument is about a model that this
-            process would read.
+        InputError: if the model or the data does not exist, or for an argument that applies only to
+            a model of this process.
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
@@ -178,7 +178,7 @@ def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
 
 
 def _shares(arguments: argparse.Namespace) -> list[float]:
-    """List the shares of --keep-fraction; refuse at once what could not be drawn."""
+    """Return the shares of --keep-fraction, after the checks of --plot."""
     if arguments.plot is not None:
         if arguments.keep_fraction is None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Train experts on domains, each apart from the others, and compare what they say together."""
+"""The command that trains experts on domains, independently, and compares ensembles of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ their files hold now, they are named and nothing is trained.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Train experts, each on its own domain and from the weights of a seed model, and compare "
         "ensembles of them (HDEE, arXiv 2502.19385)."
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the action; return the exit code."""
     from skippipe_jax.experts.config import load_experts
 
-    # Once the configuration came behind the action, as a positional argument.
+    # Formerly the configuration was a positional argument after the action.
     actions = [word for word in arguments.action if word in ACTIONS]
     former = [Path(word) for word in arguments.action if word not in ACTIONS]
     if len(actions) > 1:

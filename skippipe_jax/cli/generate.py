@@ -1,4 +1,4 @@
-"""Text sampled from a model, of which any stages run, in any order, or from several together."""
+"""The command that samples text from a model, from some of its stages, or from a mixture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Sample the continuation of a prompt from a model, or a mixture of models, and print it; "
         "or with --chat, what the model answers to it."
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the text as it is sampled; return the exit code."""
+    """Print the text while it is sampled; return the exit code."""
     with loading():
         from skippipe_jax.data.chat import encode_prompt, end_of_turn, learns_answers
         from skippipe_jax.inference.decoding import generate_tokens
@@ -88,11 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
     ends = {tokenizer.end} | ({turn_end[1]} if turn_end else set())
 
     def tell(prompt: list[int], shown: str) -> str:
-        """Print what comes after a prompt, behind what is `shown` of that, and return it."""
+        """Print the continuation of a prompt after `shown`, and return it."""
         drawn = generate_tokens(model, prompt, count, sampling)
         tokens = itertools.takewhile(lambda token: token not in ends, drawn)
         stream, said = TextStream(tokenizer.decode, prompt), []
-        # With the first piece: until there is one, an error can still come instead.
+        # `shown` is printed with the first piece, because sampling can still fail before it.
         for token in tokens:
             piece = stream.push(token)
             if piece:
@@ -122,7 +122,7 @@ def _asked(text: str) -> Message:
 
 
 def _converse(answer: Callable[[list[Message]], str]) -> None:
-    """Answer the lines of a terminal until it ends, each with what was said before."""
+    """Answer the lines typed on a terminal, each with the conversation so far, until EOF."""
     messages: list[Message] = []
     while True:
         try:
@@ -134,10 +134,10 @@ def _converse(answer: Callable[[list[Message]], str]) -> None:
 
 
 def _prompt(argument: str) -> str:
-    """Return the prompt, which is read from standard input where the argument is -."""
+    """Return the prompt, from standard input if the argument is -."""
     try:
         text = sys.stdin.read() if argument == "-" else argument
-        text.encode()  # Bytes of an argument that are no text come as lone surrogates.
+        text.encode()  # Bytes that are not text appear as lone surrogates.
     except UnicodeError as error:
         raise InputError("--prompt", argument, "is not UTF-8 text", "Give text") from error
     return text

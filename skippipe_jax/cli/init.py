@@ -1,4 +1,4 @@
-"""Write a configuration to begin with."""
+"""The command that writes an initial configuration."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NEXT = {
     "given-model": f"{TEXT};\nthe model into the folder model, or name yours as init_from; then, "
     "with the extra hf:\n  skippipe train{config}",
 }
-"""The next steps, for each kind of configuration."""
+"""Next steps to print, for each kind of configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = "Write a configuration with comments, to be edited and trained."
     parser.add_argument(
         "--kind",
@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file, and print what to do next; return the exit code.
+    """Write the file, and print the next steps; return the exit code.
 
     Raises:
-        InputError: if the file is there, or cannot be written.
+        InputError: if the file exists, or cannot be written.
     """
     output = arguments.output
     if output.exists():

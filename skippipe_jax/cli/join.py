@@ -1,4 +1,4 @@
-"""Join a run that trains, in the place of a host that it has lost or as one more; or a service."""
+"""The command that joins a running training, replacing a failed host or as an extra one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERRUPTED = "interrupted; the run goes on without this host"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Join a run that trains, in the place of a failed host or as an extra one, or a service as "
         "a host that holds stages. This machine needs neither the configuration nor the folder of "
@@ -79,15 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
         host.last_words = lambda: "Join again, if the run goes on."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
     log.output(how_it_ended(Path(config.run_dir), host.leader_named, result))
-    # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
-    # would end them within JAX.
+    # Threads may still wait for messages from failed hosts, and an ordinary exit would end them
+    # within JAX.
     exit_at_once(result.exit_code)
 
 
 def how_it_ended(own: Path, leader: str, result: RunResult) -> str:
-    """Say how a run ended, on a host that had joined it and has the folder `own`.
+    """Return a sentence on how a run ended, for a host that joined it.
 
-    The `leader` is the host that has led it last, with its address.
+    `own` is the run directory of this host, `leader` the last leader with its address.
     """
     from skippipe_jax.config.parsing import saved_config
     from skippipe_jax.storage.recording import TIMELINES

@@ -1,4 +1,4 @@
-"""Make the secret by which the hosts of a run know each other."""
+"""The command that generates the secret of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skippipe_jax.connections.keys import FILE_VARIABLE, SECRET_VARIABLE, make_s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Generate the secret with which the hosts of a run authenticate each other and encrypt "
         "their messages. Whoever has it can join the run."

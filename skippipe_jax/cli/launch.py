@@ -1,4 +1,4 @@
-"""Start all hosts of a run as processes of this machine, and restart those that are lost."""
+"""The command that starts all hosts of a run on this machine, and restarts failed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skippipe_jax.config import Config
 
 NEVER, RESUME, JOIN = "never", "resume", "join"
-"""Ways in which a lost host comes back: not, by its number, or by addresses of live hosts."""
+"""How a failed host restarts: not at all, with its id, or through live hosts' addresses."""
 
 EPILOG = f"""\
 --restart=resume starts a host again that was ended by a signal or with code 75, with --resume once
@@ -35,7 +35,7 @@ join does, with a folder of its own beside run_dir.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Start skippipe train N times on this machine, once for each host of a run, and print the "
         "output of all. If a host fails before they train, all are stopped. After that, with "
@@ -72,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all hosts until they end.
+    """Run all hosts until they end; return the exit code.
 
     Raises:
-        InputError: for arguments and a configuration that no host could use.
+        InputError: for arguments or a configuration that no host could use.
     """
     from skippipe_jax.connections.addresses import chosen_address, join_address
     from skippipe_jax.connections.keys import Keys
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     grace_s = fields.duration(arguments.kill_after, "--kill-after")
-    # What is wrong here is said once; every host would say it.
+    # Report errors here once instead of once per host.
     config = config_of(arguments)
     from skippipe_jax.config.parsing import is_run
     from skippipe_jax.storage.run_dir import MEMBERSHIP
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     level = ["--log-level", arguments.log_level]
     place = [*level, "--coordinator", coordinator, "--hosts", str(hosts), "--host-id"]
     folder, begun_s = Path(config.run_dir), time.time()
-    # A run that is there already goes on only where that is asked for: else the hosts refuse it.
+    # An existing run continues only with --resume; otherwise the hosts reject it.
     is_new = not is_run(folder)
     if is_new:
         _require_nodes(config, hosts)
@@ -121,12 +121,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_nodes(config: Config, hosts: int) -> None:
-    """Refuse hosts that a new run has no nodes for, as far as its configuration says how many.
+    """Reject more hosts than a new run has nodes, if the configuration gives their number.
 
-    Each host would find out by itself, once all have started.
+    Otherwise each host would report it after all have started.
 
     Raises:
-        InputError: if there are such, or for a plan or a case that cannot be read.
+        InputError: for hosts without a node, or for a plan or a case that cannot be read.
     """
     from skippipe_sched.problem.case import node_count
     from skippipe_sched.problem.plan import load_plan
@@ -140,6 +140,6 @@ def _require_nodes(config: Config, hosts: int) -> None:
         nodes = len(load_plan(Path(config.plan.file)).case.nodes)
     elif isinstance(given, dict) and "nodes" in given:
         nodes = node_count(given["nodes"])
-    else:  # Each host that measures is a node, unless it is told otherwise.
+    else:  # By default each measuring host is a node.
         nodes = len(config.cluster.host_of_node or range(hosts))
     hosts_of_nodes(nodes, hosts, config.cluster.host_of_node)

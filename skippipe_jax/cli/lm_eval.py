@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, run on a model of which any stages run."""
+"""The command that runs tasks of EleutherAI's lm-evaluation-harness on a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skippipe_jax.config.sampling import DEFAULT_SLOTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Run tasks of EleutherAI's lm-evaluation-harness on a model, on some of its stages, or on "
         "a mixture of models."

@@ -1,4 +1,4 @@
-"""The command line: the list of commands, and the parser that runs the one named."""
+"""The command line: the list of commands, and the parser that runs one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skippipe_sched.errors import loading, run_command
 
 from skippipe_jax import log
 
-# What each command does, in the order of the list that --help prints.
+# Description of each command, in the order of --help.
 COMMANDS = {
     "init": "write a configuration to begin with",
     "train": "train a model, as one host or as one of several",
@@ -58,9 +58,9 @@ INTERRUPTED = "interrupted; nothing is kept"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of these words, or of the command line; return its exit code.
+    """Run the command of `argv`, or of the command line; return its exit code.
 
-    Ctrl-C that the command does not handle prints its line `interrupted`.
+    Prints the command's line `interrupted` for a Ctrl-C that the command does not handle.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     words[:1] = [FORMER_NAMES.get(word, word) for word in words[:1]]
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Make the parser of all commands; those that are not `named` are only listed."""
+    """Make the parser of all commands; commands that are not `named` are only listed."""
     made = argparse.ArgumentParser(
         prog="skippipe",
         description="Train LLaMA models with pipeline parallelism over slow and uneven links: each "
@@ -102,12 +102,12 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the versions and the devices, for which JAX is loaded, and exits."""
+    """Action that prints the versions and the devices, loading JAX, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         os.environ.setdefault(
             "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-        )  # Or a GPU's memory is taken.
+        )  # Else JAX would reserve a GPU's memory.
         with loading():
             from importlib import metadata
 
@@ -127,7 +127,7 @@ class _Version(argparse.Action):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs, but keeps tables as they are written."""
+    """Formatter that fills paragraphs and keeps tables as written."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = argparse.HelpFormatter._fill_text
@@ -150,7 +150,7 @@ def _complete(arguments: argparse.Namespace) -> int:
 
 
 def parsers(outer: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parsers of all commands of a parser; itself, if it has none."""
+    """Yield the parsers of all commands of a parser, or the parser itself if it has none."""
     inner = [
         command
         for action in outer._actions

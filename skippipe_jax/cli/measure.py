@@ -1,4 +1,4 @@
-"""Measure the cluster, and write a case that the planner takes as it is."""
+"""The command that measures the cluster and writes a case for the planner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ node, or auto. What else it holds is left aside, but for the number of nodes.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Measure the links between hosts, the time of each stage on each node, and the memory of "
         "nodes, and write a case for skippipe plan."
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         if host.index == 0:
             require_writable("--output", arguments.output)
         say(f"{host.count} hosts have met")
-        # Each host stands for a node.
+        # Each host represents a node.
         here = {host.index: sharding_of((jax.local_devices()[0],))}
         links = open_transfers(host).links(here)
         say("links are open")

@@ -1,4 +1,4 @@
-"""One HTML page that shows a run, with nothing beside it."""
+"""The command that writes a self-contained HTML page about a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skippipe_jax.cli.arguments import add_path, named_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = "Write an HTML page about a run: curves, timelines, links, idle nodes."
     add_path(parser, "--run", "the folder of a run")
     parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")

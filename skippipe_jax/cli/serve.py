@@ -1,4 +1,4 @@
-"""A trained model behind the API of OpenAI."""
+"""The command that serves a trained model through the API of OpenAI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Serve a model through the API of OpenAI: completions, conversations, and streams of both."
     )
@@ -219,7 +219,7 @@ def _over_hosts(
     sequences: int,
     scales: ScaleTable | None,
 ) -> Iterator[tuple[Served, list[Generator], Callable[[], list[dict[str, Any]]]]]:
-    """Gather hosts, which are started here unless there is a coordinator, and end them at last."""
+    """Gather the hosts, starting them locally without a coordinator; end them on exit."""
     with loading():
         from skippipe_jax.connections.addresses import chosen_address, parse_address
         from skippipe_jax.serving.held_stages import Slots
@@ -247,7 +247,7 @@ def _over_hosts(
     with contextlib.ExitStack() as stack:
         if arguments.coordinator is None:
             stack.enter_context(_started_here(arguments, address, hosts))
-        stack.callback(hosts.close)  # Before those that were started here are told to end.
+        stack.callback(hosts.close)  # Before the local hosts are stopped.
         hosts.gather(count - 1, cluster.connect_timeout_s)
         yield *open_groups(name, source, hosts), hosts.status
 
@@ -256,7 +256,7 @@ def _over_hosts(
 def _started_here(
     arguments: argparse.Namespace, coordinator: str, hosts: StageHosts
 ) -> Iterator[None]:
-    """Start all hosts but the first as processes of this machine, again when they are lost."""
+    """Start all hosts but the first as local processes, and restart failed ones."""
     from skippipe_jax.campaign.tries import MOST_FAULTS
     from skippipe_jax.local.hosts import LocalHosts
 
@@ -270,7 +270,7 @@ def _started_here(
 
     def supervise() -> None:
         started.run()
-        hosts.give_up()  # None comes any more.
+        hosts.give_up()  # No further host will connect.
 
     thread = threading.Thread(target=supervise, name="skippipe-local-hosts", daemon=True)
     thread.start()
@@ -296,9 +296,9 @@ def hold_stages(
     name: str | None = None,
     most_stages: int | None = None,
 ) -> int:
-    """Hold stages for the service at an address, until it ends; return the exit code.
+    """Hold stages for the service at an address until it ends; return the exit code.
 
-    The rest is as `StageHost` takes it.
+    The other arguments are as for `StageHost`.
     """
     with loading():
         from skippipe_jax.config import Config
@@ -315,7 +315,7 @@ def hold_stages(
 
 
 def _keys(cluster: ClusterConfig) -> Keys:
-    """Return the keys of a service, whose hosts send activations over TLS, too."""
+    """Return the keys of a service, whose hosts send activations over TLS too."""
     from skippipe_jax.connections.keys import Keys
 
     return Keys.of(replace(cluster, insecure_transfers=True))
@@ -327,10 +327,10 @@ def _most_stages(arguments: argparse.Namespace) -> int | None:
 
 
 def _source(arguments: argparse.Namespace) -> ModelSource:
-    """Open the model that is named.
+    """Open the model that the arguments name.
 
     Raises:
-        InputError: if there is none.
+        InputError: if it does not exist.
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
@@ -338,7 +338,7 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
 
     overrides = list(arguments.set)
     if arguments.dtype != DTYPES[0]:
-        # The weights of a run are as they were saved.
+        # Weights of a run keep the type in which they were saved.
         parts = ("compute",) if arguments.hf is None else ("compute", "parameter")
         overrides += [f"model.{part}_dtype={arguments.dtype}" for part in parts]
     run, step = (None, None) if arguments.run is None else _run_and_step(arguments.run)
@@ -348,7 +348,7 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
 
 
 def _scales(arguments: argparse.Namespace, source: ModelSource) -> ScaleTable | None:
-    """Return what `--scale` asks for, for each number of stages that may run."""
+    """Return the scales of `--scale`, for each number of stages that may run."""
     if arguments.scale is None:
         return None
     with loading():
@@ -359,7 +359,7 @@ def _scales(arguments: argparse.Namespace, source: ModelSource) -> ScaleTable | 
 
 
 def _model_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments that name the model, for another host."""
+    """Return the arguments that name the model, to start another host with."""
     words = [word for one in arguments.set for word in ("--set", one)]
     for option in ("run", "hf", "dtype", "num_stages", "max_stages"):
         if (value := getattr(arguments, option)) is not None:
@@ -368,7 +368,7 @@ def _model_words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _run_and_step(text: str) -> tuple[Path, int | str | None]:
-    """Read ``DIR[@STEP]``; a folder that is there may have an @ in its name."""
+    """Parse ``DIR[@STEP]``; the name of an existing folder may contain an @."""
     folder, at, step = text.rpartition("@")
     if not at or Path(text).is_dir():
         return Path(text), None

@@ -1,4 +1,4 @@
-"""Show the status of a run, asked of any of its hosts."""
+"""The command that shows the status of a run, from any of its hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Show the status of a run: hosts, stages, links, progress, and what is lost or waited for."
     )
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask for the status and print it; return the exit code."""
+    """Request the status and print it; return the exit code."""
     with loading():
         from skippipe_jax.config import parse_config
         from skippipe_jax.connections.addresses import parse_address
@@ -98,7 +98,7 @@ def _show(shown: str, arguments: argparse.Namespace, watch_s: float | None) -> N
 
 
 def _of_service(arguments: argparse.Namespace, watch_s: float | None) -> int:
-    """Show the status of what `skippipe serve` serves at a URL."""
+    """Show the status of the `skippipe serve` at a URL."""
     from skippipe_jax.serving.status import ask, status_text
 
     while True:

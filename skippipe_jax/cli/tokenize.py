@@ -1,4 +1,4 @@
-"""Tokenize text once, so that training reads tokens; train a tokenizer for it, too."""
+"""The command that tokenizes text in advance, or trains a tokenizer for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Train on DIR with:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Tokenize text into shards for data.source: tokens, or train a tokenizer for it."
     )
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     with new_directory(arguments.output, "--output") as folder:
         own, name = folder / TOKENIZER_FOLDER, arguments.tokenizer
         if arguments.train_bpe is not None:
-            # Every byte is a token, so that any text can be written with them.
+            # Every byte is a token, so that any text can be encoded.
             least = 256 + len(MARKS)
             size = fields.integer(arguments.train_bpe, "--train-bpe", least)
             train_bpe(training_documents(sources, held_out, seed), size, own)
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _by_which(arguments: argparse.Namespace) -> str:
-    """Say by which tokenizer the tokens were made."""
+    """Return a phrase that names the tokenizer of the tokens."""
     if arguments.train_bpe is not None:
         return "by a tokenizer of their own"
     if arguments.tokenizer == BYTES:
@@ -172,7 +172,7 @@ def _by_which(arguments: argparse.Namespace) -> str:
 def _keep_template(
     name: str | None, folder: Path, sources: Sequence[DocumentSource], tokenizer: Tokenizer
 ) -> None:
-    """Write the template that is named beside the tokenizer in `folder`; warn where none is."""
+    """Write the chat template beside the tokenizer in `folder`; warn if there is none."""
     from skippipe_jax.data.chat import template_text, template_warning
 
     if name is not None and folder.is_dir():

@@ -1,4 +1,4 @@
-"""Train a LLaMA along the paths of a plan, as one host or as one of many."""
+"""The command that trains a LLaMA along the paths of a plan, as one host or one of many."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept, if t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of the command."""
     parser.description = (
         "Train a LLaMA over a pipeline in which every microbatch takes the path of its plan."
     )
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train as one host; return the exit code."""
     from skippipe_jax.config.describe import summary
 
-    # What is wrong there is said before anything is loaded that takes seconds.
+    # Report configuration errors before imports that take seconds.
     config = config_of(arguments, _overrides(arguments))
     if arguments.dry_run:
         _dry_run(config, arguments)
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_jax.training.trainer import Trainer
 
     if not (arguments.resume or arguments.host_id):
-        # Before it waits for other hosts.
+        # Check this before waiting for other hosts.
         RunDir(config.run_dir).require_new()
     with connect_from_args(arguments, config) as host:
         host.last_words = lambda: where_to_resume(config)
@@ -98,14 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _say_how_it_ended(config, host, result)
     if host.generation_number not in (0, 1):
-        # Threads may still wait for what hosts that were lost will never send, and an ordinary exit
-        # would end them within JAX.
+        # Threads may still wait for messages from failed hosts, and an ordinary exit would end them
+        # within JAX.
         exit_at_once(result.exit_code)
     return result.exit_code
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return what --data and --model say, as overrides of the configuration."""
+    """Return --data and --model as overrides of the configuration."""
     overrides = []
     if arguments.data is not None:
         kind = kind_of(arguments.data)
@@ -120,9 +120,10 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Check and print what host 0 finds out before it writes the run folder.
+    """Run the checks that host 0 makes before it writes the run directory, and print the results.
 
-    The text and given weights are read where all are measured here, as one host needs both.
+    A single host that measures its cluster also reads the text and the pretrained weights, as it
+    needs both.
 
     Raises:
         InputError: if the run could not start.
@@ -176,7 +177,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def where_to_resume(config: Config) -> str:
-    """Say in a sentence how a run that ended early can be continued."""
+    """Return a sentence on how to continue a run that ended early."""
     from skippipe_jax.config.parsing import is_run
     from skippipe_jax.storage.checkpoint import latest_step
 
@@ -185,7 +186,7 @@ def where_to_resume(config: Config) -> str:
     if step is None and not (is_run(folder) or config.checkpoint.copy_to):
         return f"Start it again: no run has begun in {config.run_dir} yet."
     if step is None:
-        # Not without --resume: the folder holds the run already.
+        # --resume is required: the folder already holds the run.
         return f"Start it again with --resume: without a checkpoint, {config.run_dir} begins anew."
     return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
 
@@ -226,7 +227,7 @@ def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> No
 
 
 def _report(folder: Path) -> None:
-    """Write the page of a run that is trained; what prevents it is no error of the run."""
+    """Write the report of a finished run; an error here is only a warning."""
     from skippipe_jax.reporting.page import REPORT, report
 
     try:
