@@ -1,6 +1,6 @@
-"""Trains LLaMA models over partial, reordered pipeline paths, on one machine or on many hosts.
+"""Training of LLaMA models over partial, reordered pipeline paths, on one machine or on many hosts.
 
-``import skippipe_jax as sp`` offers what `__all__` names, and loads nothing until a name is used.
+``import skippipe_jax as sp`` provides the names in `__all__`; each loads its module at first use.
 """
 
 from importlib import import_module
@@ -74,7 +74,7 @@ end_quietly_on_interrupt()
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is offered when it is first used."""
+    """Load a public name when it is first used."""
     if name not in _MODULES:
         now = f"; it is now {_FORMER[name]}" if name in _FORMER else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{now}")
@@ -84,5 +84,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what is offered."""
+    """Return the public names."""
     return __all__

@@ -1,4 +1,4 @@
-"""All commands: `python -m skippipe_jax train` is `skippipe train`."""
+"""Entry point of all commands: `python -m skippipe_jax train` is `skippipe train`."""
 
 import sys
 

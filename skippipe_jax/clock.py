@@ -1,4 +1,4 @@
-"""A clock that tests can replace."""
+"""Clock that tests can replace."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of time, in seconds."""
+    """Source of time, in seconds."""
 
     def now(self) -> float:
-        """Return the seconds since some moment; they never go back."""
+        """Return the seconds since an arbitrary moment; they never decrease."""
         ...
 
     def sleep(self, seconds: float, /) -> None:
-        """Wait."""
+        """Wait for this number of seconds."""
         ...
 
 
 class SystemClock:
-    """The clock of the system."""
+    """Monotonic clock of the system."""
 
     now = staticmethod(time.monotonic)
     sleep = staticmethod(time.sleep)

@@ -1,4 +1,4 @@
-"""Training: `python -m skippipe_jax.train --config FILE` is `skippipe train --config FILE`."""
+"""Entry point of training: `python -m skippipe_jax.train --config FILE` is `skippipe train`."""
 
 import sys
 

@@ -76,8 +76,8 @@ class NodeConfig(Section, name="node"):
     """Devices of a node: a mesh of `fsdp` times `tensor` devices of its host.
 
     `node: auto` is short for `node: {fsdp: null}`. A node in a case may have its own `mesh`, such
-    as `{fsdp: 2, tensor: 1}`. A host assigns its devices to its nodes
-    in order, and starts over when they run out.
+    as `{fsdp: 2, tensor: 1}`. A host assigns its devices to its nodes in order, and starts over
+    when they run out.
 
     Attributes:
         fsdp: number of devices over which every array of a stage, its gradients and the optimizer's
