@@ -1,5 +1,5 @@
-"""Text to batches: documents, their tokens, rows of a sequence each, and microbatches by number.
+"""Conversion of text to batches: documents, tokens, rows of one sequence each, and microbatches.
 
-Others use `batches`, which holds all of that together, `tokenizer`, `read_ahead`, and `tokenizing`
-for text that is tokenized once.
+Other packages use `batches`, which combines all of that and reads ahead, `tokenizer`, and
+`tokenizing` for text that is tokenized in advance.
 """

@@ -1,9 +1,9 @@
-"""Text becomes batches of token sequences, and every data node reads its own microbatches of them.
+"""Batches of token sequences from text; every data node reads its own microbatches.
 
     files  ->  documents (training | held out)  ->  tokens  ->  rows  ->  batches
 
-Grain shuffles the rows of each source anew in every epoch, and any microbatch can be looked up by
-its number: how many have been read is the only state there is, and it can be saved.
+Grain shuffles the rows of each source in every epoch, and any microbatch can be looked up by its
+number. The only state is the number of microbatches read, which a checkpoint saves.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from skippipe_jax.data.rows import (
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
-# A thread that reads ahead would only compete for the interpreter with who waits for the batch.
+# A read-ahead thread would compete for the interpreter with the thread that waits for the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def tokenizer_of(config: DataConfig) -> str:
-    """Return what `load_tokenizer` takes to give the tokenizer of the data."""
+    """Return the name of the data's tokenizer, for `load_tokenizer`."""
     if config.tokenizer is not None:
         return config.tokenizer
     folders = [
@@ -53,7 +53,7 @@ def tokenizer_of(config: DataConfig) -> str:
 
 
 def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
-    """Raise `InputError` unless a model with this many tokens can take every one of ours."""
+    """Raise `InputError` if the model's vocabulary is smaller than the tokenizer's."""
     if vocabulary_size < tokenizer.vocabulary_size:
         raise InputError(
             "model.vocabulary_size",
@@ -64,7 +64,7 @@ def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
 
 
 class Batch(TypedDict):
-    """What one microbatch is computed from; a target of `NOT_COUNTED` stays out of the loss.
+    """Arrays of one microbatch; targets of `NOT_COUNTED` do not enter the loss.
 
     With `packing: documents`, `begins` marks the first token of each document.
     """
@@ -75,9 +75,9 @@ class Batch(TypedDict):
 
 
 def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
-    """Return the tokens of each source, read once per process: later changes of files are not seen.
+    """Return the tokens of each source, read once per process, so later changes are not seen.
 
-    Raises `InputError` where there is no text, or a part is shorter than one row.
+    Raises `InputError` if there is no text, or a part is shorter than one row.
     """
     sources = tuple(
         replace(source, path=source.path and local_path(source.path)) for source in config.sources()
@@ -94,8 +94,9 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
 
 
 def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocuments) -> None:
-    """Raise `InputError`, telling which `text` these documents are, unless they fill a sequence."""
-    # A window has a target after it; a document has two tokens at least, its marks.
+    """Raise `InputError`, naming the `text`, unless its documents fill a sequence."""
+    # A window needs one more token as its last target; a document has at least two tokens, its
+    # marks.
     needed = config.sequence_length + 1 if config.packing == "windows" else 2
     size = documents.tokens.size
     if size < needed:
@@ -108,15 +109,15 @@ def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocum
 
 
 class TrainingBatches:
-    """Every microbatch of a run, counted from its first: any of them can be read at any time.
+    """All microbatches of a run, by number; any of them can be read at any time.
 
-    Epoch after epoch each sequence of a source comes once, in a new order. Who reads which
-    microbatch does not matter, so a run can go on with other data nodes: all there is to know is
-    how many were read.
+    In each epoch of a source every sequence occurs once, in a new order. The content does not
+    depend on which node reads a microbatch, so a run can continue with other data nodes: its state
+    is the number of microbatches read.
 
     Attributes:
-        fingerprint: tells the text from any other.
-        sequences: how many all sources have together.
+        fingerprint: digest that identifies the text.
+        sequences: number of sequences in all sources together.
         too_long: the lines of `what_is_too_long`.
     """
 
@@ -124,8 +125,8 @@ class TrainingBatches:
         """Read the text.
 
         Raises:
-            InputError: as `load_corpora` does, or if there is too little for one microbatch, or
-                all documents of a source are too long.
+            InputError: as `load_corpora` does, or if there is too little text for one microbatch,
+                or all documents of a source are too long.
         """
         corpora = load_corpora(config)
         self._config = config
@@ -160,7 +161,7 @@ class TrainingBatches:
         }
 
     def __getitem__(self, number: int) -> Batch:
-        """Microbatch `number` of the run, in fresh arrays."""
+        """Return microbatch `number` of the run, in new arrays."""
         size = self._config.microbatch_size
         return _batch(
             self._config,
@@ -170,18 +171,18 @@ class TrainingBatches:
         )
 
     def _row(self, number: int) -> tuple[Rows, int]:
-        """Return which row comes as number `number` of the run."""
+        """Return the source and the index of row `number` of the run."""
         source, place = self._mixture[number]
         row = self._orders[source][place]
         assert row is not None, "nothing is filtered out"
         return self._rows[source], row
 
     def state(self, read: int) -> dict[str, Any]:
-        """What a checkpoint holds after `read` microbatches: the number, and of which data."""
+        """Return the state for a checkpoint after `read` microbatches, with the data's identity."""
         return {**self._identity, "microbatches": read}
 
     def position(self, state: Mapping[str, Any]) -> int:
-        """Return how many microbatches had been read when `state` was saved.
+        """Return the number of microbatches that had been read when `state` was saved.
 
         Raises:
             InputError: if the state belongs to other data or another order.
@@ -198,7 +199,7 @@ class TrainingBatches:
 
 
 def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
-    """Say so, if fewer sequences than these are held out.
+    """Return a line of text if fewer than `sequences` sequences are held out.
 
     Raises:
         InputError: as `held_out_batches` does.
@@ -210,7 +211,7 @@ def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> l
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
-    """Return the held-out rows of each source, or of the one that is a domain."""
+    """Return the held-out rows of each source, or of the source named `domain`."""
     fields.text(part, "part", HELD_OUT_PARTS)
     if domain is not None:
         fields.text(domain, "domain", config.domains())
@@ -236,12 +237,13 @@ def held_out_batches(
     part: str = "all",
     domain: str | None = None,
 ) -> Iterator[Batch]:
-    """The held-out rows of all sources once, in a fixed shuffled order; at most so many sequences.
+    """Yield the held-out rows of all sources once, in a fixed shuffled order.
 
-    The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`. `part`
-    is one of `HELD_OUT_PARTS`, and `domain`, if given, the only source that is read. Raises
-    `InputError` as `load_corpora` does, or if all documents of a source are too long, a part of a
-    domain is shorter than one row, or there is no such part or domain.
+    At most `sequences` sequences are read. The last batch is padded to `batch_size` sequences whose
+    targets are all `NOT_COUNTED`. `part` is one of `HELD_OUT_PARTS`, and `domain`, if given, the
+    only source that is read. Raises `InputError` as `load_corpora` does, or if all documents of a
+    source are too long, a part of a domain is shorter than one row, or `part` or `domain` does not
+    exist.
     """
     padding = load_tokenizer(tokenizer_of(config)).padding
     rows = _rows_held_out(config, part, domain)
@@ -259,10 +261,10 @@ def held_out_batches(
 
 
 def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence position"]:
-    """Where what is known of a document does not go on: at each first token that a row shows of it.
+    """Return the positions at which a document, or the visible part of one, starts.
 
-    That are the first position of every row, and those that `begins` marks; in windows, where
-    documents are not told apart, those of the tokenizer's begin mark, `begin`.
+    These are the first position of every row and the positions that `begins` marks. Windows do not
+    separate documents; there it is the tokenizer's begin mark, `begin`.
     """
     starts = batch["begins"].copy() if "begins" in batch else batch["tokens"] == begin
     starts[:, 0] = True
@@ -277,9 +279,9 @@ def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
 
 
 def what_is_too_long(config: DataConfig) -> list[str]:
-    """For each source with documents longer than a sequence, how many and what becomes of them.
+    """Return a line for each source with documents longer than a sequence: count and treatment.
 
-    Nothing is told of text that is cut with nothing lost. Raises `InputError` as `load_corpora`
+    Sources whose text is split without loss have no line. Raises `InputError` as `load_corpora`
     does.
     """
     both = zip(config.sources(), load_corpora(config), strict=True)
@@ -290,7 +292,7 @@ def what_is_too_long(config: DataConfig) -> list[str]:
 def _rows(
     config: DataConfig, source: DocumentSource, part: str, documents: TokenizedDocuments
 ) -> Rows:
-    """Return the rows of one part of a source; `InputError` if what is too long leaves none."""
+    """Return the rows of one part of a source; `InputError` if too long documents leave none."""
     if config.packing == "windows":
         if documents.learnt is not None:
             problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
@@ -298,7 +300,7 @@ def _rows(
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts) and not pieces.too_long:
-        # A document that is alone has been cut in two.
+        # A single document was cut in two (`part_of`), and this part has no tokens to train on.
         origin = source.origin[1]
         problem = f"in the documents of {origin} ({part}) there is nothing to learn"
         raise InputError(*source.origin, problem, "Give more of them")
@@ -316,7 +318,7 @@ def _rows(
 
 
 def _treatment(config: DataConfig, documents: TokenizedDocuments) -> str:
-    """Return what becomes of documents that are too long."""
+    """Return the treatment of documents that are too long."""
     if config.too_long is not None:
         return config.too_long
     return "split" if documents.learnt is None else "drop"
@@ -327,16 +329,16 @@ def _pieces(config: DataConfig, documents: TokenizedDocuments) -> Pieces:
 
 
 def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:
-    """What becomes of documents of each source that are too long, or None where all are split.
+    """Return each source's treatment of too long documents, or None if all are split.
 
-    That is what became of them before there was a choice, of which older checkpoints say nothing.
+    Older checkpoints, from before `data.too_long`, have no such key and split all documents.
     """
     treatments = [_treatment(config, corpus.training) for corpus in corpora]
     return None if set(treatments) == {"split"} else treatments
 
 
 def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
-    """Return what there is to say of the documents of a source that are too long."""
+    """Return the line about too long documents of a source, or None."""
     if config.packing == "windows":
         return None
     treatment = _treatment(config, corpus.training)
@@ -362,7 +364,7 @@ def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | N
 
 
 def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:
-    """Return the rows as one batch, padded to `size` sequences where they are fewer."""
+    """Return the rows as one batch, padded to `size` sequences if there are fewer."""
     tokens = np.full((size, config.sequence_length), padding, np.int32)
     targets = np.full_like(tokens, NOT_COUNTED)
     begins = np.zeros(tokens.shape, bool)
@@ -378,29 +380,29 @@ Item = TypeVar("Item")
 
 
 class ReadAhead(Generic[Item]):
-    """Looks items up by number, of which those that were announced may be there already.
+    """Lookup of items by number, with announced items made in advance.
 
-    One thread makes what was announced last, and so never more than one iteration's items lie
-    ready. What it could not make is raised where the item is asked for.
+    One thread makes the items that were announced last, so at most one iteration's items are in
+    memory. An error in making an item is raised when the item is requested.
     """
 
     def __init__(self, read: Callable[[int], Item]):
-        """Make nothing yet; `read` makes an item."""
+        """Make no item yet; `read` makes an item."""
         self._read = read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
         self._announced: dict[int, Future[Item]] = {}
 
     def __getitem__(self, number: int) -> Item:
-        """Return the item, made now unless it was announced."""
+        """Return the item, which is made now unless it was announced."""
         future = self._announced.pop(number, None)
         return self._read(number) if future is None else future.result()
 
     def announce(self, numbers: Iterable[int]) -> None:
-        """Begin to make the items that will be asked for next; forget those announced before."""
+        """Start making the items requested next; cancel those announced before."""
         for future in self._announced.values():
             future.cancel()
         self._announced = {number: self._thread.submit(self._read, number) for number in numbers}
 
     def close(self) -> None:
-        """End the thread, after the item that it is making."""
+        """Stop the thread after its current item."""
         self._thread.shutdown(cancel_futures=True)

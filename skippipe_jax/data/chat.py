@@ -1,13 +1,13 @@
-"""Conversations become tokens of which only the assistant's answers are learnt.
+"""Conversion of conversations to tokens, with a loss mask on the assistant's answers.
 
-A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or one as in
+A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or as in
 ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or as in Alpaca,
 {"instruction": ..., "input": ..., "output": ...}. A content may be a list of parts of text,
 [{"type": "text", "text": ...}, ...].
 
-Where one is given, or the tokenizer comes with one, a chat template says how messages are written,
-and by ``{% generation %}``, if it has that, what is learnt. Otherwise they are written as below,
-between the tokenizer's begin and end marks; what is learnt stands in brackets:
+Messages are written by the chat template that is configured, or by that of the tokenizer. A block
+``{% generation %}`` in it marks the tokens that are trained on. Without a template, messages are
+written as below, between the tokenizer's begin and end marks; brackets enclose trained tokens:
 
     BEGIN <|user|>⏎ content ⏎ <|assistant|>⏎ [content END] <|user|>⏎ content ⏎ ...
 """
@@ -39,11 +39,11 @@ from skippipe_jax.data.documents import Document, local_path
 from skippipe_jax.data.token_shards import read_index
 from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
-# They stand in what is written around answers; no text can know them before.
+# Marks around answers in the written text; random, so that no text can contain them.
 _BEGIN, _END = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 
 MOST_CHARACTERS = 1 << 24
-"""No conversation is so long; a template with loops in one another may go on for ever."""
+"""Limit of a written conversation: nested loops in a template could write without end."""
 
 TEMPLATES = {
     "plain": (
@@ -65,20 +65,21 @@ TEMPLATES = {
         "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
 }
-"""Templates that a name stands for."""
+"""Built-in templates, by name."""
 
 MARK = re.compile(r"<[^<>\s]+>")
-"""What templates write around messages, such as <|eot_id|> and </s>; mostly a token of its own."""
+"""Marks that templates write around messages, such as <|eot_id|> and </s>; most are single
+tokens."""
 
 TODAY = "strftime_now"
-"""The function of templates that writes the time; here, the day that it is told."""
+"""Function of templates that formats the current time; here it uses the configured date."""
 
 
 def template_text(name: str, field: str) -> str:
-    """Return the template of this name, or else in the file of this path.
+    """Return the built-in template of this name, or the content of the file at this path.
 
     Raises:
-        InputError: naming `field`, if there is neither.
+        InputError: naming `field`, if neither exists.
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
@@ -90,19 +91,19 @@ def template_text(name: str, field: str) -> str:
 
 
 class ChatTemplate:
-    """Writes conversations.
+    """Compiled template that writes conversations.
 
     Attributes:
-        marks_answers: whether the template says itself what an answer is.
+        marks_answers: whether the template itself marks the answers.
     """
 
     def __init__(self, text: str, today: str | None = None):
-        """Compile a template, for which it is always the day `today` (as 2026-11-22).
+        """Compile a template in which the current date is always `today` (as 2026-11-22).
 
-        Without a day there is no ``strftime_now``: some templates then write one of their own.
+        Without a date there is no ``strftime_now``; some templates then write a fixed date.
 
         Raises:
-            TemplateError: if it is none.
+            TemplateError: if the template is not valid.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Answers]
@@ -111,7 +112,7 @@ class ChatTemplate:
         if today is not None:
             day = datetime.datetime.fromisoformat(today)
             environment.globals[TODAY] = day.strftime
-        # Jinja's own filter writes for HTML.
+        # Jinja's built-in filter escapes for HTML.
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         parsed = environment.parse(text)
         self.marks_answers = any(
@@ -121,10 +122,12 @@ class ChatTemplate:
         self._generate = environment.from_string(parsed).generate
 
     def write(self, **variables: Any) -> list[tuple[str, bool]]:
-        """What the template makes of `messages` and other variables, in pieces: text, is an answer.
+        """Return the text that the template writes, in pieces: text, and whether it is an answer.
+
+        `variables` are `messages` and others that the template uses.
 
         Raises:
-            TemplateError: if the template says so, or it does what it must not.
+            TemplateError: if the template raises it, or does something forbidden.
         """
         written, size = list[str](), 0
         for part in self._generate(**variables):
@@ -142,7 +145,7 @@ class ChatTemplate:
 
 
 class _Answers(Extension):
-    """The block ``generation``: what lies in it is written between two marks."""
+    """Block ``generation``, whose content is written between the marks of an answer."""
 
     def __init__(self, environment: Environment):
         super().__init__(environment)
@@ -164,9 +167,9 @@ def _refuse(problem: str) -> None:
 ASSISTANT = "assistant"
 PLAIN = "plain"
 ROLES = {"human": "user", "gpt": ASSISTANT}
-"""Of ShareGPT."""
+"""Roles of ShareGPT, and the corresponding ones here."""
 KNOWN_ROLES = ("system", "user", ASSISTANT, "tool")
-"""Those that messages tell of; a template may know others."""
+"""Roles listed in messages; a template may support others."""
 TEMPLATE_FIELD = "data.chat_template"
 
 Message = Mapping[str, str]
@@ -175,13 +178,13 @@ Message = Mapping[str, str]
 def encode_conversation(
     document: Document, source: DocumentSource, tokenizer: Tokenizer
 ) -> tuple[Integer[np.ndarray, " token"], Bool[np.ndarray, " token"]]:
-    """Return the tokens of a conversation, and which of them are the assistant's.
+    """Return the tokens of a conversation, and the mask of the assistant's tokens.
 
-    Each answer is encoded on its own, as it is when a model gives it, and each stretch between.
+    Each answer is encoded separately, as when a model generates it, and so is each text between.
 
     Raises:
-        InputError: naming file and line, if it is no conversation with an answer, or the template
-            does not write it so that the answers can be told from the rest.
+        InputError: naming file and line, if it is not a conversation with an answer, or the
+            template writes it so that the answers cannot be separated from the rest.
     """
 
     refuse = functools.partial(_refused, document, source)
@@ -201,14 +204,14 @@ def encode_conversation(
         raise refuse(nothing)
     tokens = np.concatenate([tokens for tokens, _ in segments])
     learnt = np.repeat([learnt for _, learnt in segments], [len(tokens) for tokens, _ in segments])
-    # The first token is no target.
+    # The first token is never a target.
     if not learnt[1:].any():
         raise refuse(nothing)
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
 
 
 def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
-    """Return the template that is given, or else the tokenizer's, if it comes with one."""
+    """Return the configured template, or else the tokenizer's, or None."""
     name = source.chat_template
     if name is None:
         return tokenizer.chat_template
@@ -220,7 +223,7 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
         remedy = "Write bos_token and eos_token in its tokenizer_config.json, or name a file"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     text = template_text(name, TEMPLATE_FIELD)
-    # The plain one writes roles as text; what a file does is up to its writer.
+    # `plain` writes roles as text; the tokens of a template file are not checked.
     marks = MARK.findall(text) if name in TEMPLATES and name != PLAIN else ()
     unknown = dict.fromkeys(mark for mark in marks if tokenizer.token_of(mark) is None)
     if unknown:
@@ -231,7 +234,7 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
 
 
 def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> list[str]:
-    """Warn of conversations that no template writes, though the tokenizer is that of a model."""
+    """Return a warning if conversations have no template although the tokenizer is a model's."""
     without = any(_template_text(source, tokenizer) is None for source in chats)
     if not without or tokenizer.digest == BYTES:
         return []
@@ -243,9 +246,9 @@ def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> l
 
 
 def learns_answers(config: DataConfig) -> bool:
-    """Tell whether what is learnt are the answers of conversations, also of tokenized ones.
+    """Return whether only answers of conversations are trained on, also for tokenized text.
 
-    Of tokens that are not here any more that is not known, and the answer is no.
+    For tokenized text that is no longer here the answer is False.
     """
     return any(one.kind == "chat" or _is_tokenized_chat(one) for one in config.sources())
 
@@ -263,9 +266,9 @@ def _is_tokenized_chat(source: DocumentSource) -> bool:
 def encode_prompt(
     messages: Sequence[Message], tokenizer: Tokenizer, today: str
 ) -> Integer[np.ndarray, " token"]:
-    """Return the tokens of a conversation that the assistant shall go on with.
+    """Return the tokens of a conversation that the assistant is to continue.
 
-    They are written by the tokenizer's own template, if it has one; for that it is `today`.
+    They are written by the tokenizer's own template, if it has one, with the date `today`.
 
     Raises:
         InputError: if the template cannot write them.
@@ -285,8 +288,8 @@ def encode_prompt(
 def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
     """Return the text and the token by which the tokenizer's chat template ends an answer.
 
-    None: there is no template, it ends an answer by no token of its own, or it does not write a
-    question and an answer.
+    Return None if there is no template, if it ends an answer without a special token, or if it does
+    not write a question and an answer.
     """
     text, answer = tokenizer.chat_template, "Answer"
     if text is None:
@@ -316,10 +319,10 @@ def _written(
 
 
 def spoken(document: Document, source: DocumentSource) -> str:
-    """Return all that is said in a conversation, without who says it.
+    """Return the content of all messages of a conversation, without roles.
 
     Raises:
-        InputError: naming file and line, if it is no conversation.
+        InputError: naming file and line, if it is not a conversation.
     """
     return "\n".join(message["content"] for message in _messages(document, source))
 
@@ -362,7 +365,7 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
 
 
 def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> Message:
-    """Return a message with `role` and `content`, also of one with `from` and `value`."""
+    """Return a message with `role` and `content`, also for one with `from` and `value`."""
     if not isinstance(entry, dict):
         raise refuse(f"{place} is no object")
     if "from" in entry or (of_share_gpt and "role" not in entry):
@@ -374,7 +377,7 @@ def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> M
 
 
 def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> str:
-    """Return the text under a key, that of its parts together where it is a list of them."""
+    """Return the text under a key; a list of text parts is joined."""
     content = entry.get(key)
     if isinstance(content, str):
         return content

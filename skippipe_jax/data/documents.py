@@ -1,4 +1,4 @@
-"""Where documents come from: files of text, lines of JSON, rows of Parquet; local or remote."""
+"""Documents from text files, lines of JSON or rows of Parquet, local or remote."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _PYTHON_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tes
 class Document:
     """A text in UTF-8, or for `chat` a JSON object.
 
-    `where` it comes from is for messages; `key`, a file's name or a row's own text, decides
-    whether it is held out, whatever other documents there are.
+    `where` is its origin, for messages. `key`, a file's name or a row's text, decides whether it is
+    held out, independent of other documents.
     """
 
     where: str
@@ -45,7 +45,7 @@ class Document:
     text: bytes
 
     def decoded(self, source: DocumentSource) -> str:
-        """Return the text as a string; `InputError` if it is not UTF-8."""
+        """Return the text as a string; raise `InputError` if it is not UTF-8."""
         try:
             return self.text.decode()
         except UnicodeDecodeError as error:
@@ -56,11 +56,11 @@ class Document:
 
 
 def read_documents(source: DocumentSource) -> Iterator[Document]:
-    """Every document that is not empty, in a fixed order.
+    """Yield every document that is not empty, in a fixed order.
 
     Raises:
         InputError: naming file and line or row, if something cannot be read or holds no text; or
-            the endings of file names that were looked for, if none has one of them.
+            naming the supported endings of file names, if no file has one of them.
     """
     system, files = _files(source)
     if not files:
@@ -76,12 +76,13 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
             ) from error
 
 
-@functools.lru_cache(maxsize=64)  # Files are looked at once per process, as text is read once.
+@functools.lru_cache(maxsize=64)  # Checked once per process, as text is read once.
 def require_apart(sources: tuple[DocumentSource, ...]) -> None:
-    """Refuse a file that is a document of two sources, unless these are alike.
+    """Reject a file that is a document of two sources with different paths.
 
-    Each tells by the file's name in its own folder whether it is held out, so one might train on
-    what the other holds out. Rows are told by their text, whichever sources they come from.
+    The file's name relative to each source decides whether it is held out, so one source might
+    train on what the other holds out. Rows are keyed by their text, which is the same in all
+    sources.
 
     Raises:
         InputError: naming the second source and the file.
@@ -97,12 +98,12 @@ def require_apart(sources: tuple[DocumentSource, ...]) -> None:
 
 
 def local_path(path: str) -> str:
-    """Return the whole path of a local file; a URL is left as it is."""
+    """Return the absolute path of a local file; return a URL unchanged."""
     return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
-    """The file system, and of every file its name relative to the source and its path there."""
+    """Return the file system, and each file's name relative to the source and its path."""
     suffixes = _SUFFIXES[_kind_of_file(source)]
     try:
         if source.path is not None and _is_url(source.path):
@@ -172,7 +173,7 @@ def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[
 
 
 def _name_in(pattern: str, file: str) -> str:
-    """Return the part of a file's path that a glob leaves open, and what follows."""
+    """Return a file's path from the first part that matches a pattern of the glob."""
     parts = PurePosixPath(pattern).parts
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), parts)
     return PurePosixPath(file).relative_to(PurePosixPath(*fixed)).as_posix()
@@ -201,7 +202,7 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
 
 
 def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
-    """Read a file that is one list of objects."""
+    """Yield the documents of a file that is one list of objects."""
     rows = _parsed(source, file, 1, text, "Write a list of {...}, or {...} on every line")
     for number, row in enumerate(rows, 1):
         content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
@@ -209,7 +210,7 @@ def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document
 
 
 def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
-    """Read the JSON that begins on line `first` of a file."""
+    """Parse the JSON that begins on line `first` of a file."""
     try:
         return json.loads(text.rstrip())
     except (ValueError, RecursionError) as error:
