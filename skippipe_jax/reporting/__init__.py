@@ -1,5 +1,5 @@
-"""Pictures and pages of what runs measured, and their status as text. No JAX.
+"""Charts and pages of the measurements of a run, and its status as text. Imports no JAX.
 
-Others use `page.report`, `metrics.load_metrics`, `line_chart`, `timelines.draw_recorded` and
-`status.status_text`.
+Other packages use `page.report`, `metrics.load_metrics`, `line_chart`, `timelines.draw_recorded`
+and `status.status_text`.
 """

@@ -1,4 +1,4 @@
-"""Line charts as SVG: a figure over the steps of a run, perplexity over the share of stages."""
+"""Line charts as SVG: a metric over the steps, and perplexity over the share of stages."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from skippipe_sched.figures.svg import (
     svg_text,
 )
 
-# Pixels. A phone shows it at its own size, nearly; a page at a desk has room for two.
+# Pixels. The chart fits a phone at about its natural size; a desktop page has room for two.
 WIDTH, HEIGHT = 440, 270
 LEFT, RIGHT, TOP, BOTTOM = 60, WIDTH - 28, 52, HEIGHT - 41
 CAP, DOT = 5, 3.5
-ASIDE = 7  # Between two models, so that their subsets do not cover each other.
+ASIDE = 7  # Offset between two models, so that their subsets do not overlap.
 TICKS_ACROSS, TICKS_UP = 6, 6
 
-# More points than this lie closer together than a pixel or so.
+# With more points than this, neighbors would be about a pixel apart.
 MOST_POINTS = 300
-# From this many on a running mean is drawn, over one of so many parts of the points.
+# With this many points or more, a running mean over 1/`PARTS` of them is drawn.
 LEAST_SMOOTHED = 60
 PARTS = 30
 
@@ -51,12 +51,12 @@ STYLE = """
 """
 
 PerplexityOfSubsets = Mapping[int, Mapping[tuple[int, ...], float]]
-"""By the number of stages that run, then by which."""
+"""Perplexities by the number of stages that run, then by the stages."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture, which notebooks show."""
+    """Chart that notebooks display."""
 
     svg: str
 
@@ -64,15 +64,15 @@ class Chart:
         return self.svg
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a file."""
+        """Write the chart to a file."""
         Path(path).write_text(self.svg, encoding="utf-8")
 
 
 class _Chart:
-    """Two axes, which map values to pixels, and what is drawn between them."""
+    """Chart with two axes, which map values to pixels."""
 
     def __init__(self, about: str, across: tuple[float, float], up: tuple[float, float]):
-        """Draw an empty chart of these lowest and highest values."""
+        """Draw an empty chart with these ranges of values."""
         self.svg = start_picture("chart", (WIDTH, HEIGHT), about, STYLE)
         self._across, self._up = across, up
 
@@ -85,7 +85,7 @@ class _Chart:
         return BOTTOM - (BOTTOM - TOP) * (min(max(value, low), high) - low) / (high - low)
 
     def add_axes(self, ups: Mapping[float, str], acrosses: Mapping[float, str], name: str) -> None:
-        """Draw ticks with their labels, and the name of the axis across."""
+        """Draw ticks with labels, and the name of the horizontal axis."""
         for value, label in ups.items():
             add_line(self.svg, "grid", (LEFT, self.y(value)), (RIGHT, self.y(value)))
             add_text(self.svg, "end", LEFT - 7, self.y(value) + 4, label)
@@ -96,7 +96,7 @@ class _Chart:
         add_text(self.svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, name)
 
     def add_mark(self, value: float, label: str, place: tuple[str, float, float]) -> None:
-        """Draw a dashed level; `place` is the label's class, x, and y below the level."""
+        """Draw a dashed level; `place` is the label's class, its x, and its y below the level."""
         add_line(self.svg, "mark", (LEFT, self.y(value)), (RIGHT, self.y(value)))
         classes, x, below = place
         add_text(self.svg, f"{classes} mark-label", x, self.y(value) + below, label)
@@ -112,9 +112,9 @@ def line_chart(
 ) -> str:
     """Draw `values` over ascending `steps`, at least one, as the text of an SVG.
 
-    `span` are the lowest and the highest value shown, the second greater; what lies outside is
-    drawn on the edge. Many points are thinned out to the least and the greatest of each group, and
-    a running mean lies over them. `mark` is a level to compare with, and its name.
+    `span` is the lowest and the highest value shown, the second greater; values outside are drawn
+    at the edge. Many points are reduced to the minimum and maximum of each group, with a running
+    mean over them. `mark` is the name and the value of a level to compare with.
     """
     first, last = int(steps[0]), max(int(steps[0]) + 1, int(steps[-1]))
     chart = _Chart(f"{title} over the steps", (first, last), span)
@@ -130,7 +130,7 @@ def line_chart(
         extremes = (
             (centre, chart.y(value))
             for centre, of_group in zip(centres, values_of, strict=True)
-            # One after the other: the line then covers all that lies between.
+            # In sequence, so that the line covers the range between them.
             for value in dict.fromkeys((of_group.min(), of_group.max()))
         )
         _add_polyline(chart.svg, "raw", extremes)
@@ -154,8 +154,8 @@ def perplexity_plot(
 ) -> str:
     """Draw mean, standard deviation and every subset, for each number of `stages` that run.
 
-    Those of a model whose branches are `scaled` stand beside them. A dashed line marks the full
-    model. The axis is logarithmic, for a model that has never been run in part can be worse by
+    The values of a model with `scaled` branches stand beside them. A dashed line marks the full
+    model. The axis is logarithmic, because a model that was never trained in part can be worse by
     orders of magnitude.
     """
     models = {"plain": perplexities} | ({} if scaled is None else {"scaled": scaled})
@@ -180,7 +180,7 @@ def perplexity_plot(
 def _add_model(
     chart: _Chart, group: Element, perplexities: PerplexityOfSubsets, stages: int, aside: float
 ) -> None:
-    """Draw one model, so many pixels aside: its subsets, and a line through their means."""
+    """Draw one model, offset by `aside` pixels: its subsets, and a line through their means."""
 
     def y(perplexity: float) -> float:
         return chart.y(math.log(perplexity) if perplexity > 0 else -math.inf)
@@ -203,7 +203,7 @@ def _add_model(
 
 
 def _running_mean(values: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
-    """Return the mean of the values around each, of fewer at the ends."""
+    """Return the mean of the values around each one, over fewer values at the ends."""
     weights = np.ones(window)
     return np.convolve(values, weights, "same") / np.convolve(np.ones(len(values)), weights, "same")
 
@@ -218,7 +218,7 @@ def _labeled(ticks: Sequence[float]) -> dict[float, str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """List round perplexities from `low` to `high`: evenly spaced, or 1, 2, 5, 10 and so on."""
+    """Return round perplexities from `low` to `high`: evenly spaced, or 1, 2, 5, 10 and so on."""
     if high < 10 * low:
         return round_ticks(high, low, TICKS_UP)
     digits = (1, 2, 5) if high < 1e3 * low else (1,)

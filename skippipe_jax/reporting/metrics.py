@@ -1,4 +1,4 @@
-"""The metrics of a run as the arrays that its page shows."""
+"""Metrics of a run, as the arrays that its page shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.storage.run_dir import RunDir
 
-# Of the links and of the idle shares, a page shows the median over so many last iterations.
+# Number of last iterations over which a page shows medians of links and idle shares.
 RECENT = 100
 
 FIGURES = np.dtype(
@@ -29,50 +29,50 @@ FIGURES = np.dtype(
         ("generation", int),
     ]
 )
-"""Of an iteration. A loss is NaN where it was no finite number or, if held out, not computed; the
-generation is 0 where hosts have none."""
+"""Fields of an iteration. A loss is NaN if it was not finite or, for a held-out loss, not computed;
+the generation is 0 if hosts have none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """The `FIGURES` of every iteration, one record each, and the last lines of metrics whole."""
+    """`FIGURES` of every iteration, one record each, and the complete last lines of the metrics."""
 
     figures: np.ndarray
     recent: Sequence[StepMetrics]
 
     def of(self, chosen: Sequence[bool]) -> Metrics:
-        """Select the metrics of the chosen iterations."""
+        """Return the metrics of the chosen iterations."""
         lines = zip(self.recent, chosen[len(chosen) - len(self.recent) :], strict=True)
         recent = tuple(line for line, is_chosen in lines if is_chosen)
         return Metrics(self.figures[np.array(chosen, bool)], recent)
 
     @property
     def settled(self) -> np.ndarray:
-        """The iterations that tell how fast the run is: those without compilation, if any."""
+        """Iterations that represent the speed of the run: those without compilation, if any."""
         return _settled(self.figures)
 
     def seconds_of(self, generation: int) -> float | None:
-        """Return the median seconds of the settled iterations of a generation, if it has any."""
+        """Return the median seconds of a generation's settled iterations, if it has any."""
         own = self.figures[self.figures["generation"] == generation]
         return float(np.median(_settled(own)["seconds"])) if own.size else None
 
     @property
     def predicted_seconds(self) -> float | None:
-        """Return what the plan says of an iteration, in the median, if it takes any time."""
+        """Median of the plan's seconds per iteration, or None."""
         noted = [line.predicted_seconds for line in self.recent]
         seconds = [found for found in noted if found]
         return float(np.median(seconds)) if seconds else None
 
     def idle_share(self, nodes: int) -> tuple[int, Float[np.ndarray, " nodes"]] | None:
-        """Return how many recent iterations noted it, on so many nodes, and the median of each."""
-        # The run may have gone on under another plan, with other nodes.
+        """Return the number of recent iterations with idle shares, and each node's median."""
+        # Skip iterations under another plan, with another number of nodes.
         noted = [line.idle_share for line in self.recent]
         shares = [found for found in noted if found is not None and len(found) == nodes]
         return (len(shares), np.median(shares, axis=0)) if shares else None
 
 
 def load_metrics(folder: Path) -> Metrics:
-    """Read the metrics of a run; lines that cannot be read are left out with a warning.
+    """Read the metrics of a run; unreadable lines are skipped with a warning.
 
     Raises:
         InputError: if the file cannot be read.

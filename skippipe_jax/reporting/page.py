@@ -1,4 +1,4 @@
-"""One page that shows a run; `page.html` says how it looks, this module what stands in it."""
+"""Page about a run: this module computes its content, `page.html` is its template."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from skippipe_jax.storage.recording import (
 from skippipe_jax.storage.run_dir import RunDir
 
 REPORT = "report.html"
-"""The page in the folder of its run."""
+"""File name of the page, in the run directory."""
 BUSIEST_LINKS = 12
-# The recordings shown hold so many operations at most, but the newest is always shown.
+# Maximum number of operations in the recordings shown; the newest is always shown.
 MOST_OPERATIONS = 2_000
 
 
 def report(folder: Path) -> str:
-    """Make the page of a run, as HTML that is well-formed XML too.
+    """Return the page about a run, as HTML that is well-formed XML too.
 
-    Where iterations take several plans, all but the curves is about the plan of the newest one.
+    In a run with several plans, everything except the curves is about the plan of the newest step.
 
     Raises:
-        InputError: if the folder holds no run, or something in it is damaged.
+        InputError: if the folder does not hold a run, or a file in it is damaged.
     """
     run = RunDir(folder)
     config, schedule, whole = run.config("RUN"), run.schedule(), load_metrics(folder)
@@ -106,14 +106,13 @@ def report(folder: Path) -> str:
 
 
 def conversations(run: RunDir, config: Config) -> str:
-    """Say how many conversations a run trains on, what of them is learnt, and who writes them.
+    """Return the number of conversations in training, their trained tokens, and the template.
 
-    It is "" for a run without conversations. What cannot be told is left out: the counts where the
-    text is not here.
+    The text is "" for a run without conversations. Counts are left out if the text is not here.
     """
     if not {"chat", "tokens"} & {source.kind for source in config.data.sources()}:
         return ""
-    # They load JAX, and a page of other text does without.
+    # These imports load JAX, which a page about other text does not need.
     from skippipe_jax.data.batches import load_corpora, tokenizer_of
     from skippipe_jax.data.chat import learns_answers
     from skippipe_jax.data.tokenizer import load_tokenizer
@@ -124,7 +123,7 @@ def conversations(run: RunDir, config: Config) -> str:
     try:
         tokenizer = load_tokenizer(tokenizer_of(data))
         corpora = load_corpora(data)
-    except InputError:  # They are on another machine, or gone.
+    except InputError:  # On another machine, or deleted.
         return "the text is not here"
     count = tokens = learnt = 0
     for own in (corpus.training for corpus in corpora):
@@ -136,7 +135,7 @@ def conversations(run: RunDir, config: Config) -> str:
         "are the assistant's, which alone are learnt"
     )
     if all(source.kind == "tokens" for source in data.sources()):
-        return told  # The template was chosen when they were tokenized.
+        return told  # `skippipe tokenize` applied the template.
     by_tokenizer = "none" if tokenizer.chat_template is None else "the tokenizer's own"
     return f"{told}; chat template: {config.data.chat_template or by_tokenizer}"
 
@@ -164,9 +163,9 @@ def _template() -> Any:
 def load_timelines(
     folder: Path, plan: Plan, steps: Sequence[int]
 ) -> tuple[dict[int, Timeline], list[str]]:
-    """Read iterations recorded at `steps` by this plan: the newest, and others spread evenly.
+    """Read iterations of this plan recorded at `steps`: the newest, and others spread evenly.
 
-    With them come notes on what is not shown.
+    Also returns notes on recordings that are not shown.
     """
     shown = MOST_OPERATIONS // sum(map(len, plan.order))
     chosen = steps
@@ -184,12 +183,12 @@ def load_timelines(
 
 
 def curves(metrics: Metrics) -> dict[str, str]:
-    """Draw the loss, the held-out loss where there is any, and seconds per iteration, as SVGs.
+    """Draw the loss, the held-out loss if there is one, and seconds per iteration, as SVGs.
 
-    There must be one iteration at least.
+    There must be at least one iteration.
     """
     figures, predicted = metrics.figures, metrics.predicted_seconds
-    # The first iterations compile, and would leave the others no room.
+    # Compiling iterations are much slower; do not scale the axis to them.
     top = float(np.quantile(metrics.settled["seconds"], 0.99)) * 1.25
     mark = None
     if predicted is not None:
@@ -217,9 +216,9 @@ def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarr
 
 
 def _busiest_links(plan: Plan, timeline: Timeline) -> tuple[Sequence[Flow[int]], int]:
-    """Return the busiest links between locations, and how many others there are.
+    """Return the busiest links between locations, and the number of other links.
 
-    Where all nodes are in one location, its own links are all that there are.
+    If all nodes are in one location, its inner links are used.
     """
     nodes, links = plan.case.nodes, link_traffic(plan, timeline)
     between = [flow for flow in links if nodes[flow.source].location != nodes[flow.target].location]
@@ -228,7 +227,7 @@ def _busiest_links(plan: Plan, timeline: Timeline) -> tuple[Sequence[Flow[int]],
 
 
 def _held_out(metrics: Metrics) -> tuple[int, float, float] | None:
-    """Return the step of the lowest held-out loss, this loss, and the last one; None if none is."""
+    """Return the step and value of the lowest held-out loss, and the last one, or None."""
     figures = metrics.figures
     known = figures[np.isfinite(figures["held_out"])]
     if not known.size:
@@ -244,7 +243,7 @@ def _titled(measured: Mapping[int, Timeline], *steps: int | None) -> dict[str, T
 def _idle_shares(
     newest: Timeline | None, metrics: Metrics, nodes: int
 ) -> tuple[str, Float[np.ndarray, " nodes"]] | None:
-    """Return where idle times were measured, and the share of an iteration that each node idles."""
+    """Return the source of the idle times, and the share of an iteration that each node idles."""
     noted = metrics.idle_share(nodes)
     if noted is not None:
         return f"median of the last {noted[0]} iterations", noted[1]
@@ -256,7 +255,7 @@ def _idle_of(timeline: Timeline) -> Float[np.ndarray, " nodes"]:
 
 
 def _count_text(count: int) -> str:
-    """Write a count in millions or billions, with three digits."""
+    """Return a count in millions or billions, with three digits."""
     for size, word in ((10**9, " billion"), (10**6, " million")):
         if count >= size:
             return f"{count / size:.3g}{word}"

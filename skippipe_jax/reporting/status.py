@@ -1,4 +1,4 @@
-"""The status of a run as text, for a terminal."""
+"""Status of a run as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.connections.status import Progress, RunStatus
 
 MOST_SHOWN = 8
-"""So many links are shown."""
+"""Maximum number of links shown."""
 
 
 def status_text(status: RunStatus) -> str:
-    """Write the status on one screen: how far the run is, its hosts, stages and slowest links."""
+    """Return the status on one screen: progress, hosts, stages and slowest links."""
     leading = [] if status.generation is None else [f"generation {status.generation}"]
     if status.leader is not None:
         leading.append(f"host {status.leader} leads")
@@ -51,7 +51,7 @@ def _progress(progress: Progress | None) -> str:
 
 
 def _missing(status: RunStatus) -> str:
-    """Say which hosts and stages are not there."""
+    """Return a line with the hosts and stages that are missing."""
     told = []
     stages = [stage for stage, hosts in enumerate(status.stages) if not hosts]
     if stages:

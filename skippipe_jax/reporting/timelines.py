@@ -1,4 +1,4 @@
-"""Pictures of recorded iterations: what happened below what was predicted."""
+"""Charts of recorded iterations, each with the prediction of its plan above it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from skippipe_jax.storage.run_dir import RunDir
 
 
 def draw_recorded(run_dir: Path) -> list[Path]:
-    """Draw every recorded iteration below the prediction of its plan; returns what was written.
+    """Draw every recorded iteration below the prediction of its plan; return the files written.
 
-    For each step `timelines/<step>.svg`, and `timelines/<step>.trace.json` for Perfetto. A step
-    that is recorded in part is left out, and stderr says so.
+    For each step these are `timelines/<step>.svg`, and `timelines/<step>.trace.json` for Perfetto.
+    An incompletely recorded step is skipped, with a line on stderr.
 
     Raises:
         InputError: if the plan or a recording is damaged.
@@ -52,5 +52,5 @@ def draw_recorded(run_dir: Path) -> list[Path]:
 
 
 def measured_title(step: int) -> str:
-    """Name a recorded iteration in pictures."""
+    """Return the title of a recorded iteration in charts."""
     return f"measured, step {step}"
