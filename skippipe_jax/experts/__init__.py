@@ -1,4 +1,4 @@
 """Experts: runs that branch from seed models, each on its own domain, and their mixture.
 
-Others start `skippipe experts`.
+Other packages start `skippipe experts`.
 """

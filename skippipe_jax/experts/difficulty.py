@@ -1,4 +1,4 @@
-"""How hard domains are, by a short probe of a seed on each, and what that proposes."""
+"""Difficulty of domains by a short probe of a seed on each, and lanes and steps to match."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from skippipe_jax.experts.tasks import Place, Scored
 
 
 def measured(place: Place) -> dict[str, float]:
-    """The loss [nats per token] of each domain's probe on it, once the probes have been scored.
+    """Return the loss [nats per token] of each domain's probe on it, after the probes are scored.
 
-    It is taken on the text for priors, so nothing is chosen by what perplexities are reported of.
+    The loss is on the text for priors, so that no choice depends on the text of the reported
+    perplexities.
     """
     probes = Members(place.config).probes()
     return {
@@ -28,10 +29,11 @@ def measured(place: Place) -> dict[str, float]:
 
 
 def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> dict[str, Any]:
-    """Lanes by difficulty, and steps of their experts: their mean is `steps`, so is the compute.
+    """Return lanes by difficulty, with steps for their experts that keep the compute the same.
 
-    The steps of a lane are in proportion to the mean difficulty of its domains; the sizes are those
-    that there are, from the first for the easiest, where there is one for each lane.
+    The steps of a lane are proportional to the mean difficulty of its domains, and their mean is
+    `steps`. If there is a size for each lane, the sizes are assigned in order, the first to the
+    easiest lane.
     """
     lanes = Members(config, difficulty).lanes(ArmConfig(lanes=MEASURED))
     hard = {lane: float(np.mean([difficulty[own] for own in of])) for lane, of in lanes.items()}
@@ -46,7 +48,7 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
 
 
 def told(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> str:
-    """Return what the probe has found, for a reader, and the proposal as YAML to paste."""
+    """Return the results of the probe as a table, and the proposal as YAML to paste."""
     rows = [["domain", "nats per token"]]
     rows += [
         [name, f"{own:.4f}"] for name, own in sorted(difficulty.items(), key=lambda one: one[1])

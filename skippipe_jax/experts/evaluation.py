@@ -1,4 +1,4 @@
-"""The perplexities of an ensemble's arms by domain, each way of mixing beside the others."""
+"""Perplexities of an ensemble's arms by domain, for each way of mixing."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ WAYS: dict[str, Mapping[str, str]] = {
     "cached prior alone": {"prior": "cached", "how": "prior"},
     "simple average": {"prior": "uniform", "how": "prior"},
 }
-"""How experts are mixed; the first is what arms are compared by."""
+"""Ways of mixing experts; arms are compared by the first."""
 OWN = "the domain's own expert"
-"""Of the domains that have one: what an oracle that knows the domain would ask."""
+"""Result of a domain's own expert, as an oracle that knows the domain would select."""
 DIGITS = 4
 
 
 def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
-    """The models whose scores are mixed to those of an arm: its experts, or the one that it is."""
+    """Return the models whose scores an arm mixes: its experts, or its only model."""
     if arm.averages:
         return {"averaged": averaged_model(place, arm)}
     return {name: Scored(place, (own,), own.name) for name, own in arm.members.items()}
@@ -50,7 +50,7 @@ def averaged_model(place: Place, arm: Arm) -> Scored:
 
 
 def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:
-    """Loss of a domain [nats per token] by each way of mixing; of a single model, its own."""
+    """Return the loss of a domain [nats per token] by each way of mixing, or of a single model."""
     found = {part: _together(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
     log_p, counted, resets = found[FOR_SCORES]
 
@@ -78,7 +78,7 @@ def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[s
 
 
 def _together(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.ndarray, ...]:
-    """Log-probabilities [expert sequence position], which count, and where documents begin."""
+    """Return log-probabilities [expert sequence position], counted targets, document starts."""
     scores = {name: model.scores(domain, part) for name, model in models.items()}
     require_same_text(scores)
     first = next(iter(scores.values()))
@@ -87,7 +87,7 @@ def _together(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.
 
 
 def training_flops(place: Place, members: Iterable[Member]) -> float:
-    """Operations of training these runs, each once, without what they begin with."""
+    """Return the operations of training these runs, each once, without their parents."""
     each_once = {own.digest: own for own in members}.values()
     return float(sum(_own_flops(place, run) for run in each_once))
 
@@ -109,10 +109,10 @@ def _own_flops(place: Place, member: Member) -> float:
 
 
 def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
-    """Return what results.json holds of the arms: perplexities by domain, means, steps and compute.
+    """Return the content of results.json: perplexities by domain, means, steps and compute.
 
     Raises:
-        InputError: if models have scored different texts, as when one has changed since.
+        InputError: if models have scored different texts, such as after a change of the text.
     """
     for domain in place.config.names:
         first = {arm.name: next(iter(scored_models(place, arm).values())) for arm in arms}
@@ -148,7 +148,7 @@ def _begins_with(member: Member) -> str | None:
 
 
 def _means(config: ExpertsConfig, losses: Mapping[str, float]) -> dict[str, Any]:
-    """Perplexities of these domains, and their means: all, inside and outside, where known."""
+    """Return perplexities of the domains, and their means: all, inside, outside (or None)."""
     perplexities = {name: math.exp(loss) for name, loss in losses.items()}
 
     def mean(names: Sequence[str]) -> float | None:
@@ -165,7 +165,7 @@ def _means(config: ExpertsConfig, losses: Mapping[str, float]) -> dict[str, Any]
 
 
 def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
-    """Perplexities for a reader: a line for each domain, a column for each arm, then means."""
+    """Return perplexities as text: a line for each domain, a column for each arm, then means."""
     names = list(arms)
     rows = [["perplexity", *names]]
     for domain in (*config.inside, *config.outside):
@@ -194,7 +194,7 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
 def _row(
     arms: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float | None]
 ) -> list[str]:
-    """Return the figures of all arms, the least one marked."""
+    """Return the figures of all arms, with the lowest marked."""
     figures = [read(own) for own in arms.values()]
     known = [figure for figure in figures if figure is not None]
     return [_figure(own) + ("*" if known and own == min(known) else " ") for own in figures]

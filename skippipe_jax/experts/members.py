@@ -1,4 +1,4 @@
-"""Which runs an ensemble's arms consist of: their configurations, and which begins with which."""
+"""Runs of an ensemble's arms: their configurations, and the run that each starts from."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from skippipe_jax.experts.config import (
 PROBE, EXPERT = "probe", "expert"
 
 Lanes = Mapping[str, Sequence[str]]
-"""Domains by lane, in the order in which their experts follow one another."""
+"""Domains by lane, in the order in which each expert starts from the previous one."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A run of an ensemble, or a seed of it.
+    """Run of an ensemble, or one of its seeds.
 
     Attributes:
-        kind: what it is, for its name: seed, expert, probe, dense or scratch.
-        domains: what it is trained on.
-        size: the name of its size.
-        tree: its configuration as a file holds it, but for its folder and what it begins with.
-        parent: the run that it begins with; text, where it is none of the ensemble; None where it
-            begins anew.
-        hosts: the processes that train it.
+        kind: part of its name: seed, expert, probe, dense or scratch.
+        domains: domains it is trained on.
+        size: name of its size.
+        tree: its configuration as in a file, without its folder and its initial weights.
+        parent: the run that it starts from; text for weights from outside of the ensemble; None for
+            training from scratch.
+        hosts: number of processes that train it.
     """
 
     kind: str
@@ -53,34 +53,34 @@ class Member:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that it and those before it are told, by the names of files."""
+        """Digest of the settings of this run and its ancestors, for file names."""
         parent = self.parent.digest if isinstance(self.parent, Member) else self.parent
         return digest_of([self.tree, parent])
 
     @property
     def steps(self) -> int:
-        """How long it trains."""
+        """Number of training steps."""
         return self.tree["train"]["steps"]
 
     @property
     def name(self) -> str:
-        """How its files are called."""
+        """Name of its files."""
         of = self.domains[0] if len(self.domains) == 1 else "all"
         return f"{self.kind}-{of}-{self.size}-{self.steps}-{self.digest[:8]}"
 
     def lineage(self) -> list[Member]:
-        """Return the runs of the ensemble that come before it, the first one first, and itself."""
+        """Return its ancestors in the ensemble, the first one first, and itself."""
         before = self.parent.lineage() if isinstance(self.parent, Member) else []
         return [*before, self]
 
     def config(self) -> Config:
-        """What it is told, but for its folder, and for its parent if that is of the ensemble.
+        """Return its configuration, without its folder, and without a parent in the ensemble.
 
-        Instead of such a parent it begins with what the first one of its lineage begins with, so
-        it has the shapes and the tokenizer that come along from there.
+        Instead of such a parent it names the initial weights of the first run in its lineage, so it
+        has the shapes and the tokenizer of those weights.
 
         Raises:
-            InputError: if a run could not be told so.
+            InputError: if the configuration is not valid.
         """
         with naming(self.domains):
             return parse_config({**self.tree, "init_from": self.lineage()[0].parent})
@@ -88,13 +88,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Arm:
-    """What an arm's perplexities come from.
+    """Models of an arm.
 
     Attributes:
-        name: as in the configuration.
-        members: its experts by domain, or the one model that it is under the name of its kind.
-        lanes: where it is made of experts.
-        averages: whether parameters of the members are averaged into one model.
+        name: name in the configuration.
+        members: experts by domain, or the arm's only model by its kind.
+        lanes: lanes of its experts; empty for other kinds.
+        averages: whether the parameters of the members are averaged into one model.
     """
 
     name: str
@@ -104,22 +104,22 @@ class Arm:
 
 
 class Members:
-    """Makes the runs of an ensemble from its configuration."""
+    """Factory of the runs of an ensemble, from its configuration."""
 
     def __init__(self, config: ExpertsConfig, difficulty: Mapping[str, float] | None = None):
-        """`difficulty` is the loss that the probe has measured on each domain, once it has."""
+        """Keep the configuration, and the probes' loss on each domain once measured."""
         self.config = config
         self.difficulty = difficulty
 
     def seed(self, size: str) -> Member | str:
-        """Return the model of a size from which experts branch; text, where it is given."""
+        """Return the seed of a size; text for existing weights."""
         given = self.config.seeds.init_from.get(size)
         if given is not None:
             return given
         return self._member(SEED, self.config.inside, size, self.config.seeds.steps, None)
 
     def probes(self) -> dict[str, Member]:
-        """A short run on each domain, from the seed of the probed size."""
+        """Return a short run on each domain, from the seed of the probed size."""
         size = self.config.probed_size
         steps, parent = self.config.probe.steps, self.seed(size)
         return {
@@ -131,14 +131,14 @@ class Members:
         """Return all arms.
 
         Raises:
-            InputError: if experts would begin with each other, or with one of another size.
+            InputError: if experts would start from each other, or from one of another size.
         """
         return [self._arm(name, arm) for name, arm in self.config.arms.items()]
 
     def lanes(self, arm: ArmConfig) -> Lanes:
-        """Return the lanes of an arm: those that are given, by measured difficulty, or by chance.
+        """Return the lanes of an arm: configured, by measured difficulty, or random.
 
-        None is empty: of fewer domains than `LANES` there are fewer lanes.
+        No lane is empty: with fewer domains than `LANES` there are fewer lanes.
         """
         lanes = self.config.lanes_of(arm)
         if not isinstance(lanes, str):
@@ -232,7 +232,7 @@ class Members:
 
 @contextmanager
 def naming(domains: Sequence[str]) -> Iterator[None]:
-    """Let errors about the sources of a mixture name the domains that these are."""
+    """Name domains in errors about the sources of a mixture."""
     try:
         yield
     except InputError as error:
@@ -244,14 +244,14 @@ def naming(domains: Sequence[str]) -> Iterator[None]:
 
 
 def mixture_entry(config: ExpertsConfig, name: str) -> dict[str, Any]:
-    """A domain as a source of a mixture, as a file holds it."""
+    """Return a domain as a source of a mixture, as in a file."""
     own = config.domains[config.names.index(name)]
     keys = ("name", "source", "path", "text_field", "weight")
     return {key: value for key in keys if (value := getattr(own, key)) is not None}
 
 
 def merged(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration in which some keys of sections are others."""
+    """Return a configuration with the keys of some sections replaced."""
     result = dict(tree)
     for section, value in own.items():
         before = result.get(section)

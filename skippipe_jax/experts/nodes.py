@@ -1,4 +1,4 @@
-"""The machines of an arm: its lanes train side by side, each on nodes of its own."""
+"""Division of nodes among the lanes of an arm, which train in parallel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from skippipe_jax.models.planned_case import candidates_of
 from skippipe_jax.storage.files import atomic_write
 
 DIVISION = "division"
-"""The folder of divisions, of their plans and pictures."""
+"""Folder of divisions, their plans and charts."""
 
 
 def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
-    """Return what the lanes of an arm train: steps, and sizes against that of the case.
+    """Return the trainings of each lane of an arm: steps, and costs relative to the case.
 
-    The case is of the size that probes have: another takes as many times as long as it has more
-    operations, and averages as many times as many bytes as it has more parameters.
+    The case is for the size of the probes. For another size, times are multiplied by the ratio of
+    operations, and bytes of averaging by the ratio of parameters.
     """
     of_case = _cost(next(iter(Members(config).probes().values())))
 
@@ -49,7 +49,7 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
 
 
 def _cost(member: Member) -> tuple[float, float]:
-    """Operations of a token, and parameters, of the whole model of a run."""
+    """Return the operations per token, and the parameters, of the whole model of a run."""
     config = member.config()
     model = replace(config.model, stage_layers=None)
     [shapes] = stage_shapes(model, 1)
@@ -61,8 +61,8 @@ def _cost(member: Member) -> tuple[float, float]:
 def compared(place: Place, arm: Arm) -> dict[str, Division]:
     """Return the nodes of the case divided among the lanes of an arm, and in equal numbers.
 
-    Equal numbers come first, and the same search goes on from there, so it ends with none that is
-    worse. The division is kept, for the experts to train by, unless one is kept already.
+    The search for the division starts from equal numbers, so its result is not worse. The division
+    is saved for the training of the experts, unless one is saved already.
 
     Raises:
         InputError: if there is no case, it cannot be read, or it has too few nodes.
@@ -84,16 +84,16 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
 
 
 def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
-    """Refuse nodes whose case cannot be read.
+    """Reject a case of nodes that cannot be read.
 
     Raises:
-        InputError: for what is wrong with it.
+        InputError: naming the problem.
     """
     Whole(_source(config, nodes))
 
 
 def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
-    """The case with its link table in it; what it leaves open follows from the model it is of."""
+    """Return the case with its link table; missing values follow from the probes' model."""
     told = next(iter(Members(config).probes().values())).config()
     case, folder = nodes.case, Path()
     if isinstance(case, str):
@@ -102,7 +102,7 @@ def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:
-    """The arm whose experts train by the plans of a division, which is made once and kept."""
+    """Return the arm with experts that train by the plans of its division, made once and saved."""
     plans = _kept_plans(place, arm)
     name_of = {id(own): domain for domain, own in arm.members.items()}
     found: dict[str, Member] = {}
@@ -123,7 +123,7 @@ def on_nodes(place: Place, arm: Arm) -> Arm:
 
 
 def kept_division(place: Place, arm: Arm) -> Path:
-    """Return the file of an arm's division, whether it has been made or not."""
+    """Return the path of an arm's division, whether it exists or not."""
     nodes = place.config.nodes
     assert nodes is not None
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
@@ -132,7 +132,7 @@ def kept_division(place: Place, arm: Arm) -> Path:
 
 
 def _keep(place: Place, arm: Arm, division: Division) -> None:
-    """Write a division and its plans, if none is kept of the arm."""
+    """Write a division and its plans, if none is saved for the arm."""
     kept = kept_division(place, arm)
     if kept.exists():
         return
@@ -148,7 +148,7 @@ def _keep(place: Place, arm: Arm, division: Division) -> None:
 
 
 def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
-    """The files of the plans of an arm's experts, by domain; made where they are not there."""
+    """Return the plan files of an arm's experts, by domain; make them if they are missing."""
     kept = kept_division(place, arm)
     if not kept.exists():
         print(f"dividing nodes among the lanes of {arm.name}", flush=True)

@@ -35,10 +35,10 @@ STYLE = """
 def picture(
     inside: Sequence[str], outside: Sequence[str], arms: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """A line for each domain and each mean, on which every arm has a dot.
+    """Return a chart with a line for each domain and each mean, and a dot for every arm on it.
 
-    A dot stands where the arm's perplexity lies as a share of the first arm's, which is written
-    beside the domain; dots to the left of the dashed line are better than the first arm.
+    The position of a dot is the arm's perplexity relative to the first arm's, which is written
+    beside the domain. Dots to the left of the dashed line are better than the first arm.
     """
     first_name, first = next(iter(arms.items()))
     rows = [(name, lambda own, d=name: own["domains"][d]) for name in inside]
@@ -78,7 +78,7 @@ def picture(
     for index, (label, read) in enumerate(rows):
         for number, (name, own) in enumerate(arms.items()):
             perplexity = read(own)
-            # Dots of different arms that would cover each other lie a little apart.
+            # Shift the dots of different arms, so that they do not overlap.
             height = top + ROW * (index + 0.5) + (number - (len(arms) - 1) / 2) * 2
             dot = add_circle(svg, "", x(perplexity / read(first)), height, DOT)
             dot.set("fill", _colour(number))
@@ -88,5 +88,5 @@ def picture(
 
 
 def _colour(number: int) -> str:
-    """A colour by which an arm is known; neighbours differ in lightness too."""
+    """Return the color of an arm; neighbors differ in lightness too."""
     return oklch(0.62 + 0.1 * (number % 3 - 1), 0.13, 250 + GOLDEN_ANGLE * number)

@@ -1,6 +1,6 @@
-"""Scores of one model on all domains of an ensemble, computed in a process of its own.
+"""Scores of one model on all domains of an ensemble, computed in a separate process.
 
-`skippipe experts` starts it, with the file that says what is asked.
+`skippipe experts` starts it with a file that specifies the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skippipe_jax.storage.files import atomic_write
 
 
 def score_asked(path: Path) -> int:
-    """Score all domains that a file asks for, and write them beside it; return the exit code."""
+    """Score the domains in a specification, and write scores beside it; return the exit code."""
     folder, asked = path.parent, asked_of(path)
     read = [read_run(Path(run)) for run in asked["runs"]]
     models, configs = [model for model, _, _ in read], [config for _, config, _ in read]

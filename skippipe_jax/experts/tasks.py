@@ -1,4 +1,4 @@
-"""The work that an ensemble needs: each run is trained and scores all domains, in processes."""
+"""Tasks of an ensemble: processes that train each run and score all domains."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from skippipe_jax.storage.run_dir import RunDir
 
 SPECIFICATION, DONE = "asked.json", "done.json"
 STARTING = 30.0
-"""The work that it takes to start a process, in iterations."""
+"""Cost of starting a process, in iterations."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an ensemble works, and what all of its models are asked."""
+    """Folder and configuration of an ensemble, and the text that its models score."""
 
     config: ExpertsConfig
     folder: Path
 
     @property
     def configs(self) -> Path:
-        """The folder of what runs are told."""
+        """Folder of the configurations of runs."""
         return self.folder / "configs"
 
     def run_dir(self, member: Member) -> Path:
@@ -44,13 +44,13 @@ class Place:
         return self.folder / "runs" / member.name
 
     def origin(self, member: Member) -> str | None:
-        """Return what `init_from` says of a run."""
+        """Return the `init_from` of a run."""
         if isinstance(member.parent, Member):
             return f"run:{self.run_dir(member.parent)}"
         return member.parent
 
     def asked(self, probed: str | None = None) -> dict[str, Any]:
-        """What a model scores, as a file holds it: all domains, or of one the text for priors."""
+        """Return the specification of scores: all domains, or the text for priors of `probed`."""
         evaluation = self.config.evaluation
         sequences = {FOR_PRIORS: evaluation.prior_sequences, FOR_SCORES: evaluation.sequences}
         return {
@@ -67,11 +67,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Scored:
-    """A model that scores all domains: a run, or the mean of several, for which it is a task.
+    """Model that scores all domains: a run, or the mean of several, which is a task of its own.
 
     Attributes:
         members: the runs.
-        name: how its files are called.
+        name: name of its files.
     """
 
     place: Place
@@ -80,32 +80,32 @@ class Scored:
 
     @property
     def folder(self) -> Path:
-        """Where its scores are."""
+        """Folder of its scores."""
         return self.place.folder / "scores" / self.name
 
     @cached_property
     def asked(self) -> dict[str, Any]:
-        """What it scores; a probe its own domain alone."""
+        """Specification of its scores; for a probe, its own domain only."""
         first = self.members[0]
         return self.place.asked(first.domains[0] if first.kind == PROBE else None)
 
     @cached_property
     def digest(self) -> str:
-        """Of all that its scores come from."""
+        """Digest of everything that its scores depend on."""
         return digest_of([[own.digest for own in self.members], self.asked])
 
     @property
     def needs(self) -> Collection[str]:
-        """The runs."""
+        """Names of the runs."""
         return tuple(own.name for own in self.members)
 
     @property
     def work(self) -> float:
-        """What starting costs."""
+        """Cost of starting."""
         return STARTING
 
     def environment(self) -> Mapping[str, str]:
-        """Its share of the cores."""
+        """Return the variables for its share of the cores."""
         return threads_each(self.place.config.at_once)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
@@ -113,22 +113,22 @@ class Scored:
         return [self.scoring]
 
     def found(self) -> str:
-        """Of how many runs it is the mean."""
+        """Return a line with the number of averaged runs."""
         return f"scored the mean of {len(self.members)} runs"
 
     def is_done(self) -> bool:
-        """Tell whether its scores of all domains are there."""
+        """Return whether its scores of all domains exist."""
         done = self.folder / DONE
         return done.exists() and fields.load_json(done, str(done))["digest"] == self.digest
 
     def scores(self, domain: str, part: str) -> Scores:
-        """Return what it says of a part of a domain."""
+        """Return its scores of a part of a domain."""
         return Scores.load(self.folder / f"{domain}-{part}.npz")
 
     def scoring(self) -> Command:
         """Return the command that writes its scores."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # While scores are replaced they are of two kinds, whatever is asked afterwards.
+        # Invalidate first: while scores are replaced, old and new ones are mixed.
         (self.folder / DONE).unlink(missing_ok=True)
         path = self.folder / SPECIFICATION
         runs = [str(self.place.run_dir(own)) for own in self.members]
@@ -139,7 +139,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Training:
-    """A run that is trained, and then scores all domains; see `campaign.running.Task`."""
+    """Task that trains a run, and then scores all domains; see `campaign.running.Task`."""
 
     place: Place
     member: Member
@@ -147,40 +147,40 @@ class Training:
 
     @property
     def name(self) -> str:
-        """As the run's."""
+        """Name of the run."""
         return self.member.name
 
     @property
     def needs(self) -> Collection[str]:
-        """The run that it begins with."""
+        """Name of the run that it starts from, if it is in the ensemble."""
         parent = self.member.parent
         return (parent.name,) if isinstance(parent, Member) else ()
 
     @property
     def work(self) -> float:
-        """Its iterations, and what starting costs."""
+        """Number of iterations, plus the cost of starting."""
         return self.member.steps + STARTING
 
     @property
     def model(self) -> Scored:
-        """Its scores."""
+        """The trained run as a model that scores."""
         return Scored(self.place, (self.member,), self.name)
 
     def is_done(self) -> bool:
-        """Tell whether it has been trained, and has scored what it is asked."""
+        """Return whether the run is trained and its scores exist."""
         return self.model.is_done() if self.scored else self._is_trained()
 
     def environment(self) -> Mapping[str, str]:
-        """Its share of the cores."""
+        """Return the variables for its share of the cores."""
         return threads_each(self.place.config.at_once * self.member.hosts)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
-        """Return the training, unless it has ended, and the scoring."""
+        """Return the training, unless it is complete, and the scoring."""
         training = [] if self._is_trained() else [self._training]
         return [*training, self.model.scoring] if self.scored else training
 
     def found(self) -> str:
-        """Its last loss."""
+        """Return a line with the last loss."""
         last = RunDir(self.place.run_dir(self.member)).metrics()[-1]
         loss = "none" if last.loss is None else f"{last.loss:.4f}"
         return f"loss {loss} after {last.step} iterations"
@@ -205,11 +205,11 @@ class Training:
 
 
 def asked_of(path: Path) -> dict[str, Any]:
-    """Return what a model is asked, as `Scored.scoring` wrote it."""
+    """Return the specification of scores, as `Scored.scoring` wrote it."""
     return fields.load_json(path, str(path))
 
 
 def data_of(data: DataConfig, asked: Mapping[str, Any]) -> DataConfig:
-    """Return the data of a run with all domains instead of its own, in batches to be scored."""
+    """Return the data of a run with all domains instead of its own, in batches for scoring."""
     domains = tuple(MixtureConfig(**domain) for domain in asked["domains"])
     return replace(data, mixture=domains, microbatch_size=asked["batch_size"])

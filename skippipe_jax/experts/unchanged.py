@@ -1,7 +1,7 @@
-"""What has been trained and scored already, held against the text and the cases that there are now.
+"""Comparison of existing runs and scores with the current text and cases.
 
-Runs and scores are known by what their configuration says, which names files. So they stay where
-they are when a file changes, and are of another text then.
+Runs and scores are identified by their configuration, which contains file names. When a file
+changes, they keep their place although they belong to another text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from skippipe_jax.storage.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Texts:
-    """Which text there is now.
+    """Identity of the current text.
 
     Attributes:
-        training: the fingerprint of what is trained on, by its domains.
-        held_out: the digest of what is scored, by domain and part.
+        training: fingerprint of the training text, by its domains.
+        held_out: digest of the scored text, by domain and part.
     """
 
     training: Mapping[tuple[str, ...], str]
@@ -36,9 +36,9 @@ class Texts:
 
 
 def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: Texts) -> None:
-    """Refuse to go on where tasks have left something of another text or another case.
+    """Reject existing runs and scores of another text or another case.
 
-    A run counts so, too, that began with such a one. Each task comes after those that it needs.
+    This includes runs that started from such a run. `tasks` must be ordered after their needs.
 
     Raises:
         InputError: naming the folders of all these runs and scores.
@@ -68,7 +68,7 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: T
 
 
 def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
-    """Tell whether the folder of a run holds one of another text, or of another case."""
+    """Return whether the folder of a run belongs to another text or another case."""
     run = place.run_dir(member)
     fingerprint = _fingerprint(run)
     if fingerprint not in (None, texts.training[member.domains]):
@@ -83,17 +83,17 @@ def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
 
 
 def _fingerprint(run: Path) -> str | None:
-    """That of the text that a run has read; None where no checkpoint tells it."""
+    """Return the fingerprint of the text that a run has read; None without a checkpoint."""
     for step in reversed(committed_steps(run)):
         try:
             return load_data_state(open_checkpoint(run, step))["fingerprint"]
         except CorruptCheckpoint:
-            continue  # As the run does that goes on.
+            continue  # A resumed run skips it too.
     return None
 
 
 def _were_of_others(model: Scored, texts: Texts) -> bool:
-    """Tell whether the scores of a model are of another text."""
+    """Return whether the scores of a model belong to another text."""
     return any(
         model.scores(domain, part).text != texts.held_out[domain, part]
         for domain, part, _ in model.asked["parts"]

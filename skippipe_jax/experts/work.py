@@ -1,4 +1,4 @@
-"""What ``skippipe experts`` does: text, seeds, probes, experts, scores, and the comparison."""
+"""Steps of ``skippipe experts``: text, seeds, probes, experts, scores, and the comparison."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PREPARED = "prepared.json"
 
 
 def train(place: Place) -> dict[str, Any]:
-    """Train and score all that is missing, and compare; returns what results.json holds.
+    """Train and score everything that is missing, and compare; return the content of results.json.
 
-    Ctrl-C, or a crash, loses at most what runs have done since their last checkpoint; the next call
-    goes on.
+    Ctrl-C, or a crash, loses at most the progress of runs since their last checkpoint; the next
+    call continues.
 
     Raises:
-        InputError: if the configuration, the text or a model cannot be used, before anything
-            trains; or if a run fails.
+        InputError: if the configuration, the text or a model cannot be used, before any training;
+            or if a run fails.
     """
     with RunLock(place.folder, "folder") as lock:
         lock.acquire()
@@ -54,7 +54,7 @@ def train(place: Place) -> dict[str, Any]:
         texts = require_usable(place)
         probes = probings(place) if place.config.is_probed else []
         if not all(task.is_done() for task in probes):
-            # Which other runs there are is not known before.
+            # The other runs depend on the results of the probes.
             require_unchanged(place, probes, texts)
         hard = probed(place) if place.config.is_probed else None
         arms = arms_of(place, hard)
@@ -68,13 +68,13 @@ def train(place: Place) -> dict[str, Any]:
 
 
 def side_by_side(place: Place, arm: Arm) -> Place:
-    """The same place, where all lanes of an arm train at once: each has nodes of its own."""
+    """Return the place with all lanes of an arm training in parallel, each on its own nodes."""
     config = replace(place.config, at_once=max(1, len(arm.lanes)))
     return replace(place, config=config)
 
 
 def probe(place: Place) -> dict[str, float]:
-    """Train the probed seed, and the probes from it; returns how hard each domain is."""
+    """Train the probed seed and its probes; return the difficulty of each domain."""
     with RunLock(place.folder, "folder") as lock:
         lock.acquire()
         prepare(place)
@@ -83,7 +83,7 @@ def probe(place: Place) -> dict[str, float]:
 
 
 def evaluate(place: Place) -> dict[str, Any]:
-    """Compare what has been trained and scored already.
+    """Compare existing runs and scores.
 
     Raises:
         InputError: if something is missing.
@@ -95,10 +95,10 @@ def evaluate(place: Place) -> dict[str, Any]:
 
 
 def prepare(place: Place) -> None:
-    """Have the text written, once.
+    """Run the module that writes the text, once.
 
     Raises:
-        InputError: if the program fails that writes it.
+        InputError: if it fails.
     """
     module, text = place.config.prepare, place.folder / "text"
     written = text / PREPARED
@@ -119,15 +119,13 @@ def prepare(place: Place) -> None:
 
 
 def require_usable(place: Place) -> Texts:
-    """Refuse what any of the runs, or the comparison, could not use; nothing has been trained.
-
-    Returns which text there is.
+    """Check all inputs of the runs and of the comparison before training; return the current text.
 
     Raises:
         InputError: naming what cannot be used.
     """
     config = place.config
-    # Which lanes there will be makes no difference to what is wrong with a run.
+    # Assume equal difficulties: these checks do not depend on the lanes.
     assumed = {name: 1.0 for name in config.inside}
     arms = Members(config, assumed).arms()
     members = [run for arm in arms for own in arm.members.values() for run in own.lineage()]
@@ -135,7 +133,7 @@ def require_usable(place: Place) -> Texts:
         members += Members(config).probes().values()
     each = {own.digest: own for own in members}.values()
     tokenizers: dict[str, str] = {}
-    # Those of a kind and a size differ in their text, and in how long they train.
+    # Check one member of each kind and size: the others differ only in text and steps.
     for member in {(own.kind, own.size): own for own in each}.values():
         told = member.config()
         name = tokenizer_of(told.data)
@@ -157,7 +155,7 @@ def require_usable(place: Place) -> Texts:
 
 
 def _require_text(place: Place, members: Iterable[Member]) -> Texts:
-    """Refuse a domain without text, in training or held out, for priors or for scores."""
+    """Return the current text; reject a domain without text in one of its parts."""
     asked = place.asked()
     data = data_of(next(iter(members)).config().data, asked)
     with naming(place.config.names):
@@ -173,7 +171,7 @@ def _require_text(place: Place, members: Iterable[Member]) -> Texts:
 
 
 def probed(place: Place) -> dict[str, float]:
-    """Return how hard each domain is, measured where it has not been."""
+    """Return the difficulty of each domain, measured if it has not been."""
     _run(place, probings(place))
     found = difficulty.measured(place)
     atomic_write(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
@@ -181,7 +179,7 @@ def probed(place: Place) -> dict[str, float]:
 
 
 def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
-    """Return all arms, whose experts train by the plans of a division where nodes are shared."""
+    """Return all arms; with shared nodes, experts train by the plans of a division."""
     arms = Members(place.config, hard).arms()
     if place.config.nodes is None:
         return arms
@@ -192,19 +190,19 @@ def divisible_arms(place: Place) -> list[Arm]:
     """Return the arms of experts, for whose lanes nodes can be divided.
 
     Raises:
-        InputError: if lanes are by measured difficulty, and it has not been measured.
+        InputError: if lanes need the measured difficulty, and it has not been measured.
     """
     arms = Members(place.config, _known_difficulty(place)).arms()
     return [arm for arm in arms if arm.lanes and not arm.averages]
 
 
 def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
-    """Return the training of all runs of the arms, and of those that they begin with."""
+    """Return the training of all runs of the arms, and of the runs that they start from."""
     return trainings_of(place, [own for arm in arms for own in arm.members.values()])
 
 
 def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
-    """Return the training of these runs, and of those that they begin with, each once."""
+    """Return the training of these runs, and of the runs that they start from, each once."""
     asked = list(members)
     needed = {run.name: run for own in asked for run in own.lineage()}
     names = {own.name for own in asked}
@@ -222,7 +220,7 @@ def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
 
 
 def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None) -> dict[str, Any]:
-    """Write the table's figures and the picture; returns the figures."""
+    """Write results.json and the chart; return the content of results.json."""
     found = {
         "seed": place.config.seed,
         "difficulty": hard,
@@ -236,12 +234,12 @@ def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None)
 
 
 def export(place: Place) -> list[Path]:
-    """Write every run of the arms as a Hugging Face model; a mean of parameters is no run.
+    """Write every run of the arms as a Hugging Face model; averaged models are not runs.
 
-    Models that are there already stay as they are.
+    Existing models are not overwritten.
 
     Raises:
-        InputError: if one has not been trained.
+        InputError: if a run has not been trained.
     """
     hard = _known_difficulty(place)
     members = [own for arm in _known_arms(place, hard) for own in arm.members.values()]
@@ -257,7 +255,7 @@ def export(place: Place) -> list[Path]:
 
 
 def _known_difficulty(place: Place) -> dict[str, float] | None:
-    """Return how hard domains are, where that is needed and the probes are done.
+    """Return the difficulty of the domains if it is needed, after the probes are done.
 
     Raises:
         InputError: if they are not.
@@ -269,7 +267,7 @@ def _known_difficulty(place: Place) -> dict[str, float] | None:
 
 
 def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
-    """Return all arms, where nodes have been divided if they are to be.
+    """Return all arms, after nodes have been divided if that is configured.
 
     Raises:
         InputError: if they have not.
