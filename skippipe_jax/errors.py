@@ -1,4 +1,4 @@
-"""Errors of a run, besides the input errors that the planner shares."""
+"""Errors of a run, except the input errors, which the planner shares."""
 
 from __future__ import annotations
 

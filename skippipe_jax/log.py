@@ -39,7 +39,7 @@ class Stream:
 
     @property
     def _has_thread(self) -> bool:
-        """Whether a printing thread runs; in a forked process it does not."""
+        """True if a printing thread runs; in a forked process it does not."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:

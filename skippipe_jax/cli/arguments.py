@@ -305,7 +305,7 @@ class ModelSpec:
 
     @property
     def names_several(self) -> bool:
-        """Whether several models are to be mixed."""
+        """True if several models are to be mixed."""
         return len(self.runs) + len(self.hf) > 1
 
     @property

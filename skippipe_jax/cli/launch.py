@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skippipe_jax.config import Config
 
 NEVER, RESUME, JOIN = "never", "resume", "join"
-"""How a failed host restarts: not at all, with its id, or through live hosts' addresses."""
+"""Restart of a failed host: none, with its id, or by joining at addresses of live hosts."""
 
 EPILOG = f"""\
 --restart=resume starts a host again that was ended by a signal or with code 75, with --resume once

@@ -106,7 +106,7 @@ class ClusterConfig(Section, name="cluster"):
         return self.transfer_port + later**2 + (other if later == host else later + 1 + host)
 
     def with_ports(self, hosts: int, spare: int) -> int:
-        """Return how many of `spare` extra hosts have ports, besides the hosts of the start."""
+        """Return how many of `spare` extra hosts have ports, in addition to the initial hosts."""
         if self.transfer_port is None:
             return spare
         most = math.isqrt(LAST_PORT + 1 - self.transfer_port)
@@ -182,8 +182,8 @@ class ReplanConfig(Section, name="replan"):
     better plan, which takes effect between two steps and may move stages to other nodes.
 
     Attributes:
-        budget_s: time limit of a search in seconds, besides compiling the search once on a machine.
-            0: never search.
+        budget_s: time limit of a search in seconds, without its compilation, which each
+            machine does once. 0: never search.
         gain: accept a plan only if it shortens the step by more than this fraction, and saves more
             time in the rest of the run than moving the states takes.
         drift: also search if the median time of a few steps differs from the plan's by more than

@@ -94,7 +94,7 @@ FOR_PRIORS, FOR_SCORES = "priors", "scores"
 HELD_OUT_PARTS = Choice(("all", FOR_PRIORS, FOR_SCORES))
 
 
-# A longer cycle would take memory, for proportions that hardly differ from simpler ones.
+# A longer cycle would take memory, for proportions very close to simpler ones.
 _LONGEST_CYCLE = 1_000_000
 
 
@@ -176,8 +176,8 @@ class MixtureConfig:
         path: as `data.path`.
         text_field: as `data.text_field`.
         weight: share of all sequences, relative to the other sources.
-        name: name of the domain in evaluation. null: the last part of the path without a pattern,
-            or else the kind, with a number if the name is taken.
+        name: name of the domain in evaluation. null: the last part of the path that is not a
+            pattern, or else the kind, with a number if the name is taken.
     """
 
     source: Annotated[str, SOURCES] = "text"

@@ -40,7 +40,7 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Whether the key always holds a section."""
+        """True if the key always holds a section."""
         return dataclasses.is_dataclass(self.hint)
 
     def kind(self, section: str = "section") -> str:

@@ -25,7 +25,7 @@ CUDNN_MOST_WIDTH, CUDNN_WIDTH_STEP = 128, 8
 
 
 def holds_all_scores(attention: str, length: int) -> bool:
-    """Return whether all scores of a sequence of `length` tokens are held at once."""
+    """Return whether, on every platform, all scores of `length` tokens are held at once."""
     return attention == XLA or (attention == AUTO and length <= SHORT)
 
 

@@ -36,7 +36,7 @@ OF_OUTER_OPTIMIZER = ("rate", "momentum", "exact_steps")
 
 @dataclass(frozen=True)
 class AveragingConfig(Section, name="averaging"):
-    """When and what the replicas of a stage average.
+    """Averaging of a stage's replicas: `exact` gradients or `outer` mode.
 
     All keys except `mode` apply to `outer` only. The page on training has its formulas.
 
@@ -88,7 +88,7 @@ class AveragingConfig(Section, name="averaging"):
 
     @property
     def is_outer(self) -> bool:
-        """Whether replicas take local steps, from the start or after `exact_steps`."""
+        """True if replicas take local steps, from the start or after `exact_steps`."""
         return self.mode != EXACT.mode
 
     @property

@@ -98,8 +98,8 @@ def require_shapes(file: Path, of_weights: ModelConfig, given: Mapping[str, Any]
 
 MODEL_CONFIG = "config.json"
 
-# By model_type: values of the same architecture under another name, and defaults of transformers
-# for keys that config.json may omit.
+# By model_type: names of the one architecture that is supported, and defaults of transformers for
+# keys that config.json may omit.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {

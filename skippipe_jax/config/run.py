@@ -35,7 +35,7 @@ from skippipe_jax.config.pretrained import RUN, origin_of
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, name="checkpoint"):
-    """When to save checkpoints, and which ones to keep.
+    """Interval and retention of checkpoints.
 
     Attributes:
         every: save a checkpoint every N steps.
@@ -97,7 +97,7 @@ class PlanConfig(Section, name="plan"):
 
     @property
     def is_missing(self) -> bool:
-        """Whether the section names no source of a plan."""
+        """True if the section names no source of a plan."""
         return self.file is None and self.case is None and not self.measure
 
     def __post_init__(self):
@@ -225,17 +225,17 @@ class RecipeConfig(Section, name="recipe"):
 
     @property
     def begins_with_own(self) -> bool:
-        """Whether the run's own plan is used before the first phase begins."""
+        """True if the run's own plan is used before the first phase begins."""
         return not self.phases or self.phases[0].from_step > 0
 
     @property
     def has_full_iterations(self) -> bool:
-        """Whether all microbatches visit all stages in some iterations."""
+        """True if all microbatches visit all stages in some iterations."""
         return self.full_every is not None or any(phase.skipping < 1 for phase in self.phases or ())
 
     @property
     def most_searches(self) -> int:
-        """Maximum number of plans to search besides the run's own."""
+        """Maximum number of plans to search in addition to the run's own."""
         skipping = sum(phase.skipping > 0 for phase in self.phases or ())
         of_phases = (self.begins_with_own + skipping) * self.redraws
         return of_phases - self.begins_with_own + self.has_full_iterations
@@ -313,7 +313,7 @@ class TrainConfig(Section, name="train"):
 
 @dataclass(frozen=True)
 class LogConfig(Section, name="log"):
-    """Outputs of a run besides metrics.jsonl; every tracker receives the same lines.
+    """Outputs of a run in addition to metrics.jsonl; trackers receive the same lines.
 
     Attributes:
         tensorboard: write event files to RUN/tensorboard.
@@ -385,18 +385,18 @@ class Config(Section, name=""):
         model: shape and numerics of the model.
         plan: source of the plan, which assigns nodes to stages and paths to microbatches.
         recipe: several plans in one run.
-        averaging: when and what the replicas of a stage average.
+        averaging: averaging of a stage's replicas: `exact` gradients or `outer` mode.
         data: text to train on.
         optimizer: update rule and learning rate.
         train: length of training, and the port for metrics.
-        checkpoint: when to save checkpoints, and which ones to keep.
+        checkpoint: interval and retention of checkpoints.
         cluster: assignment of nodes to hosts, and connections between hosts.
         node: devices of a node.
         network: transfers between nodes.
         join: hosts that may join the run.
         recovery: recovery from failed hosts.
         replan: search for a better plan after a change of hosts.
-        log: outputs besides metrics.jsonl.
+        log: outputs in addition to metrics.jsonl.
         validation: validation loss during training.
     """
 

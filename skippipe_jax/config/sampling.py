@@ -59,5 +59,5 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a draw depends on earlier tokens in other ways than by the model."""
+        """True if a draw depends on earlier tokens in other ways than by the model."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)

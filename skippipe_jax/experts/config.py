@@ -72,13 +72,13 @@ class ArmConfig:
 
     Attributes:
         size: size of all experts of the arm, or a size for each lane.
-        steps: training steps of every expert, or for each lane; of a `dense` model, those of its
-            whole training.
+        steps: training steps of every expert, or for each lane; for a `dense` or `scratch` model,
+            its total number of steps, without those of the seed.
         by_difficulty: make the steps of an expert proportional to how hard its domain is by the
             probe; `steps` is then their mean.
         lanes: lanes of this arm. null: the top-level `lanes`.
         begins: by domain, the domain whose expert its expert starts from, or `seed`. By default an
-            expert starts from the previous one in its lane.
+            expert starts from the previous one in its lane, the first from the seed.
         kind: `experts`; `dense`: one model on all domains, continued from the seed; `scratch`: one
             model trained from scratch; `averaged`: one model with the mean of the parameters of the
             experts of the arm `of`.
@@ -249,7 +249,7 @@ class ExpertsConfig(Section, name=""):
 
     @property
     def is_probed(self) -> bool:
-        """Whether some arm needs the measurement of how hard domains are."""
+        """True if some arm needs the measurement of how hard domains are."""
         return any(
             arm.by_difficulty or self.lanes_of(arm) == MEASURED
             for arm in self.arms.values()
