@@ -146,8 +146,8 @@ class NetworkConfig(Section, name="network"):
             overhead, hops on one directed link follow one another, and averaging takes the seconds
             that the case predicts.
         emulate_compute: with `emulate`, every operation takes at least the case's seconds.
-        jitter: with `emulate`, each operation, hop and averaging takes 1 + x times as long, where x is
-            exponential with this mean, drawn for each step from the seed.
+        jitter: with `emulate`, each operation, hop and averaging takes 1 + x times as long, where x
+            is exponential with this mean, drawn for each step from the seed.
         averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX;
             `ring` sends them around a ring in chunks, in the planner's order of the replicas.
             `auto` uses the ring in `independent` mode (`cluster.runtime`), and where a link between
