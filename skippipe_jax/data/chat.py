@@ -5,7 +5,7 @@ of ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or of Al
 {"instruction": ..., "input": ..., "output": ...}. A content may be a list of parts of text,
 [{"type": "text", "text": ...}, ...].
 
-If a chat template is configured, or the tokenizer has one, it formats the messages, and its ``{%
+A chat template formats the messages, if one is configured or comes with the tokenizer. Its ``{%
 generation %}`` blocks, if any, are what is trained on. Otherwise messages are formatted as below,
 between the tokenizer's begin and end marks; brackets enclose what is trained on:
 
@@ -68,7 +68,7 @@ TEMPLATES = {
 """Templates by name."""
 
 MARK = re.compile(r"<[^<>\s]+>")
-"""Special tokens that templates write around messages, such as <|eot_id|> and </s>."""
+"""Marks that templates write around messages, such as <|eot_id|> and </s>; most are tokens."""
 
 TODAY = "strftime_now"
 """Function of templates that writes the time; here, it always writes the given day."""
