@@ -5,8 +5,8 @@ of ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or of Al
 {"instruction": ..., "input": ..., "output": ...}. A content may be a list of parts of text,
 [{"type": "text", "text": ...}, ...].
 
-A chat template formats the messages, if one is configured or comes with the tokenizer. Its ``{%
-generation %}`` blocks, if any, are what is trained on. Otherwise messages are formatted as below,
+A chat template formats the messages, if one is configured or comes with the tokenizer. If it has
+``{% generation %}`` blocks, only these are trained on. Otherwise messages are formatted as below,
 between the tokenizer's begin and end marks; brackets enclose what is trained on:
 
     BEGIN <|user|>⏎ content ⏎ <|assistant|>⏎ [content END] <|user|>⏎ content ⏎ ...
