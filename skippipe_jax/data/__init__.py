@@ -1,5 +1,5 @@
-"""Text to batches: documents, their tokens, rows of a sequence each, and microbatches by number.
+"""Data pipeline: text to documents, tokens, rows of a sequence each, and numbered microbatches.
 
-Others use `batches`, which holds all of that together, `tokenizer`, `read_ahead`, and `tokenizing`
-for text that is tokenized once.
+Other packages use `batches`, which combines all of these and reads ahead, `tokenizer`, `chat` for
+conversations, and `tokenizing` for text that is tokenized once.
 """

@@ -1,9 +1,9 @@
-"""Text becomes batches of token sequences, and every data node reads its own microbatches of them.
+"""Batches of token sequences from text; each data node reads its own microbatches.
 
     files  ->  documents (training | held out)  ->  tokens  ->  rows  ->  batches
 
-Grain shuffles the rows of each source anew in every epoch, and any microbatch can be looked up by
-its number: how many have been read is the only state there is, and it can be saved.
+Grain shuffles the rows of each source again in every epoch, and any microbatch can be read by its
+number: the number of microbatches read is the only state, and it can be saved.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from skippipe_jax.data.rows import (
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
-# A thread that reads ahead would only compete for the interpreter with who waits for the batch.
+# A prefetch thread would only compete for the interpreter with the thread that needs the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def tokenizer_of(config: DataConfig) -> str:
-    """Return what `load_tokenizer` takes to give the tokenizer of the data."""
+    """Return the name of the data's tokenizer, as `load_tokenizer` takes it."""
     if config.tokenizer is not None:
         return config.tokenizer
     folders = [
@@ -53,7 +53,7 @@ def tokenizer_of(config: DataConfig) -> str:
 
 
 def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
-    """Raise `InputError` unless a model with this many tokens can take every one of ours."""
+    """Raise `InputError` if the vocabulary of a model is too small for the tokenizer."""
     if vocabulary_size < tokenizer.vocabulary_size:
         raise InputError(
             "model.vocabulary_size",
@@ -64,7 +64,7 @@ def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
 
 
 class Batch(TypedDict):
-    """What one microbatch is computed from; a target of `NOT_COUNTED` stays out of the loss.
+    """Arrays of one microbatch; the loss ignores targets that are `NOT_COUNTED`.
 
     With `packing: documents`, `begins` marks the first token of each document.
     """
@@ -75,9 +75,9 @@ class Batch(TypedDict):
 
 
 def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
-    """Return the tokens of each source, read once per process: later changes of files are not seen.
+    """Return the tokens of each source, read once per process: later changes have no effect.
 
-    Raises `InputError` where there is no text, or a part is shorter than one row.
+    Raises `InputError` if there is no text, or a part is shorter than one row.
     """
     sources = tuple(
         replace(source, path=source.path and local_path(source.path)) for source in config.sources()
@@ -94,8 +94,8 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
 
 
 def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocuments) -> None:
-    """Raise `InputError`, telling which `text` these documents are, unless they fill a sequence."""
-    # A window has a target after it; a document has two tokens at least, its marks.
+    """Raise `InputError`, naming the `text`, unless these documents fill a sequence."""
+    # A window needs one more token as a target; a document has at least two tokens, its marks.
     needed = config.sequence_length + 1 if config.packing == "windows" else 2
     size = documents.tokens.size
     if size < needed:
@@ -108,24 +108,24 @@ def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocum
 
 
 class TrainingBatches:
-    """Every microbatch of a run, counted from its first: any of them can be read at any time.
+    """Microbatches of a run, numbered from its first: any of them can be read at any time.
 
-    Epoch after epoch each sequence of a source comes once, in a new order. Who reads which
-    microbatch does not matter, so a run can go on with other data nodes: all there is to know is
-    how many were read.
+    In each epoch, every sequence of a source is read once, in a new order. It does not matter which
+    node reads which microbatch, so a run can continue with other data nodes: the only state is how
+    many were read.
 
     Attributes:
-        fingerprint: tells the text from any other.
-        sequences: how many all sources have together.
-        too_long: the lines of `what_is_too_long`.
+        fingerprint: hash that identifies the text.
+        sequences: number of sequences of all sources.
+        too_long: lines of `what_is_too_long`.
     """
 
     def __init__(self, config: DataConfig):
         """Read the text.
 
         Raises:
-            InputError: as `load_corpora` does, or if there is too little for one microbatch, or
-                all documents of a source are too long.
+            InputError: as `load_corpora` does, or if there is too little for one microbatch, or all
+                documents of a source are too long.
         """
         corpora = load_corpora(config)
         self._config = config
@@ -160,7 +160,7 @@ class TrainingBatches:
         }
 
     def __getitem__(self, number: int) -> Batch:
-        """Microbatch `number` of the run, in fresh arrays."""
+        """Return microbatch `number` of the run, in new arrays."""
         size = self._config.microbatch_size
         return _batch(
             self._config,
@@ -170,14 +170,14 @@ class TrainingBatches:
         )
 
     def _row(self, number: int) -> tuple[Rows, int]:
-        """Return which row comes as number `number` of the run."""
+        """Return the rows of a source, and the index in them of row `number` of the run."""
         source, place = self._mixture[number]
         row = self._orders[source][place]
         assert row is not None, "nothing is filtered out"
         return self._rows[source], row
 
     def state(self, read: int) -> dict[str, Any]:
-        """What a checkpoint holds after `read` microbatches: the number, and of which data."""
+        """Return the state to save after `read` microbatches: the number, and which data."""
         return {**self._identity, "microbatches": read}
 
     def position(self, state: Mapping[str, Any]) -> int:
@@ -198,7 +198,7 @@ class TrainingBatches:
 
 
 def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
-    """Say so, if fewer sequences than these are held out.
+    """Return a warning if fewer than `sequences` sequences are held out.
 
     Raises:
         InputError: as `held_out_batches` does.
@@ -210,7 +210,7 @@ def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> l
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
-    """Return the held-out rows of each source, or of the one that is a domain."""
+    """Return the held-out rows of each source, or only of the source `domain`."""
     fields.text(part, "part", HELD_OUT_PARTS)
     if domain is not None:
         fields.text(domain, "domain", config.domains())
@@ -236,12 +236,13 @@ def held_out_batches(
     part: str = "all",
     domain: str | None = None,
 ) -> Iterator[Batch]:
-    """The held-out rows of all sources once, in a fixed shuffled order; at most so many sequences.
+    """Return the held-out rows of all sources once, as batches in a fixed shuffled order.
 
-    The last batch is padded to `batch_size` sequences whose targets are all `NOT_COUNTED`. `part`
-    is one of `HELD_OUT_PARTS`, and `domain`, if given, the only source that is read. Raises
-    `InputError` as `load_corpora` does, or if all documents of a source are too long, a part of a
-    domain is shorter than one row, or there is no such part or domain.
+    At most `sequences` rows are read. The last batch is padded to `batch_size` by rows whose
+    targets are all `NOT_COUNTED`. `part` is one of `HELD_OUT_PARTS`, and `domain`, if given, the
+    only source that is read. Raises `InputError` as `load_corpora` does, or if all documents of a
+    source are too long, a part of a domain is shorter than one row, or there is no such part or
+    domain.
     """
     padding = load_tokenizer(tokenizer_of(config)).padding
     rows = _rows_held_out(config, part, domain)
@@ -259,10 +260,10 @@ def held_out_batches(
 
 
 def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence position"]:
-    """Where what is known of a document does not go on: at each first token that a row shows of it.
+    """Return which tokens are the first that a row has of a document.
 
-    That are the first position of every row, and those that `begins` marks; in windows, where
-    documents are not told apart, those of the tokenizer's begin mark, `begin`.
+    These are the first position of every row, and positions that `begins` marks; in windows, which
+    have no such marks, those of the tokenizer's begin mark, `begin`.
     """
     starts = batch["begins"].copy() if "begins" in batch else batch["tokens"] == begin
     starts[:, 0] = True
@@ -277,10 +278,9 @@ def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
 
 
 def what_is_too_long(config: DataConfig) -> list[str]:
-    """For each source with documents longer than a sequence, how many and what becomes of them.
+    """Return, for sources with documents longer than a sequence, their number and treatment.
 
-    Nothing is told of text that is cut with nothing lost. Raises `InputError` as `load_corpora`
-    does.
+    Text that is split without loss is left out. Raises `InputError` as `load_corpora` does.
     """
     both = zip(config.sources(), load_corpora(config), strict=True)
     told = (_told(config, source, corpus) for source, corpus in both)
@@ -290,7 +290,7 @@ def what_is_too_long(config: DataConfig) -> list[str]:
 def _rows(
     config: DataConfig, source: DocumentSource, part: str, documents: TokenizedDocuments
 ) -> Rows:
-    """Return the rows of one part of a source; `InputError` if what is too long leaves none."""
+    """Return the rows of one part of a source; raise `InputError` if there are none."""
     if config.packing == "windows":
         if documents.learnt is not None:
             problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
@@ -298,7 +298,7 @@ def _rows(
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts) and not pieces.too_long:
-        # A document that is alone has been cut in two.
+        # A single document has been split into both parts.
         origin = source.origin[1]
         problem = f"in the documents of {origin} ({part}) there is nothing to learn"
         raise InputError(*source.origin, problem, "Give more of them")
@@ -316,7 +316,7 @@ def _rows(
 
 
 def _treatment(config: DataConfig, documents: TokenizedDocuments) -> str:
-    """Return what becomes of documents that are too long."""
+    """Return the treatment of documents that are too long."""
     if config.too_long is not None:
         return config.too_long
     return "split" if documents.learnt is None else "drop"
@@ -327,16 +327,16 @@ def _pieces(config: DataConfig, documents: TokenizedDocuments) -> Pieces:
 
 
 def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:
-    """What becomes of documents of each source that are too long, or None where all are split.
+    """Return the treatment of too long documents of each source, or None if all are split.
 
-    That is what became of them before there was a choice, of which older checkpoints say nothing.
+    Splitting was the only treatment before `data.too_long`, so older checkpoints do not name it.
     """
     treatments = [_treatment(config, corpus.training) for corpus in corpora]
     return None if set(treatments) == {"split"} else treatments
 
 
 def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
-    """Return what there is to say of the documents of a source that are too long."""
+    """Return a line on the documents of a source that are too long, if they are not just split."""
     if config.packing == "windows":
         return None
     treatment = _treatment(config, corpus.training)
@@ -362,7 +362,7 @@ def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | N
 
 
 def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:
-    """Return the rows as one batch, padded to `size` sequences where they are fewer."""
+    """Return the rows as one batch, padded to `size` sequences."""
     tokens = np.full((size, config.sequence_length), padding, np.int32)
     targets = np.full_like(tokens, NOT_COUNTED)
     begins = np.zeros(tokens.shape, bool)
@@ -378,10 +378,10 @@ Item = TypeVar("Item")
 
 
 class ReadAhead(Generic[Item]):
-    """Looks items up by number, of which those that were announced may be there already.
+    """Items by number, of which those that were announced may have been made in advance.
 
-    One thread makes what was announced last, and so never more than one iteration's items lie
-    ready. What it could not make is raised where the item is asked for.
+    One thread makes the items announced last, so at most one iteration's items are held. If it
+    fails to make an item, the error is raised where the item is requested.
     """
 
     def __init__(self, read: Callable[[int], Item]):
@@ -396,11 +396,11 @@ class ReadAhead(Generic[Item]):
         return self._read(number) if future is None else future.result()
 
     def announce(self, numbers: Iterable[int]) -> None:
-        """Begin to make the items that will be asked for next; forget those announced before."""
+        """Start to make the items that are requested next, and discard those announced before."""
         for future in self._announced.values():
             future.cancel()
         self._announced = {number: self._thread.submit(self._read, number) for number in numbers}
 
     def close(self) -> None:
-        """End the thread, after the item that it is making."""
+        """End the thread, after its current item."""
         self._thread.shutdown(cancel_futures=True)

@@ -1,7 +1,6 @@
-"""A text as the tokens of its training part and its held-out part.
+"""Training part and held-out part of a text, as tokens.
 
-A document belongs to one part as a whole, so nothing that is measured on the held-out part was
-trained on.
+A document belongs to one part as a whole, so no document of the held-out part is trained on.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ GROUP_BYTES = 1 << 20
 
 
 KEPT_SOURCES = 64
-"""Of so many sources the tokens stay in memory."""
+"""Number of sources whose tokens stay in memory."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both parts of a text, and a short hash that tells the training part from any other."""
+    """Both parts of a text, and a short hash that identifies the training part."""
 
     training: TokenizedDocuments
     held_out: TokenizedDocuments
@@ -43,9 +42,9 @@ class Corpus:
 
 @functools.lru_cache(maxsize=KEPT_SOURCES)
 def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, seed: int) -> Corpus:
-    """The tokens of a source; of a folder of tokens, a view that reads them as they are needed.
+    """Return the tokens of a source; those of a folder of tokens are read when they are needed.
 
-    A source is read once per process, whichever others it is mixed with.
+    A source is read once per process, whatever it is mixed with.
 
     Raises:
         InputError: if it cannot be read or holds no text.
@@ -71,7 +70,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
 
 
 def cut_in_two(document: Document, held_out: float) -> tuple[Document, Document]:
-    """The beginning and the end of a document that is alone, of which the end is held out."""
+    """Split a single document into its beginning, for training, and its end, which is held out."""
     text = document.text
     cut = round(len(text) * (1 - held_out))
     while cut < len(text) and text[cut] & 0xC0 == 0x80:  # in the middle of a character
@@ -80,7 +79,7 @@ def cut_in_two(document: Document, held_out: float) -> tuple[Document, Document]
 
 
 def place_of(key: bytes, seed: int) -> float:
-    """A number in [0, 1) that a document's key decides alone; the lowest are held out."""
+    """Return a number in [0, 1) from a document's key alone; the lowest are held out."""
     digest = hashlib.blake2b(b"%d/%b" % (seed, key), digest_size=8)
     return int.from_bytes(digest.digest()) / 2**64
 
@@ -88,9 +87,8 @@ def place_of(key: bytes, seed: int) -> float:
 def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.ndarray, " document"]:
     """Return which of the documents are held out.
 
-    Each one's own hash decides, whatever other documents there are; only where that would leave
-    one of the two parts of several documents empty does the one nearest to it move, with all that
-    are like it.
+    The hash of each document decides, independently of the others. Only if one part of several
+    documents would be empty, the nearest document moves there, with all that are equal to it.
     """
     places = np.array([place_of(key, seed) for key in keys])
     chosen = places < held_out
@@ -102,7 +100,7 @@ def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.nd
 
 
 def groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Return the documents in groups of about `GROUP_BYTES`."""
+    """Yield the documents in groups of about `GROUP_BYTES`."""
     group, size = [], 0
     for document in documents:
         group.append(document)
@@ -117,7 +115,7 @@ def groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def texts_of(
     documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer
 ) -> list[Any]:
-    """What the tokenizer takes: bytes are bytes to one of bytes, and otherwise must be UTF-8."""
+    """Return the texts of documents: bytes for a `ByteTokenizer`, else strings from UTF-8."""
     if isinstance(tokenizer, ByteTokenizer):
         return [document.text for document in documents]
     return [document.decoded(source) for document in documents]
@@ -131,10 +129,10 @@ Encoded = tuple[
 
 
 def encode(documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer) -> Encoded:
-    """The tokens of some documents, where each ends, and which are learnt; None where all are.
+    """Return the tokens of documents, where each ends, and the loss mask, None if all count.
 
     Raises:
-        InputError: if one is not UTF-8, or no conversation where the source has these.
+        InputError: if one is not UTF-8, or not a conversation in a source of conversations.
     """
     if source.kind != "chat":
         return *encode_documents(tokenizer, texts_of(documents, source, tokenizer)), None
@@ -181,16 +179,16 @@ def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
 
 
 PRIORS_SHARE = 0.25
-"""About which share of the held-out documents priors are estimated on."""
+"""Approximate fraction of the held-out documents on which priors are estimated."""
 
 
 def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
     """Return the documents of the part `priors` or `scores`, as a copy in memory.
 
-    A document belongs to one part as a whole, by a hash of its tokens alone, so equal ones are in
-    the same part, whatever the seeds of a run. Where that would leave one of the parts empty, the
-    nearest documents move, as among all that are held out. A document that is alone, or has only
-    copies beside it, is cut in two at a token; its beginning is for priors.
+    A document belongs to one part as a whole, by a hash of its tokens alone, so equal documents are
+    in the same part with any seed. If one part would be empty, the nearest documents move, as in
+    `held_out_of`. A single document, also one of which there are only copies, is split at a token;
+    its beginning is for priors.
     """
     ends = np.asarray(documents.ends)
     starts = ends - np.diff(ends, prepend=0)
@@ -207,7 +205,7 @@ def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
 
 
 def _digest(tokens: Integer[np.ndarray, " token"]) -> bytes:
-    # Not as they lie there: tokens on disk may have another dtype than those of a text.
+    # As int32, because tokens on disk may have another dtype than those of a text.
     return hashlib.blake2b(tokens.astype(np.int32).data, digest_size=16).digest()
 
 
@@ -216,7 +214,7 @@ def _spans(
     starts: Int64[np.ndarray, " span"],
     ends: Int64[np.ndarray, " span"],
 ) -> TokenizedDocuments:
-    """Spans of the tokens, each as a document."""
+    """Return spans of the tokens, each as a document."""
     each = list(zip(starts.tolist(), ends.tolist(), strict=True))
     learnt = None
     if documents.learnt is not None:

@@ -1,7 +1,7 @@
-"""How tokens fill the rows of batches: cut into windows, or document by document; which are learnt.
+"""Rows of batches from tokens: windows or packed documents, with the loss mask.
 
-Rows are computed once for a text and can be read in any order, so that every row comes once in an
-epoch, whoever reads it.
+Rows are computed once for a text and can be read in any order, so that every row is read once in an
+epoch, by any host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 @dataclass(frozen=True, eq=False)
 class Learnt:
-    """Stretches of tokens, in order, none within another; what lies in none is not learnt.
+    """Loss mask: disjoint spans of tokens, in order; all other tokens are not trained on.
 
     Attributes:
-        starts: the first token of each stretch.
-        ends: the token after its last.
+        starts: first token of each span.
+        ends: token after its last.
     """
 
     starts: Int64[np.ndarray, " stretch"]
@@ -29,29 +29,29 @@ class Learnt:
 
     @classmethod
     def where(cls, is_learnt: Bool[np.ndarray, " token"]) -> Learnt:
-        """Return the stretches of the tokens for which this is true."""
+        """Return the spans of the tokens for which `is_learnt` is true."""
         switches = np.diff(is_learnt.astype(np.int8), prepend=0, append=0)
         return cls(np.flatnonzero(switches == 1), np.flatnonzero(switches == -1))
 
     @cached_property
     def _totals(self) -> Int64[np.ndarray, " stretch_or_none"]:
-        """How many tokens the first stretches hold, from none of them to all."""
+        """Number of tokens in the first spans, from none of them to all."""
         return np.concatenate([[0], np.cumsum(self.ends - self.starts)])
 
     @property
     def count(self) -> int:
-        """How many tokens are learnt."""
+        """Number of tokens that are trained on."""
         return int(self._totals[-1])
 
     def before(self, places: Integer[np.ndarray, " place"]) -> Int64[np.ndarray, " place"]:
-        """Return how many learnt tokens come before each place."""
+        """Return how many tokens before each place are trained on."""
         begun = np.searchsorted(self.starts, places)
-        # Of the stretch that began last, a part may lie behind the place.
+        # The span that began last may end after the place.
         ends = np.concatenate([[0], self.ends])[begun]
         return self._totals[begun] - np.maximum(ends - places, 0)
 
     def of(self, start: int, stop: int) -> Bool[np.ndarray, " token"]:
-        """For each token of a span, whether it is learnt."""
+        """Return which tokens from `start` to before `stop` are trained on."""
         first, last = np.searchsorted(self.ends, start, "right"), np.searchsorted(self.starts, stop)
         found = np.zeros(stop - start, bool)
         for begin, end in zip(self.starts[first:last], self.ends[first:last], strict=True):
@@ -59,16 +59,16 @@ class Learnt:
         return found
 
 
-# The target of a position that the loss leaves out.
+# Target of a position that the loss ignores.
 NOT_COUNTED = -1
 
 
 class TokenArray(Protocol):
-    """Tokens of which spans can be read: an array, or files that look like one."""
+    """Tokens of which spans can be read: an array, or files with the same interface."""
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         ...
 
     def __getitem__(self, span: slice, /) -> Integer[np.ndarray, " token"]:
@@ -78,9 +78,9 @@ class TokenArray(Protocol):
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """Documents one after the other: their tokens, where each ends, which targets are learnt.
+    """Concatenated documents: their tokens, where each ends, and the loss mask.
 
-    `learnt` is None where all are: only conversations have targets that are not.
+    `learnt` is None if all targets are trained on; only conversations have others.
     """
 
     tokens: TokenArray
@@ -89,10 +89,10 @@ class TokenizedDocuments:
 
 
 class Rows(Protocol):
-    """The rows that batches are made of."""
+    """Rows of which batches are made."""
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         ...
 
     def fill(
@@ -110,12 +110,12 @@ class Windows:
     """Non-overlapping windows over all documents: a sequence and the target of its last token."""
 
     def __init__(self, documents: TokenizedDocuments, sequence_length: int):
-        """Cut the tokens; less than a window at their end is left out."""
+        """Divide the tokens into windows; a shorter rest at their end is left out."""
         self._tokens = documents.tokens
         self._length = sequence_length + 1
 
     def __len__(self) -> int:
-        """Return how many windows there are."""
+        """Return the number of windows."""
         return self._tokens.size // self._length
 
     def fill(
@@ -125,23 +125,23 @@ class Windows:
         targets: Int32[np.ndarray, " position"],
         begins: Bool[np.ndarray, " position"],
     ) -> None:
-        """Write one window; documents are not told apart."""
+        """Write one window; documents are not marked."""
         window = self._tokens[index * self._length : (index + 1) * self._length]
         tokens[:], targets[:] = window[:-1], window[1:]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is read of each document: whole documents, or pieces of those longer than a row.
+    """Parts of documents that are read: whole ones, or pieces of those longer than a row.
 
-    A piece begins at a position of its own, and sees nothing of the pieces before it.
+    A piece has positions of its own, and does not attend to earlier pieces.
 
     Attributes:
-        starts: of each piece, its first token among all.
-        ends: where its positions end. The token there, if the document has it, is its last target.
+        starts: first token of each piece, among all tokens.
+        ends: where its positions end. The token there, if in the document, is its last target.
         limits: where its document ends.
-        too_long: how many documents are longer than a row.
-        left_out: of how many of these nothing is read.
+        too_long: number of documents that are longer than a row.
+        left_out: number of these of which nothing is read.
     """
 
     starts: Int64[np.ndarray, " piece"]
@@ -154,10 +154,10 @@ class Pieces:
 def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
     """Return the pieces of all documents for rows of `length` tokens.
 
-    A document is one piece if it fits into a row. A longer one is left out (`too_long` is "drop"),
-    or its first `length` tokens are read ("truncate"), or full rows of it and a piece for the rest
-    ("split"), but for a rest of one token: it has been the target of the piece before. Pieces of
-    which nothing is learnt are left out: an iteration of them alone would have no loss.
+    A document that fits into a row is one piece. A longer one is left out (`too_long` is "drop"),
+    cut to its first `length` tokens ("truncate"), or divided into full rows and a piece for the
+    rest ("split"), unless the rest is one token: the piece before has it as a target. Pieces
+    without tokens to train on are left out: an iteration of them alone would have no loss.
     """
     sizes = np.diff(documents.ends, prepend=0)
     # The last token is a target only.
@@ -183,24 +183,24 @@ def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
 
 
 class PackedDocuments:
-    """Rows of documents and pieces of them, as full as best-fit-decreasing makes them.
+    """Rows of documents and pieces of them, packed by best-fit decreasing.
 
-    The target of a document's last token is not counted, so of a document that is read in full
-    every other token is a target once.
+    The target of a document's last token does not count. In a document that is read in full, each
+    token except the first is a target once.
     """
 
     def __init__(self, documents: TokenizedDocuments, pieces: Pieces, sequence_length: int):
-        """Find the row of every piece."""
+        """Assign each piece to a row."""
         self._tokens, self._learnt = documents.tokens, documents.learnt
         self._starts, self._ends, self._limits = pieces.starts, pieces.ends, pieces.limits
         row_of = pack(self._ends - self._starts, sequence_length)
-        # A stable order, so that documents come in a row as they come in the text.
+        # Stable, so that documents are in the order of the text within a row.
         self._order = np.argsort(row_of, kind="stable")
         rows = row_of.max(initial=-1) + 1
         self._bounds = np.searchsorted(row_of[self._order], np.arange(rows + 1))
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return len(self._bounds) - 1
 
     def fill(
@@ -228,15 +228,15 @@ class PackedDocuments:
 
 
 def pack(lengths: Integer[np.ndarray, " piece"], row_length: int) -> Int64[np.ndarray, " piece"]:
-    """The row of each piece: the longest first, each into the fullest row that has room for it.
+    """Return the row of each piece: longest first, each into the fullest row with room for it.
 
-    Lengths lie between 1 and `row_length`.
+    Lengths are between 1 and `row_length`.
     """
     row_of = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     sizes, firsts = np.unique(-lengths[order], return_index=True)
     lasts = np.append(firsts, len(lengths))[1:].tolist()
-    # The rows that have so much room left, each list in the order in which they came to it.
+    # Rows by the room that they have left, each list in order of arrival.
     with_room: list[list[int]] = [[] for _ in range(row_length + 1)]
     count = np.zeros(row_length + 1, np.int64)
     rows = 0
@@ -264,7 +264,7 @@ class Interleaving:
     """Rows of several sources in exact proportions, evenly mixed."""
 
     def __init__(self, shares: Sequence[int]):
-        """`shares` are how many rows of each source come in one cycle."""
+        """Order the rows of one cycle, which has `shares` rows of each source."""
         # The j-th row of a source with share s belongs at (j + 1/2) / s of the cycle.
         places = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
         source = np.repeat(np.arange(len(shares)), shares)
@@ -274,7 +274,7 @@ class Interleaving:
         self._source, self._number = source[order], number[order]
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """Return the source of row `index` of the mixture, and which of its rows that is."""
+        """Return the source of row `index` of the mixture, and the number of the row in it."""
         cycle, place = divmod(index, len(self._source))
         source = int(self._source[place])
         return source, cycle * self._shares[source] + int(self._number[place])

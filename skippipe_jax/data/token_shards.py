@@ -1,9 +1,9 @@
 """Tokenized text on disk: ArrayRecord shards of which any span can be read, and an index.
 
-A folder holds, for each part of the text (`training`, `held_out`), shards of equal records, each
-`BLOCK` tokens of the documents one after the other; where each document ends; of conversations,
-where each stretch of learnt tokens starts and ends; and index.json, which is written last. The
-tokenizer lies in `tokenizer/`.
+For each part of the text (`training`, `held_out`), a folder has shards of equal records, each with
+`BLOCK` tokens of the concatenated documents, the end of each document, and for conversations the
+start and end of each span that is trained on. index.json is written last. The tokenizer is in
+`tokenizer/`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FORMAT, VERSION = "skippipe-tokens", 1
 BLOCK = 4096
 """Tokens of a record."""
 _SHARD = 1 << 14  # records: 128 MiB of two-byte tokens
-_HASHED = 1 << 20  # tokens of which the digest hears at once which are learnt
+_HASHED = 1 << 20  # tokens whose loss mask is hashed at once
 
 
 @dataclass(frozen=True)
 class PartIndex:
-    """How much there is of a part, in how many shards, and a digest of its tokens.
+    """Number of documents, tokens and shards of a part, and a digest of its tokens.
 
-    `learnt` says how many tokens are learnt, None that all are. The digest tells which.
+    `learnt` is the number of tokens that are trained on, None if all are. The digest covers which.
     """
 
     documents: int
@@ -49,7 +49,7 @@ class PartIndex:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What a folder of token shards holds.
+    """Description of a folder of token shards.
 
     `tokenizer` is the digest of the tokenizer; documents were held out by `held_out` and `seed`.
     """
@@ -63,10 +63,10 @@ class TokenIndex:
 
 
 class PartWriter:
-    """Writes the documents of one part."""
+    """Writer of the documents of one part."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype):
-        """Nothing is written before the first block is full."""
+        """Open no file yet: nothing is written before the first block is full."""
         self._folder, self._part, self._dtype = folder, part, dtype
         self._rest = np.empty(0, dtype)
         self._blocks = 0
@@ -82,7 +82,7 @@ class PartWriter:
         ends: Int64[np.ndarray, " document"],
         learnt: Bool[np.ndarray, " token"] | None = None,
     ) -> None:
-        """Write documents, which end where `ends` says; `learnt` is given for all or for none."""
+        """Write documents, which end at `ends`; `learnt` is given for all or for none."""
         if learnt is not None:
             found = Learnt.where(learnt)
             stretches = np.stack([found.starts, found.ends], axis=1)
@@ -98,7 +98,7 @@ class PartWriter:
         self._rest = pending[whole:]
 
     def close(self) -> PartIndex:
-        """Write what is left; the description of what was written."""
+        """Write the remaining tokens, and return the description of the part."""
         if len(self._rest):
             self._write(self._rest)
         if self._writer is not None:
@@ -109,8 +109,8 @@ class PartWriter:
         return PartIndex(len(self._ends), self._tokens, shards, self._digest.hexdigest(), learnt)
 
     def _close_learnt(self, bounds: array.array[int]) -> int:
-        """Write which tokens are learnt, and let the digest tell; returns how many these are."""
-        # All starts and then all ends, so that each can be searched where it lies in the file.
+        """Write the loss mask, add it to the digest, and return how many tokens are trained on."""
+        # All starts and then all ends, so that each can be searched in the mapped file.
         stretches = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
         np.save(_learnt_file(self._folder, self._part), stretches)
         learnt = Learnt(*stretches)
@@ -124,18 +124,18 @@ class PartWriter:
             if self._writer is not None:
                 self._writer.close()
             file = str(_shard_file(self._folder, self._part, shard))
-            # Groups of one record are what makes any of them quick to find.
+            # With groups of one record, any record is found quickly.
             self._writer = ArrayRecordWriter(file, "group_size:1,uncompressed")
         self._writer.write(block.tobytes())
         self._blocks += 1
 
 
 class ShardedTokens:
-    """The tokens of a part as one long array; only the spans that are asked for are read."""
+    """Tokens of a part as one long array, of which only requested spans are read."""
 
     def __init__(self, files: list[Path], size: int, dtype: str):
         """Open the shards, which hold `size` tokens."""
-        # Grain brings JAX along, for which the processes that tokenize need not wait.
+        # Imported here because Grain imports JAX, which processes that tokenize do not need.
         import grain
 
         self._records: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
@@ -144,7 +144,7 @@ class ShardedTokens:
 
     @property
     def blocks(self) -> int:
-        """How many records the shards hold."""
+        """Number of records in the shards."""
         return len(self._records)
 
     def __getitem__(self, span: slice, /) -> Integer[np.ndarray, " token"]:
@@ -157,7 +157,7 @@ class ShardedTokens:
 
 
 def write_index(folder: Path, index: TokenIndex) -> None:
-    """Describe what a folder holds, after all else has been written."""
+    """Write the index of a folder, after all else has been written."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(index)}, indent=1)
     (folder / TOKENS_INDEX).write_text(text + "\n", encoding="utf-8")
 
@@ -166,7 +166,7 @@ def read_index(path: str, field: str) -> TokenIndex:
     """Return the index of a folder of token shards.
 
     Raises:
-        InputError: naming `field`, if the folder has none, or one that is not as it must be.
+        InputError: naming `field`, if the folder has none, or an invalid one.
     """
     folder = Path(path)
     if not (folder / TOKENS_INDEX).is_file():
@@ -188,7 +188,7 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     """Return the documents of one part, none of which is read yet.
 
     Raises:
-        InputError: naming `field` and the file, if one is missing or not whole.
+        InputError: naming `field` and the file, if one is missing or incomplete.
     """
     folder, described = Path(path), index.parts[part]
     ends_file = _ends_file(folder, part)

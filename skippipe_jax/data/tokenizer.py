@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or whatever a Hugging Face tokenizer makes of a text."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ MARKS = {
     "eos_token": "<|end_of_text|>",
     "pad_token": "<|padding|>",
 }
-"""The marks of the tokenizers that are written here."""
+"""Marks of the tokenizers that are written here."""
 
-# What marks a document's begin and end in the tokenizers of well-known models, for a
-# tokenizer.json that comes without the file that says so.
+# Begin and end marks in the tokenizers of well-known models, for a tokenizer.json without the file
+# that names them.
 _MARKS = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]"),
     "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]"),
@@ -50,13 +50,13 @@ _LINE = re.compile(r"(?<=\n)(?=\S)")
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back; the three marks are tokens too, and below `vocabulary_size`.
+    """Conversion of text to tokens and back. The three marks are tokens below `vocabulary_size`.
 
     Attributes:
-        begin: token before the first of a document (the end mark where there is no other).
+        begin: token before the first of a document (the end mark if there is no other).
         end: token after the last of a document.
-        padding: token of the positions that hold none.
-        digest: tells the tokenizer from any other.
+        padding: token of unused positions.
+        digest: hash that identifies the tokenizer.
         chat_template: Jinja template of conversations, if the tokenizer comes with one.
         special_tokens: texts of `bos_token`, `eos_token` and the like, as templates use them.
     """
@@ -78,16 +78,16 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens, marks and numbers that are no token left out."""
+        """Return the text of the tokens, without marks and numbers that are not tokens."""
         ...
 
     def token_of(self, text: str) -> int | None:
-        """Return the token that a whole text is, such as <|eot_id|>; None if it is none."""
+        """Return the token of a whole text, such as <|eot_id|>; None if it is not a token."""
         ...
 
 
 class ByteTokenizer:
-    """A token is a byte; three more mark where a document begins, where it ends, and padding."""
+    """Tokenizer of bytes, with three more tokens for a document's begin and end, and padding."""
 
     begin = 256
     end = 257
@@ -98,7 +98,7 @@ class ByteTokenizer:
     special_tokens: Mapping[str, str] = {}
 
     def encode(self, text: bytes | str) -> UInt16[np.ndarray, " token"]:
-        """One token per byte (of the UTF-8 form of a string), without marks."""
+        """Return one token per byte (of the UTF-8 form of a string), without marks."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
@@ -107,9 +107,9 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens that are bytes; the rest is left out.
+        """Return the text of the tokens that are bytes; others are left out.
 
-        Bytes that are not UTF-8 become U+FFFD, so that a model's first attempts can be printed.
+        Bytes that are not UTF-8 become U+FFFD, so that an untrained model's text can be printed.
         """
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
         return bytes([token for token in ids if 0 <= token < 256]).decode(errors="replace")
@@ -120,10 +120,10 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, with its marks from the files beside it."""
+    """Tokenizer from a tokenizer.json, with its marks from the files beside it."""
 
     def __init__(self, file: Path, field: str):
-        """Read the files; `field` names where the path was given.
+        """Read the files; `field` is the key or option that gave the path.
 
         Raises:
             InputError: if they cannot be read, or no token marks the end of a document.
@@ -176,31 +176,31 @@ class HuggingFaceTokenizer:
         return next((token for token in known if token is not None), None)
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """Return the tokens of a text; texts of special tokens in it become these."""
+        """Return the tokens of a text; special tokens that are spelled out in it count as such."""
         [tokens] = self.encode_batch([text])
         return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """Return the tokens of each text, on as many threads as the package takes."""
+        """Return the tokens of each text, encoded in the threads of the package."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens, marks and numbers that are no token left out."""
+        """Return the text of the tokens, without marks and numbers that are not tokens."""
         return self._tokenizer.decode(_within(tokens, self.vocabulary_size))
 
     def token_of(self, text: str) -> int | None:
-        """Return the token that a whole text is; None if it is none."""
+        """Return the token of a whole text; None if it is not a token."""
         return self._tokenizer.token_to_id(text)
 
 
 def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer:
-    """Return the tokenizer that `name` stands for.
+    """Return the tokenizer of this name.
 
     `bytes` or None is `ByteTokenizer`; a path is that of a tokenizer.json, or of its folder.
 
     Raises:
-        InputError: naming `field`, if there is none, or what reads it is not installed.
+        InputError: naming `field`, if there is none, or the package to read it is not installed.
     """
     if name is None or name == BYTES:
         return _BYTES
@@ -214,7 +214,7 @@ _BYTES = ByteTokenizer()
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a tokenizer, which are the same wherever they lie."""
+    """Files of a tokenizer, equal if their contents are, wherever they are stored."""
 
     file: Path = dataclasses.field(compare=False)
     named: str = dataclasses.field(compare=False)
@@ -222,7 +222,7 @@ class _Files:
 
 
 def _digest(file: Path) -> bytes | None:
-    """That of a file's content; None where it cannot be read, which its reader tells."""
+    """Return the digest of a file's content; None if it cannot be read (its reader reports it)."""
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).digest()
     except OSError:
@@ -231,12 +231,12 @@ def _digest(file: Path) -> bytes | None:
 
 @functools.lru_cache(maxsize=4)
 def _read(files: _Files) -> Tokenizer:
-    """Read a tokenizer once: a large vocabulary takes a while."""
+    """Read a tokenizer once, because a large vocabulary takes long."""
     return HuggingFaceTokenizer(files.file, files.named)
 
 
 def tokenizer_file(name: str, field: str) -> Path:
-    """Return the file of a tokenizer whose path, or whose folder's path, is given.
+    """Return the file of a tokenizer, given its path or its folder's path.
 
     Raises:
         InputError: naming `field`, if there is none.
@@ -271,14 +271,14 @@ def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> No
 
 
 def write_byte_tokenizer(folder: Path, field: str) -> None:
-    """Write `ByteTokenizer` to a folder that exists, as Hugging Face tokenizers are written.
+    """Write `ByteTokenizer` to an existing folder, in the format of Hugging Face tokenizers.
 
     Raises:
         InputError: naming `field`, if the package is missing.
     """
     package = require("tokenizers", "hf", field, str(folder))
     byte_level = package.pre_tokenizers.ByteLevel
-    # Bytes that are no printable character are written as characters beyond Latin-1, in order.
+    # Bytes that are not printable are written as characters beyond Latin-1, in order.
     characters = sorted(byte_level.alphabet())
     printable = {character for character in characters if ord(character) < 256}
     others = (character for character in characters if character not in printable)
@@ -287,32 +287,32 @@ def write_byte_tokenizer(folder: Path, field: str) -> None:
     tokenizer = package.Tokenizer(package.models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = package.decoders.ByteLevel()
-    # In this order they are tokens 256 to 258.
+    # In this order, the marks are tokens 256 to 258.
     tokenizer.add_special_tokens(list(MARKS.values()))
-    # A mark that is spelt out in a text is bytes, as it is here.
+    # A mark that is spelled out in a text is encoded as bytes, as in `ByteTokenizer`.
     write_tokenizer(tokenizer, folder, split_special_tokens=True)
 
 
 def write_tokenizer(tokenizer: Any, folder: Path, **settings: Any) -> None:
-    """Write a tokenizer of the package tokenizers that has our `MARKS`, and what `settings` say."""
+    """Write a tokenizer of the package tokenizers, with our `MARKS` and other `settings`."""
     tokenizer.save(str(folder / TOKENIZER))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **MARKS, **settings}
     (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """Return the smallest type of whole numbers that holds every token."""
+    """Return the smallest integer type that holds every token."""
     return np.min_scalar_type(max(vocabulary_size - 1, 256))
 
 
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[Any]
 ) -> tuple[Integer[np.ndarray, " token"], Int64[np.ndarray, " document"]]:
-    """Begin mark, tokens, end mark of one text after the other, and where each of them ends.
+    """Return begin mark, tokens and end mark of all texts, concatenated, and where each text ends.
 
-    Texts are strings, or for `ByteTokenizer` bytes. Strings of more than a million characters are
-    encoded in pieces that begin with a line, which leaves the tokens as they are where no token
-    reaches over the end of a line.
+    Texts are strings, or bytes for `ByteTokenizer`. Strings of more than a million characters are
+    encoded in pieces that begin with a line, which does not change the tokens if no token crosses
+    the end of a line.
     """
     pieces = [list(cut(text)) for text in texts]
     encoded = tokenizer.encode_batch([piece for of_text in pieces for piece in of_text])
@@ -329,7 +329,7 @@ def encode_documents(
 
 
 def cut(text: Any) -> Iterator[Any]:
-    """Return the text in pieces; each but the first begins with a line."""
+    """Yield the text in pieces; each but the first begins with a line."""
     start = 0
     while isinstance(text, str) and len(text) - start > _PIECE:
         found = _LINE.search(text, start + _PIECE)
@@ -341,7 +341,7 @@ def cut(text: Any) -> Iterator[Any]:
 
 
 def _settings(folder: Path, field: str) -> dict[str, Any]:
-    """What the files beside a tokenizer.json say; tokenizer_config.json has the last word."""
+    """Return the settings beside a tokenizer.json; tokenizer_config.json takes precedence."""
     settings = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (folder / name).is_file():
@@ -355,13 +355,13 @@ def _settings(folder: Path, field: str) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a special token, which is written as it is or with its properties."""
+    """Return the text of a special token, which is given as text or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], field: str) -> str | None:
-    """Return the template from its own file or from the settings, where several may have names."""
+    """Return the template from its own file, or the (default) one from the settings."""
     file = folder / CHAT_TEMPLATE
     if file.is_file():
         return fields.read_text(file, field)

@@ -1,4 +1,4 @@
-"""Text becomes shards of tokens, in several processes; a tokenizer is trained on text."""
+"""Tokenization of text into shards, in several processes, and training of a tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from skippipe_jax.data.tokenizer import (
 def train_bpe(
     documents: Iterable[tuple[Document, DocumentSource]], vocabulary_size: int, folder: Path
 ) -> None:
-    """Train a byte-level BPE and write it to `folder`, as Hugging Face tokenizers are written.
+    """Train a byte-level BPE, and write it to `folder` in the format of Hugging Face tokenizers.
 
     Raises:
         InputError: if a document is not UTF-8, or the package is missing.
@@ -72,13 +72,13 @@ def write_tokens(
     seed: int,
     processes: int,
 ) -> TokenIndex:
-    """Tokenize all documents into `folder`, which exists, and describe what was written.
+    """Tokenize all documents into `folder`, which exists, and return the index of its files.
 
-    The same text gives the same files, however many processes there are. Sources are all
+    The same text gives the same files with any number of processes. Either all sources are
     conversations, or none is.
 
     Raises:
-        InputError: if a document cannot be read, or is of two sources, or one part would have all.
+        InputError: if a document cannot be read, or is in two sources, or one part would have all.
     """
     assert len({source.kind == "chat" for source in sources}) == 1
     tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
@@ -118,7 +118,7 @@ Inputs = Sequence[tuple[DocumentSource, Iterable[Document]]]
 def _inputs(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> tuple[Inputs, Callable[[Document], bool]]:
-    """Return the documents of each source, and what tells whether one of them is held out."""
+    """Return the documents of each source, and a predicate for the held-out ones."""
     if len(sources) > 1:
         require_apart(tuple(sources))
     every = ((source, one) for source in sources for one in read_documents(source))
@@ -134,7 +134,7 @@ def _inputs(
 def _tokenized(
     inputs: Inputs, name: str, tokenizer: Tokenizer, processes: int
 ) -> Iterator[tuple[list[Document], *Encoded]]:
-    """Groups of documents in their order, each encoded."""
+    """Yield groups of documents in their order, each encoded."""
     work = ((group, source) for source, documents in inputs for group in groups(documents))
     if processes == 1:
         yield from ((group, *encode(group, source, tokenizer)) for group, source in work)
@@ -145,7 +145,7 @@ def _tokenized(
     with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
         for group, source in work:
             running.append((group, pool.submit(_encode, name, group, source)))
-            # What waits lies in memory, so it must not be all of the text.
+            # Waiting groups take memory, so they must not be all of the text.
             if len(running) > 2 * processes:
                 done, encoded = running.popleft()
                 yield done, *encoded.result()
@@ -154,7 +154,7 @@ def _tokenized(
 
 
 def _start_worker() -> None:
-    """Let the parent alone handle Ctrl-C, and end when it has gone."""
+    """Leave Ctrl-C to the parent, and exit when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -172,7 +172,7 @@ def _encode(name: str, documents: list[Document], source: DocumentSource) -> Enc
 
 @functools.cache
 def _tokenizer_of_worker(name: str) -> Tokenizer:
-    # There is a process for every core already.
+    # There already is a process for each core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return load_tokenizer(name)
 
@@ -180,7 +180,7 @@ def _tokenizer_of_worker(name: str) -> Tokenizer:
 def training_documents(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> Iterator[tuple[Document, DocumentSource]]:
-    """Return the documents that are not held out, each with its source."""
+    """Yield the documents that are not held out, each with its source."""
     inputs, is_held_out = _inputs(sources, held_out, seed)
     for source, documents in inputs:
         yield from ((document, source) for document in documents if not is_held_out(document))
