@@ -1,5 +1,5 @@
-"""Conversion of text to batches: documents, tokens, rows of one sequence each, and microbatches.
+"""Data pipeline: text to documents, tokens, rows of a sequence each, and numbered microbatches.
 
-Other packages use `batches`, which combines all of that and reads ahead, `tokenizer`, and
-`tokenizing` for text that is tokenized in advance.
+Other packages use `batches`, which combines all of these and reads ahead, `tokenizer`, `chat` for
+conversations, and `tokenizing` for text that is tokenized once.
 """

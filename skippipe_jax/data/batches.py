@@ -1,9 +1,9 @@
-"""Batches of token sequences from text; every data node reads its own microbatches.
+"""Batches of token sequences from text; each data node reads its own microbatches.
 
     files  ->  documents (training | held out)  ->  tokens  ->  rows  ->  batches
 
-Grain shuffles the rows of each source in every epoch, and any microbatch can be looked up by its
-number. The only state is the number of microbatches read, which a checkpoint saves.
+Grain shuffles the rows of each source again in every epoch, and any microbatch can be read by its
+number: the number of microbatches read is the only state, and it can be saved.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from skippipe_jax.data.rows import (
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
 
-# A read-ahead thread would compete for the interpreter with the thread that waits for the batch.
+# A prefetch thread would only compete for the interpreter with the thread that needs the batch.
 _READ_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def tokenizer_of(config: DataConfig) -> str:
-    """Return the name of the data's tokenizer, for `load_tokenizer`."""
+    """Return the name of the data's tokenizer, as `load_tokenizer` takes it."""
     if config.tokenizer is not None:
         return config.tokenizer
     folders = [
@@ -53,7 +53,7 @@ def tokenizer_of(config: DataConfig) -> str:
 
 
 def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
-    """Raise `InputError` if the model's vocabulary is smaller than the tokenizer's."""
+    """Raise `InputError` if the vocabulary of a model is too small for the tokenizer."""
     if vocabulary_size < tokenizer.vocabulary_size:
         raise InputError(
             "model.vocabulary_size",
@@ -64,7 +64,7 @@ def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
 
 
 class Batch(TypedDict):
-    """Arrays of one microbatch; targets of `NOT_COUNTED` do not enter the loss.
+    """Arrays of one microbatch; the loss ignores targets that are `NOT_COUNTED`.
 
     With `packing: documents`, `begins` marks the first token of each document.
     """
@@ -75,7 +75,7 @@ class Batch(TypedDict):
 
 
 def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
-    """Return the tokens of each source, read once per process, so later changes are not seen.
+    """Return the tokens of each source, read once per process: later changes have no effect.
 
     Raises `InputError` if there is no text, or a part is shorter than one row.
     """
@@ -94,9 +94,8 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
 
 
 def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocuments) -> None:
-    """Raise `InputError`, naming the `text`, unless its documents fill a sequence."""
-    # A window needs one more token as its last target; a document has at least two tokens, its
-    # marks.
+    """Raise `InputError`, naming the `text`, unless these documents fill a sequence."""
+    # A window needs one more token as a target; a document has at least two tokens, its marks.
     needed = config.sequence_length + 1 if config.packing == "windows" else 2
     size = documents.tokens.size
     if size < needed:
@@ -109,24 +108,24 @@ def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocum
 
 
 class TrainingBatches:
-    """All microbatches of a run, by number; any of them can be read at any time.
+    """Microbatches of a run, numbered from its first: any of them can be read at any time.
 
-    In each epoch of a source every sequence occurs once, in a new order. The content does not
-    depend on which node reads a microbatch, so a run can continue with other data nodes: its state
-    is the number of microbatches read.
+    In each epoch, every sequence of a source is read once, in a new order. It does not matter which
+    node reads which microbatch, so a run can continue with other data nodes: the only state is how
+    many were read.
 
     Attributes:
-        fingerprint: digest that identifies the text.
-        sequences: number of sequences in all sources together.
-        too_long: the lines of `what_is_too_long`.
+        fingerprint: hash that identifies the text.
+        sequences: number of sequences of all sources.
+        too_long: lines of `what_is_too_long`.
     """
 
     def __init__(self, config: DataConfig):
         """Read the text.
 
         Raises:
-            InputError: as `load_corpora` does, or if there is too little text for one microbatch,
-                or all documents of a source are too long.
+            InputError: as `load_corpora` does, or if there is too little for one microbatch, or all
+                documents of a source are too long.
         """
         corpora = load_corpora(config)
         self._config = config
@@ -171,18 +170,18 @@ class TrainingBatches:
         )
 
     def _row(self, number: int) -> tuple[Rows, int]:
-        """Return the source and the index of row `number` of the run."""
+        """Return the rows of a source, and the index in them of row `number` of the run."""
         source, place = self._mixture[number]
         row = self._orders[source][place]
         assert row is not None, "nothing is filtered out"
         return self._rows[source], row
 
     def state(self, read: int) -> dict[str, Any]:
-        """Return the state for a checkpoint after `read` microbatches, with the data's identity."""
+        """Return the state to save after `read` microbatches: the number, and which data."""
         return {**self._identity, "microbatches": read}
 
     def position(self, state: Mapping[str, Any]) -> int:
-        """Return the number of microbatches that had been read when `state` was saved.
+        """Return how many microbatches had been read when `state` was saved.
 
         Raises:
             InputError: if the state belongs to other data or another order.
@@ -199,7 +198,7 @@ class TrainingBatches:
 
 
 def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
-    """Return a line of text if fewer than `sequences` sequences are held out.
+    """Return a warning if fewer than `sequences` sequences are held out.
 
     Raises:
         InputError: as `held_out_batches` does.
@@ -211,7 +210,7 @@ def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> l
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
-    """Return the held-out rows of each source, or of the source named `domain`."""
+    """Return the held-out rows of each source, or only of the source `domain`."""
     fields.text(part, "part", HELD_OUT_PARTS)
     if domain is not None:
         fields.text(domain, "domain", config.domains())
@@ -237,13 +236,13 @@ def held_out_batches(
     part: str = "all",
     domain: str | None = None,
 ) -> Iterator[Batch]:
-    """Yield the held-out rows of all sources once, in a fixed shuffled order.
+    """Return the held-out rows of all sources once, as batches in a fixed shuffled order.
 
-    At most `sequences` sequences are read. The last batch is padded to `batch_size` sequences whose
+    At most `sequences` rows are read. The last batch is padded to `batch_size` by rows whose
     targets are all `NOT_COUNTED`. `part` is one of `HELD_OUT_PARTS`, and `domain`, if given, the
     only source that is read. Raises `InputError` as `load_corpora` does, or if all documents of a
-    source are too long, a part of a domain is shorter than one row, or `part` or `domain` does not
-    exist.
+    source are too long, a part of a domain is shorter than one row, or there is no such part or
+    domain.
     """
     padding = load_tokenizer(tokenizer_of(config)).padding
     rows = _rows_held_out(config, part, domain)
@@ -261,10 +260,10 @@ def held_out_batches(
 
 
 def document_starts(batch: Batch, begin: int) -> Bool[np.ndarray, "sequence position"]:
-    """Return the positions at which a document, or the visible part of one, starts.
+    """Return which tokens are the first that a row has of a document.
 
-    These are the first position of every row and the positions that `begins` marks. Windows do not
-    separate documents; there it is the tokenizer's begin mark, `begin`.
+    These are the first position of every row, and positions that `begins` marks; in windows, which
+    have no such marks, those of the tokenizer's begin mark, `begin`.
     """
     starts = batch["begins"].copy() if "begins" in batch else batch["tokens"] == begin
     starts[:, 0] = True
@@ -279,10 +278,9 @@ def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
 
 
 def what_is_too_long(config: DataConfig) -> list[str]:
-    """Return a line for each source with documents longer than a sequence: count and treatment.
+    """Return, for sources with documents longer than a sequence, their number and treatment.
 
-    Sources whose text is split without loss have no line. Raises `InputError` as `load_corpora`
-    does.
+    Text that is split without loss is left out. Raises `InputError` as `load_corpora` does.
     """
     both = zip(config.sources(), load_corpora(config), strict=True)
     told = (_told(config, source, corpus) for source, corpus in both)
@@ -292,7 +290,7 @@ def what_is_too_long(config: DataConfig) -> list[str]:
 def _rows(
     config: DataConfig, source: DocumentSource, part: str, documents: TokenizedDocuments
 ) -> Rows:
-    """Return the rows of one part of a source; `InputError` if too long documents leave none."""
+    """Return the rows of one part of a source; raise `InputError` if there are none."""
     if config.packing == "windows":
         if documents.learnt is not None:
             problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
@@ -300,7 +298,7 @@ def _rows(
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts) and not pieces.too_long:
-        # A single document was cut in two (`part_of`), and this part has no tokens to train on.
+        # A single document has been split into both parts.
         origin = source.origin[1]
         problem = f"in the documents of {origin} ({part}) there is nothing to learn"
         raise InputError(*source.origin, problem, "Give more of them")
@@ -329,16 +327,16 @@ def _pieces(config: DataConfig, documents: TokenizedDocuments) -> Pieces:
 
 
 def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:
-    """Return each source's treatment of too long documents, or None if all are split.
+    """Return the treatment of too long documents of each source, or None if all are split.
 
-    Older checkpoints, from before `data.too_long`, have no such key and split all documents.
+    Splitting was the only treatment before `data.too_long`, so older checkpoints do not name it.
     """
     treatments = [_treatment(config, corpus.training) for corpus in corpora]
     return None if set(treatments) == {"split"} else treatments
 
 
 def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
-    """Return the line about too long documents of a source, or None."""
+    """Return a line on the documents of a source that are too long, if they are not just split."""
     if config.packing == "windows":
         return None
     treatment = _treatment(config, corpus.training)
@@ -364,7 +362,7 @@ def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | N
 
 
 def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:
-    """Return the rows as one batch, padded to `size` sequences if there are fewer."""
+    """Return the rows as one batch, padded to `size` sequences."""
     tokens = np.full((size, config.sequence_length), padding, np.int32)
     targets = np.full_like(tokens, NOT_COUNTED)
     begins = np.zeros(tokens.shape, bool)
@@ -380,29 +378,29 @@ Item = TypeVar("Item")
 
 
 class ReadAhead(Generic[Item]):
-    """Lookup of items by number, with announced items made in advance.
+    """Items by number, of which those that were announced may have been made in advance.
 
-    One thread makes the items that were announced last, so at most one iteration's items are in
-    memory. An error in making an item is raised when the item is requested.
+    One thread makes the items announced last, so at most one iteration's items are held. If it
+    fails to make an item, the error is raised where the item is requested.
     """
 
     def __init__(self, read: Callable[[int], Item]):
-        """Make no item yet; `read` makes an item."""
+        """Make nothing yet; `read` makes an item."""
         self._read = read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
         self._announced: dict[int, Future[Item]] = {}
 
     def __getitem__(self, number: int) -> Item:
-        """Return the item, which is made now unless it was announced."""
+        """Return the item, made now unless it was announced."""
         future = self._announced.pop(number, None)
         return self._read(number) if future is None else future.result()
 
     def announce(self, numbers: Iterable[int]) -> None:
-        """Start making the items requested next; cancel those announced before."""
+        """Start to make the items that are requested next, and discard those announced before."""
         for future in self._announced.values():
             future.cancel()
         self._announced = {number: self._thread.submit(self._read, number) for number in numbers}
 
     def close(self) -> None:
-        """Stop the thread after its current item."""
+        """End the thread, after its current item."""
         self._thread.shutdown(cancel_futures=True)

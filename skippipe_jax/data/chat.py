@@ -1,13 +1,13 @@
-"""Conversion of conversations to tokens, with a loss mask on the assistant's answers.
+"""Conversations as tokens, of which only the assistant's answers are trained on.
 
-A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or as in
-ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or as in Alpaca,
+A conversation is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}, or in the form
+of ShareGPT, {"conversations": [{"from": "human", "value": ...}, ...]}, or of Alpaca,
 {"instruction": ..., "input": ..., "output": ...}. A content may be a list of parts of text,
 [{"type": "text", "text": ...}, ...].
 
-Messages are written by the chat template that is configured, or by that of the tokenizer. A block
-``{% generation %}`` in it marks the tokens that are trained on. Without a template, messages are
-written as below, between the tokenizer's begin and end marks; brackets enclose trained tokens:
+A chat template formats the messages, if one is configured or comes with the tokenizer. If it has
+``{% generation %}`` blocks, only these are trained on. Otherwise messages are formatted as below,
+between the tokenizer's begin and end marks; brackets enclose what is trained on:
 
     BEGIN <|user|>⏎ content ⏎ <|assistant|>⏎ [content END] <|user|>⏎ content ⏎ ...
 """
@@ -39,11 +39,11 @@ from skippipe_jax.data.documents import Document, local_path
 from skippipe_jax.data.token_shards import read_index
 from skippipe_jax.data.tokenizer import Tokenizer, token_dtype
 
-# Marks around answers in the written text; random, so that no text can contain them.
+# Delimiters of answers in what a template writes; random, so that no text contains them.
 _BEGIN, _END = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 
 MOST_CHARACTERS = 1 << 24
-"""Limit of a written conversation: nested loops in a template could write without end."""
+"""Most characters of a conversation; a template with nested loops may not end."""
 
 TEMPLATES = {
     "plain": (
@@ -65,21 +65,20 @@ TEMPLATES = {
         "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
 }
-"""Built-in templates, by name."""
+"""Templates by name."""
 
 MARK = re.compile(r"<[^<>\s]+>")
-"""Marks that templates write around messages, such as <|eot_id|> and </s>; most are single
-tokens."""
+"""Marks that templates write around messages, such as <|eot_id|> and </s>; most are tokens."""
 
 TODAY = "strftime_now"
-"""Function of templates that formats the current time; here it uses the configured date."""
+"""Function of templates that writes the time; here, it always writes the given day."""
 
 
 def template_text(name: str, field: str) -> str:
-    """Return the built-in template of this name, or the content of the file at this path.
+    """Return the template of this name, or else the one in the file with this path.
 
     Raises:
-        InputError: naming `field`, if neither exists.
+        InputError: naming `field`, if there is neither.
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
@@ -91,19 +90,19 @@ def template_text(name: str, field: str) -> str:
 
 
 class ChatTemplate:
-    """Compiled template that writes conversations.
+    """Compiled template that formats conversations.
 
     Attributes:
-        marks_answers: whether the template itself marks the answers.
+        marks_answers: True if the template itself marks answers.
     """
 
     def __init__(self, text: str, today: str | None = None):
-        """Compile a template in which the current date is always `today` (as 2026-11-22).
+        """Compile a template, in which the day is always `today` (such as 2026-11-22).
 
-        Without a date there is no ``strftime_now``; some templates then write a fixed date.
+        Without a day there is no ``strftime_now``: some templates then write one of their own.
 
         Raises:
-            TemplateError: if the template is not valid.
+            TemplateError: if it is not a valid template.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Answers]
@@ -112,7 +111,7 @@ class ChatTemplate:
         if today is not None:
             day = datetime.datetime.fromisoformat(today)
             environment.globals[TODAY] = day.strftime
-        # Jinja's built-in filter escapes for HTML.
+        # Jinja's own filter escapes HTML.
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         parsed = environment.parse(text)
         self.marks_answers = any(
@@ -122,12 +121,10 @@ class ChatTemplate:
         self._generate = environment.from_string(parsed).generate
 
     def write(self, **variables: Any) -> list[tuple[str, bool]]:
-        """Return the text that the template writes, in pieces: text, and whether it is an answer.
-
-        `variables` are `messages` and others that the template uses.
+        """Format `messages` and other variables as pieces: text, and whether it is an answer.
 
         Raises:
-            TemplateError: if the template raises it, or does something forbidden.
+            TemplateError: if the template raises it, or does something that is not allowed.
         """
         written, size = list[str](), 0
         for part in self._generate(**variables):
@@ -145,7 +142,7 @@ class ChatTemplate:
 
 
 class _Answers(Extension):
-    """Block ``generation``, whose content is written between the marks of an answer."""
+    """Jinja block ``generation``, whose content is written between two delimiters."""
 
     def __init__(self, environment: Environment):
         super().__init__(environment)
@@ -167,9 +164,9 @@ def _refuse(problem: str) -> None:
 ASSISTANT = "assistant"
 PLAIN = "plain"
 ROLES = {"human": "user", "gpt": ASSISTANT}
-"""Roles of ShareGPT, and the corresponding ones here."""
+"""Our names of ShareGPT's roles."""
 KNOWN_ROLES = ("system", "user", ASSISTANT, "tool")
-"""Roles listed in messages; a template may support others."""
+"""Roles that error messages list; a template may accept others."""
 TEMPLATE_FIELD = "data.chat_template"
 
 Message = Mapping[str, str]
@@ -178,13 +175,13 @@ Message = Mapping[str, str]
 def encode_conversation(
     document: Document, source: DocumentSource, tokenizer: Tokenizer
 ) -> tuple[Integer[np.ndarray, " token"], Bool[np.ndarray, " token"]]:
-    """Return the tokens of a conversation, and the mask of the assistant's tokens.
+    """Return the tokens of a conversation, and which of them are the assistant's.
 
-    Each answer is encoded separately, as when a model generates it, and so is each text between.
+    Each answer is encoded on its own, as if generated, and so is the text between answers.
 
     Raises:
         InputError: naming file and line, if it is not a conversation with an answer, or the
-            template writes it so that the answers cannot be separated from the rest.
+            template's text cannot be divided into answers and the rest.
     """
 
     refuse = functools.partial(_refused, document, source)
@@ -204,14 +201,14 @@ def encode_conversation(
         raise refuse(nothing)
     tokens = np.concatenate([tokens for tokens, _ in segments])
     learnt = np.repeat([learnt for _, learnt in segments], [len(tokens) for tokens, _ in segments])
-    # The first token is never a target.
+    # The first token is not a target.
     if not learnt[1:].any():
         raise refuse(nothing)
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
 
 
 def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
-    """Return the configured template, or else the tokenizer's, or None."""
+    """Return the configured template, or else the tokenizer's, if it comes with one."""
     name = source.chat_template
     if name is None:
         return tokenizer.chat_template
@@ -223,7 +220,7 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
         remedy = "Write bos_token and eos_token in its tokenizer_config.json, or name a file"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     text = template_text(name, TEMPLATE_FIELD)
-    # `plain` writes roles as text; the tokens of a template file are not checked.
+    # The plain template writes roles as text; templates from files are not checked.
     marks = MARK.findall(text) if name in TEMPLATES and name != PLAIN else ()
     unknown = dict.fromkeys(mark for mark in marks if tokenizer.token_of(mark) is None)
     if unknown:
@@ -234,7 +231,7 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
 
 
 def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> list[str]:
-    """Return a warning if conversations have no template although the tokenizer is a model's."""
+    """Return a warning if a model's tokenizer has no template for conversations."""
     without = any(_template_text(source, tokenizer) is None for source in chats)
     if not without or tokenizer.digest == BYTES:
         return []
@@ -246,9 +243,9 @@ def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> l
 
 
 def learns_answers(config: DataConfig) -> bool:
-    """Return whether only answers of conversations are trained on, also for tokenized text.
+    """Return whether the data has conversations, tokenized or not, with answers to train on.
 
-    For tokenized text that is no longer here the answer is False.
+    If tokens are no longer there, this is unknown, and the result is False.
     """
     return any(one.kind == "chat" or _is_tokenized_chat(one) for one in config.sources())
 
@@ -268,10 +265,10 @@ def encode_prompt(
 ) -> Integer[np.ndarray, " token"]:
     """Return the tokens of a conversation that the assistant is to continue.
 
-    They are written by the tokenizer's own template, if it has one, with the date `today`.
+    The tokenizer's own template formats it, if there is one, with `today` as the day.
 
     Raises:
-        InputError: if the template cannot write them.
+        InputError: if the template cannot format it.
     """
     text = tokenizer.chat_template
     if text is None:
@@ -286,10 +283,10 @@ def encode_prompt(
 
 
 def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
-    """Return the text and the token by which the tokenizer's chat template ends an answer.
+    """Return the text and the token that end an answer in the tokenizer's chat template.
 
-    Return None if there is no template, if it ends an answer without a special token, or if it does
-    not write a question and an answer.
+    None if there is no template, it does not end an answer by a token of its own, or it does not
+    write a question and an answer.
     """
     text, answer = tokenizer.chat_template, "Answer"
     if text is None:
@@ -319,7 +316,7 @@ def _written(
 
 
 def spoken(document: Document, source: DocumentSource) -> str:
-    """Return the content of all messages of a conversation, without roles.
+    """Return the contents of all messages of a conversation, without their roles.
 
     Raises:
         InputError: naming file and line, if it is not a conversation.
@@ -365,7 +362,7 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
 
 
 def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> Message:
-    """Return a message with `role` and `content`, also for one with `from` and `value`."""
+    """Return a message with `role` and `content`, also from one with `from` and `value`."""
     if not isinstance(entry, dict):
         raise refuse(f"{place} is no object")
     if "from" in entry or (of_share_gpt and "role" not in entry):
@@ -377,7 +374,7 @@ def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> M
 
 
 def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> str:
-    """Return the text under a key; a list of text parts is joined."""
+    """Return the text under a key, concatenated if it is a list of parts."""
     content = entry.get(key)
     if isinstance(content, str):
         return content

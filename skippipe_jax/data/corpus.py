@@ -1,6 +1,6 @@
-"""Tokens of a text, divided into its training part and its held-out part.
+"""Training part and held-out part of a text, as tokens.
 
-A document belongs entirely to one part, so held-out measurements use no text that was trained on.
+A document belongs to one part as a whole, so no document of the held-out part is trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skippipe_jax.data.rows import Learnt, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, token_dtype
 
 GROUP_BYTES = 1 << 20
-"""Bytes of text that are tokenized together."""
+"""Bytes of text that are tokenized at once."""
 
 
 KEPT_SOURCES = 64
@@ -33,7 +33,7 @@ KEPT_SOURCES = 64
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both parts of a text, and a short digest that identifies the training part."""
+    """Both parts of a text, and a short hash that identifies the training part."""
 
     training: TokenizedDocuments
     held_out: TokenizedDocuments
@@ -42,9 +42,9 @@ class Corpus:
 
 @functools.lru_cache(maxsize=KEPT_SOURCES)
 def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, seed: int) -> Corpus:
-    """Return the tokens of a source; for a folder of tokens, a view that reads them on demand.
+    """Return the tokens of a source; those of a folder of tokens are read when they are needed.
 
-    A source is read once per process, even if it is in several mixtures.
+    A source is read once per process, whatever it is mixed with.
 
     Raises:
         InputError: if it cannot be read or holds no text.
@@ -70,7 +70,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
 
 
 def cut_in_two(document: Document, held_out: float) -> tuple[Document, Document]:
-    """Split a single document into its beginning and its end, which is held out."""
+    """Split a single document into its beginning, for training, and its end, which is held out."""
     text = document.text
     cut = round(len(text) * (1 - held_out))
     while cut < len(text) and text[cut] & 0xC0 == 0x80:  # in the middle of a character
@@ -79,17 +79,16 @@ def cut_in_two(document: Document, held_out: float) -> tuple[Document, Document]
 
 
 def place_of(key: bytes, seed: int) -> float:
-    """Return a number in [0, 1) that depends only on key and seed; the lowest are held out."""
+    """Return a number in [0, 1) from a document's key alone; the lowest are held out."""
     digest = hashlib.blake2b(b"%d/%b" % (seed, key), digest_size=8)
     return int.from_bytes(digest.digest()) / 2**64
 
 
 def held_out_of(keys: Sequence[bytes], held_out: float, seed: int) -> Bool[np.ndarray, " document"]:
-    """Return a mask of the held-out documents.
+    """Return which of the documents are held out.
 
-    The hash of each key decides, independent of the other documents. If one part of several
-    documents would be empty, the document nearest to it moves there, with all documents of the same
-    key.
+    The hash of each document decides, independently of the others. Only if one part of several
+    documents would be empty, the nearest document moves there, with all that are equal to it.
     """
     places = np.array([place_of(key, seed) for key in keys])
     chosen = places < held_out
@@ -116,7 +115,7 @@ def groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def texts_of(
     documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer
 ) -> list[Any]:
-    """Return the texts for the tokenizer: bytes for `ByteTokenizer`, else decoded UTF-8."""
+    """Return the texts of documents: bytes for a `ByteTokenizer`, else strings from UTF-8."""
     if isinstance(tokenizer, ByteTokenizer):
         return [document.text for document in documents]
     return [document.decoded(source) for document in documents]
@@ -130,10 +129,10 @@ Encoded = tuple[
 
 
 def encode(documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens of documents, the end of each, and the loss mask (None: all tokens).
+    """Return the tokens of documents, where each ends, and the loss mask, None if all count.
 
     Raises:
-        InputError: if a document is not UTF-8, or not a conversation in a source of conversations.
+        InputError: if one is not UTF-8, or not a conversation in a source of conversations.
     """
     if source.kind != "chat":
         return *encode_documents(tokenizer, texts_of(documents, source, tokenizer)), None
@@ -186,10 +185,10 @@ PRIORS_SHARE = 0.25
 def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
     """Return the documents of the part `priors` or `scores`, as a copy in memory.
 
-    A document belongs entirely to one part, by a hash of its tokens alone, so equal documents are
-    in the same part whatever the seeds of a run. If a part would be empty, the nearest documents
-    move, as in `held_out_of`. A document that is alone, or has only copies beside it, is split at a
-    token; its beginning is for priors.
+    A document belongs to one part as a whole, by a hash of its tokens alone, so equal documents are
+    in the same part with any seed. If one part would be empty, the nearest documents move, as in
+    `held_out_of`. A single document, also one of which there are only copies, is split at a token;
+    its beginning is for priors.
     """
     ends = np.asarray(documents.ends)
     starts = ends - np.diff(ends, prepend=0)
@@ -206,7 +205,7 @@ def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
 
 
 def _digest(tokens: Integer[np.ndarray, " token"]) -> bytes:
-    # Convert first: tokens on disk may have another dtype than those of a text.
+    # As int32, because tokens on disk may have another dtype than those of a text.
     return hashlib.blake2b(tokens.astype(np.int32).data, digest_size=16).digest()
 
 

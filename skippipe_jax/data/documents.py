@@ -1,4 +1,4 @@
-"""Documents from text files, lines of JSON or rows of Parquet, local or remote."""
+"""Readers of documents: files of text, lines of JSON, rows of Parquet; local or remote."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PYTHON_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tes
 
 @dataclass(frozen=True)
 class Document:
-    """A text in UTF-8, or for `chat` a JSON object.
+    """Text in UTF-8, or for `chat` a JSON object.
 
-    `where` is its origin, for messages. `key`, a file's name or a row's text, decides whether it is
-    held out, independent of other documents.
+    `where` is its origin, for messages. `key`, a file's name or a row's own text, decides whether
+    it is held out, independently of other documents.
     """
 
     where: str
@@ -60,7 +60,7 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
 
     Raises:
         InputError: naming file and line or row, if something cannot be read or holds no text; or
-            naming the supported endings of file names, if no file has one of them.
+            naming the expected endings of file names, if no file has one of them.
     """
     system, files = _files(source)
     if not files:
@@ -76,13 +76,12 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
             ) from error
 
 
-@functools.lru_cache(maxsize=64)  # Checked once per process, as text is read once.
+@functools.lru_cache(maxsize=64)  # Files are listed once per process, as text is read once.
 def require_apart(sources: tuple[DocumentSource, ...]) -> None:
-    """Reject a file that is a document of two sources with different paths.
+    """Refuse a file that is a document of two sources with different paths.
 
-    The file's name relative to each source decides whether it is held out, so one source might
-    train on what the other holds out. Rows are keyed by their text, which is the same in all
-    sources.
+    Each source decides by the file's name in its own folder whether it is held out, so one might
+    train on a file that the other holds out. Rows are held out by their text, in any source.
 
     Raises:
         InputError: naming the second source and the file.
@@ -98,12 +97,12 @@ def require_apart(sources: tuple[DocumentSource, ...]) -> None:
 
 
 def local_path(path: str) -> str:
-    """Return the absolute path of a local file; return a URL unchanged."""
+    """Return the absolute path of a local file; a URL is unchanged."""
     return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
-    """Return the file system, and each file's name relative to the source and its path."""
+    """Return the file system, and each file's name relative to the source and its path there."""
     suffixes = _SUFFIXES[_kind_of_file(source)]
     try:
         if source.path is not None and _is_url(source.path):
@@ -173,7 +172,7 @@ def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[
 
 
 def _name_in(pattern: str, file: str) -> str:
-    """Return a file's path from the first part that matches a pattern of the glob."""
+    """Return the rest of a file's path, from the first part that the glob leaves open."""
     parts = PurePosixPath(pattern).parts
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), parts)
     return PurePosixPath(file).relative_to(PurePosixPath(*fixed)).as_posix()
@@ -202,7 +201,7 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
 
 
 def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
-    """Yield the documents of a file that is one list of objects."""
+    """Read a file that is one JSON list of objects."""
     rows = _parsed(source, file, 1, text, "Write a list of {...}, or {...} on every line")
     for number, row in enumerate(rows, 1):
         content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
@@ -210,7 +209,7 @@ def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document
 
 
 def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
-    """Parse the JSON that begins on line `first` of a file."""
+    """Read the JSON that begins on line `first` of a file."""
     try:
         return json.loads(text.rstrip())
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Rows of batches from tokens, as windows or document by document, with the loss mask.
+"""Rows of batches from tokens: windows or packed documents, with the loss mask.
 
-Rows are computed once for a text and can be read in any order, so every row occurs once in an
-epoch, whichever node reads it.
+Rows are computed once for a text and can be read in any order, so that every row is read once in an
+epoch, by any host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 @dataclass(frozen=True, eq=False)
 class Learnt:
-    """Loss mask as ordered, disjoint spans of tokens; tokens outside of all spans do not count.
+    """Loss mask: disjoint spans of tokens, in order; all other tokens are not trained on.
 
     Attributes:
-        starts: index of the first token of each span.
-        ends: index after the last token of each span.
+        starts: first token of each span.
+        ends: token after its last.
     """
 
     starts: Int64[np.ndarray, " stretch"]
@@ -35,23 +35,23 @@ class Learnt:
 
     @cached_property
     def _totals(self) -> Int64[np.ndarray, " stretch_or_none"]:
-        """Number of tokens in the first n spans, for each n from 0 to all."""
+        """Number of tokens in the first spans, from none of them to all."""
         return np.concatenate([[0], np.cumsum(self.ends - self.starts)])
 
     @property
     def count(self) -> int:
-        """Number of tokens in all spans."""
+        """Number of tokens that are trained on."""
         return int(self._totals[-1])
 
     def before(self, places: Integer[np.ndarray, " place"]) -> Int64[np.ndarray, " place"]:
-        """Return the number of counted tokens before each place."""
+        """Return how many tokens before each place are trained on."""
         begun = np.searchsorted(self.starts, places)
-        # The last span that has started may extend beyond the place.
+        # The span that began last may end after the place.
         ends = np.concatenate([[0], self.ends])[begun]
         return self._totals[begun] - np.maximum(ends - places, 0)
 
     def of(self, start: int, stop: int) -> Bool[np.ndarray, " token"]:
-        """Return the mask of a span of tokens."""
+        """Return which tokens from `start` to before `stop` are trained on."""
         first, last = np.searchsorted(self.ends, start, "right"), np.searchsorted(self.starts, stop)
         found = np.zeros(stop - start, bool)
         for begin, end in zip(self.starts[first:last], self.ends[first:last], strict=True):
@@ -59,7 +59,7 @@ class Learnt:
         return found
 
 
-# Target of a position that the loss leaves out.
+# Target of a position that the loss ignores.
 NOT_COUNTED = -1
 
 
@@ -78,9 +78,9 @@ class TokenArray(Protocol):
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """Concatenated documents: their tokens, the end of each, and the loss mask.
+    """Concatenated documents: their tokens, where each ends, and the loss mask.
 
-    `learnt` is None if all targets count; only conversations have targets that do not.
+    `learnt` is None if all targets are trained on; only conversations have others.
     """
 
     tokens: TokenArray
@@ -89,7 +89,7 @@ class TokenizedDocuments:
 
 
 class Rows(Protocol):
-    """Rows that batches are made of."""
+    """Rows of which batches are made."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -102,7 +102,7 @@ class Rows(Protocol):
         targets: Int32[np.ndarray, " position"],
         begins: Bool[np.ndarray, " position"],
     ) -> None:
-        """Write one row to the start of the arrays, which hold padding."""
+        """Write one row into the beginnings of the arrays, which hold padding."""
         ...
 
 
@@ -110,7 +110,7 @@ class Windows:
     """Non-overlapping windows over all documents: a sequence and the target of its last token."""
 
     def __init__(self, documents: TokenizedDocuments, sequence_length: int):
-        """Split the tokens into windows; an incomplete window at the end is left out."""
+        """Divide the tokens into windows; a shorter rest at their end is left out."""
         self._tokens = documents.tokens
         self._length = sequence_length + 1
 
@@ -125,22 +125,22 @@ class Windows:
         targets: Int32[np.ndarray, " position"],
         begins: Bool[np.ndarray, " position"],
     ) -> None:
-        """Write one window, without marking documents."""
+        """Write one window; documents are not marked."""
         window = self._tokens[index * self._length : (index + 1) * self._length]
         tokens[:], targets[:] = window[:-1], window[1:]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of documents that are read: whole documents, or parts of those longer than a row.
+    """Parts of documents that are read: whole ones, or pieces of those longer than a row.
 
-    Positions start at 0 in each piece, and attention does not reach earlier pieces.
+    A piece has positions of its own, and does not attend to earlier pieces.
 
     Attributes:
-        starts: index of the first token of each piece.
-        ends: end of its positions. The token there, if the document has one, is its last target.
-        limits: end of its document.
-        too_long: number of documents longer than a row.
+        starts: first token of each piece, among all tokens.
+        ends: where its positions end. The token there, if in the document, is its last target.
+        limits: where its document ends.
+        too_long: number of documents that are longer than a row.
         left_out: number of these of which nothing is read.
     """
 
@@ -155,12 +155,12 @@ def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
     """Return the pieces of all documents for rows of `length` tokens.
 
     A document that fits into a row is one piece. A longer one is left out (`too_long` is "drop"),
-    reduced to its first `length` tokens ("truncate"), or split into full rows and a piece for the
-    rest ("split"). A rest of one token makes no piece: it is the last target of the previous one.
-    Pieces without trained tokens are left out: an iteration of them alone would have no loss.
+    cut to its first `length` tokens ("truncate"), or divided into full rows and a piece for the
+    rest ("split"), unless the rest is one token: the piece before has it as a target. Pieces
+    without tokens to train on are left out: an iteration of them alone would have no loss.
     """
     sizes = np.diff(documents.ends, prepend=0)
-    # The last token is only a target.
+    # The last token is a target only.
     counts = np.maximum(-(-(sizes - 1) // length), 0)
     is_too_long = counts > 1
     if too_long == "drop":
@@ -183,18 +183,18 @@ def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
 
 
 class PackedDocuments:
-    """Rows packed with documents and pieces by best-fit decreasing.
+    """Rows of documents and pieces of them, packed by best-fit decreasing.
 
-    The target of a document's last token does not count, so in a document that is read completely
-    every other token is a target once.
+    The target of a document's last token does not count. In a document that is read in full, each
+    token except the first is a target once.
     """
 
     def __init__(self, documents: TokenizedDocuments, pieces: Pieces, sequence_length: int):
-        """Assign every piece to a row."""
+        """Assign each piece to a row."""
         self._tokens, self._learnt = documents.tokens, documents.learnt
         self._starts, self._ends, self._limits = pieces.starts, pieces.ends, pieces.limits
         row_of = pack(self._ends - self._starts, sequence_length)
-        # A stable sort keeps the order of the text within a row.
+        # Stable, so that documents are in the order of the text within a row.
         self._order = np.argsort(row_of, kind="stable")
         rows = row_of.max(initial=-1) + 1
         self._bounds = np.searchsorted(row_of[self._order], np.arange(rows + 1))
@@ -210,7 +210,7 @@ class PackedDocuments:
         targets: Int32[np.ndarray, " position"],
         begins: Bool[np.ndarray, " position"],
     ) -> None:
-        """Write the documents of one row, and mark the start of each."""
+        """Write the documents of one row, and mark where each begins."""
         position = 0
         for piece in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, end, limit = (
@@ -228,7 +228,7 @@ class PackedDocuments:
 
 
 def pack(lengths: Integer[np.ndarray, " piece"], row_length: int) -> Int64[np.ndarray, " piece"]:
-    """Return the row of each piece: the longest first, each in the fullest row with room for it.
+    """Return the row of each piece: longest first, each into the fullest row with room for it.
 
     Lengths are between 1 and `row_length`.
     """
@@ -236,7 +236,7 @@ def pack(lengths: Integer[np.ndarray, " piece"], row_length: int) -> Int64[np.nd
     order = np.argsort(-lengths, kind="stable")
     sizes, firsts = np.unique(-lengths[order], return_index=True)
     lasts = np.append(firsts, len(lengths))[1:].tolist()
-    # Rows by their remaining room, each list in the order of insertion.
+    # Rows by the room that they have left, each list in order of arrival.
     with_room: list[list[int]] = [[] for _ in range(row_length + 1)]
     count = np.zeros(row_length + 1, np.int64)
     rows = 0
@@ -264,8 +264,8 @@ class Interleaving:
     """Rows of several sources in exact proportions, evenly mixed."""
 
     def __init__(self, shares: Sequence[int]):
-        """Compute one cycle with `shares[i]` rows of source i."""
-        # The j-th row of a source with share s is at (j + 1/2) / s of the cycle.
+        """Order the rows of one cycle, which has `shares` rows of each source."""
+        # The j-th row of a source with share s belongs at (j + 1/2) / s of the cycle.
         places = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
         source = np.repeat(np.arange(len(shares)), shares)
         number = np.concatenate([np.arange(share) for share in shares])
@@ -274,7 +274,7 @@ class Interleaving:
         self._source, self._number = source[order], number[order]
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """Return the source of row `index` of the mixture, and the row's index in that source."""
+        """Return the source of row `index` of the mixture, and the number of the row in it."""
         cycle, place = divmod(index, len(self._source))
         source = int(self._source[place])
         return source, cycle * self._shares[source] + int(self._number[place])

@@ -1,8 +1,8 @@
-"""Tokenized text on disk: ArrayRecord shards from which any span can be read, and an index.
+"""Tokenized text on disk: ArrayRecord shards of which any span can be read, and an index.
 
-For each part of the text (`training`, `held_out`), a folder holds shards of equal records, each
-with `BLOCK` tokens of the concatenated documents; the end of each document; for conversations, the
-start and the end of each span of trained tokens. index.json is written last. The tokenizer is in
+For each part of the text (`training`, `held_out`), a folder has shards of equal records, each with
+`BLOCK` tokens of the concatenated documents, the end of each document, and for conversations the
+start and end of each span that is trained on. index.json is written last. The tokenizer is in
 `tokenizer/`.
 """
 
@@ -28,16 +28,16 @@ PARTS = ("training", "held_out")
 FORMAT, VERSION = "skippipe-tokens", 1
 
 BLOCK = 4096
-"""Tokens in a record."""
+"""Tokens of a record."""
 _SHARD = 1 << 14  # records: 128 MiB of two-byte tokens
-_HASHED = 1 << 20  # tokens whose loss mask is hashed at a time
+_HASHED = 1 << 20  # tokens whose loss mask is hashed at once
 
 
 @dataclass(frozen=True)
 class PartIndex:
-    """Sizes of a part, its number of shards, and a digest of its tokens.
+    """Number of documents, tokens and shards of a part, and a digest of its tokens.
 
-    `learnt` is the number of trained tokens, None for all. The digest covers the mask too.
+    `learnt` is the number of tokens that are trained on, None if all are. The digest covers which.
     """
 
     documents: int
@@ -51,7 +51,7 @@ class PartIndex:
 class TokenIndex:
     """Description of a folder of token shards.
 
-    `tokenizer` is the digest of the tokenizer; `held_out` and `seed` determined the held-out part.
+    `tokenizer` is the digest of the tokenizer; documents were held out by `held_out` and `seed`.
     """
 
     tokenizer: str
@@ -66,7 +66,7 @@ class PartWriter:
     """Writer of the documents of one part."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype):
-        """Write nothing until the first block is full."""
+        """Open no file yet: nothing is written before the first block is full."""
         self._folder, self._part, self._dtype = folder, part, dtype
         self._rest = np.empty(0, dtype)
         self._blocks = 0
@@ -82,7 +82,7 @@ class PartWriter:
         ends: Int64[np.ndarray, " document"],
         learnt: Bool[np.ndarray, " token"] | None = None,
     ) -> None:
-        """Write documents with these `ends`; `learnt` must be given for all calls or for none."""
+        """Write documents, which end at `ends`; `learnt` is given for all or for none."""
         if learnt is not None:
             found = Learnt.where(learnt)
             stretches = np.stack([found.starts, found.ends], axis=1)
@@ -98,7 +98,7 @@ class PartWriter:
         self._rest = pending[whole:]
 
     def close(self) -> PartIndex:
-        """Write the remaining tokens; return the description of the part."""
+        """Write the remaining tokens, and return the description of the part."""
         if len(self._rest):
             self._write(self._rest)
         if self._writer is not None:
@@ -109,8 +109,8 @@ class PartWriter:
         return PartIndex(len(self._ends), self._tokens, shards, self._digest.hexdigest(), learnt)
 
     def _close_learnt(self, bounds: array.array[int]) -> int:
-        """Write the loss mask and add it to the digest; return the number of trained tokens."""
-        # All starts, then all ends, so that each can be searched in the memory-mapped file.
+        """Write the loss mask, add it to the digest, and return how many tokens are trained on."""
+        # All starts and then all ends, so that each can be searched in the mapped file.
         stretches = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
         np.save(_learnt_file(self._folder, self._part), stretches)
         learnt = Learnt(*stretches)
@@ -124,18 +124,18 @@ class PartWriter:
             if self._writer is not None:
                 self._writer.close()
             file = str(_shard_file(self._folder, self._part, shard))
-            # Groups of one record make random access fast.
+            # With groups of one record, any record is found quickly.
             self._writer = ArrayRecordWriter(file, "group_size:1,uncompressed")
         self._writer.write(block.tobytes())
         self._blocks += 1
 
 
 class ShardedTokens:
-    """Tokens of a part as one long array, which reads only the requested spans."""
+    """Tokens of a part as one long array, of which only requested spans are read."""
 
     def __init__(self, files: list[Path], size: int, dtype: str):
         """Open the shards, which hold `size` tokens."""
-        # Grain imports JAX, which the processes that tokenize do not need.
+        # Imported here because Grain imports JAX, which processes that tokenize do not need.
         import grain
 
         self._records: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
@@ -157,7 +157,7 @@ class ShardedTokens:
 
 
 def write_index(folder: Path, index: TokenIndex) -> None:
-    """Write the index of a folder, after all other files."""
+    """Write the index of a folder, after all else has been written."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(index)}, indent=1)
     (folder / TOKENS_INDEX).write_text(text + "\n", encoding="utf-8")
 
@@ -166,7 +166,7 @@ def read_index(path: str, field: str) -> TokenIndex:
     """Return the index of a folder of token shards.
 
     Raises:
-        InputError: naming `field`, if the folder has no index, or one that is not valid.
+        InputError: naming `field`, if the folder has none, or an invalid one.
     """
     folder = Path(path)
     if not (folder / TOKENS_INDEX).is_file():
@@ -185,7 +185,7 @@ def read_index(path: str, field: str) -> TokenIndex:
 
 
 def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedDocuments:
-    """Return the documents of one part, without reading their tokens.
+    """Return the documents of one part, none of which is read yet.
 
     Raises:
         InputError: naming `field` and the file, if one is missing or incomplete.

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or any Hugging Face tokenizer."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MARKS = {
     "eos_token": "<|end_of_text|>",
     "pad_token": "<|padding|>",
 }
-"""Special tokens of the tokenizers that are written here."""
+"""Marks of the tokenizers that are written here."""
 
 # Begin and end marks in the tokenizers of well-known models, for a tokenizer.json without the file
 # that names them.
@@ -50,15 +50,15 @@ _LINE = re.compile(r"(?<=\n)(?=\S)")
 
 
 class Tokenizer(Protocol):
-    """Conversion between text and tokens; the three marks are tokens below `vocabulary_size` too.
+    """Conversion of text to tokens and back. The three marks are tokens below `vocabulary_size`.
 
     Attributes:
-        begin: token before the first of a document (the end mark if there is no begin mark).
+        begin: token before the first of a document (the end mark if there is no other).
         end: token after the last of a document.
-        padding: token at positions without content.
-        digest: digest that identifies the tokenizer.
-        chat_template: Jinja template of conversations, if the tokenizer has one.
-        special_tokens: texts of `bos_token`, `eos_token` and the like, for templates.
+        padding: token of unused positions.
+        digest: hash that identifies the tokenizer.
+        chat_template: Jinja template of conversations, if the tokenizer comes with one.
+        special_tokens: texts of `bos_token`, `eos_token` and the like, as templates use them.
     """
 
     begin: int
@@ -78,16 +78,16 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens, without marks and invalid token ids."""
+        """Return the text of the tokens, without marks and numbers that are not tokens."""
         ...
 
     def token_of(self, text: str) -> int | None:
-        """Return the token whose text is exactly this, such as <|eot_id|>, or None."""
+        """Return the token of a whole text, such as <|eot_id|>; None if it is not a token."""
         ...
 
 
 class ByteTokenizer:
-    """Tokenizer with one token per byte, and three for begin, end and padding."""
+    """Tokenizer of bytes, with three more tokens for a document's begin and end, and padding."""
 
     begin = 256
     end = 257
@@ -107,9 +107,9 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens that are bytes, without the others.
+        """Return the text of the tokens that are bytes; others are left out.
 
-        Bytes that are not UTF-8 become U+FFFD, because an untrained model generates such bytes.
+        Bytes that are not UTF-8 become U+FFFD, so that an untrained model's text can be printed.
         """
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
         return bytes([token for token in ids if 0 <= token < 256]).decode(errors="replace")
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
     """Tokenizer from a tokenizer.json, with its marks from the files beside it."""
 
     def __init__(self, file: Path, field: str):
-        """Read the files; `field` is the configuration key of the path.
+        """Read the files; `field` is the key or option that gave the path.
 
         Raises:
             InputError: if they cannot be read, or no token marks the end of a document.
@@ -176,21 +176,21 @@ class HuggingFaceTokenizer:
         return next((token for token in known if token is not None), None)
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
-        """Return the tokens of a text; special tokens in it are recognized."""
+        """Return the tokens of a text; special tokens that are spelled out in it count as such."""
         [tokens] = self.encode_batch([text])
         return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[Integer[np.ndarray, " token"]]:
-        """Return the tokens of each text; the package chooses the number of threads."""
+        """Return the tokens of each text, encoded in the threads of the package."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the tokens, without marks and invalid token ids."""
+        """Return the text of the tokens, without marks and numbers that are not tokens."""
         return self._tokenizer.decode(_within(tokens, self.vocabulary_size))
 
     def token_of(self, text: str) -> int | None:
-        """Return the token whose text is exactly this, or None."""
+        """Return the token of a whole text; None if it is not a token."""
         return self._tokenizer.token_to_id(text)
 
 
@@ -200,8 +200,7 @@ def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer
     `bytes` or None is `ByteTokenizer`; a path is that of a tokenizer.json, or of its folder.
 
     Raises:
-        InputError: naming `field`, if it does not exist, or the package to read it is not
-            installed.
+        InputError: naming `field`, if there is none, or the package to read it is not installed.
     """
     if name is None or name == BYTES:
         return _BYTES
@@ -215,7 +214,7 @@ _BYTES = ByteTokenizer()
 
 @dataclass(frozen=True)
 class _Files:
-    """Files of a tokenizer, compared by their content and not by their paths."""
+    """Files of a tokenizer, equal if their contents are, wherever they are stored."""
 
     file: Path = dataclasses.field(compare=False)
     named: str = dataclasses.field(compare=False)
@@ -223,7 +222,7 @@ class _Files:
 
 
 def _digest(file: Path) -> bytes | None:
-    """Return the digest of a file's content; None if it cannot be read (its reader raises)."""
+    """Return the digest of a file's content; None if it cannot be read (its reader reports it)."""
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).digest()
     except OSError:
@@ -232,15 +231,15 @@ def _digest(file: Path) -> bytes | None:
 
 @functools.lru_cache(maxsize=4)
 def _read(files: _Files) -> Tokenizer:
-    """Read a tokenizer, cached because a large vocabulary takes a while."""
+    """Read a tokenizer once, because a large vocabulary takes long."""
     return HuggingFaceTokenizer(files.file, files.named)
 
 
 def tokenizer_file(name: str, field: str) -> Path:
-    """Return the file of a tokenizer, from its path or its folder's path.
+    """Return the file of a tokenizer, given its path or its folder's path.
 
     Raises:
-        InputError: naming `field`, if it does not exist.
+        InputError: naming `field`, if there is none.
     """
     path = Path(name).expanduser()
     file = named_tokenizer(path)
@@ -262,7 +261,7 @@ def tokenizer_file(name: str, field: str) -> Path:
 
 
 def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> None:
-    """Copy the files of a tokenizer to `folder`, for `load_tokenizer`."""
+    """Copy the files of a tokenizer to `folder`, where `load_tokenizer` then finds them."""
     file = tokenizer_file(name, field)
     folder.mkdir(parents=True, exist_ok=True)
     beside = [file.parent / settings for settings in SETTINGS]
@@ -272,14 +271,14 @@ def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> No
 
 
 def write_byte_tokenizer(folder: Path, field: str) -> None:
-    """Write `ByteTokenizer` to an existing folder, in the format of Hugging Face.
+    """Write `ByteTokenizer` to an existing folder, in the format of Hugging Face tokenizers.
 
     Raises:
         InputError: naming `field`, if the package is missing.
     """
     package = require("tokenizers", "hf", field, str(folder))
     byte_level = package.pre_tokenizers.ByteLevel
-    # Bytes that are not printable characters are written as characters beyond Latin-1, in order.
+    # Bytes that are not printable are written as characters beyond Latin-1, in order.
     characters = sorted(byte_level.alphabet())
     printable = {character for character in characters if ord(character) < 256}
     others = (character for character in characters if character not in printable)
@@ -288,14 +287,14 @@ def write_byte_tokenizer(folder: Path, field: str) -> None:
     tokenizer = package.Tokenizer(package.models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = package.decoders.ByteLevel()
-    # In this order the marks get the ids 256 to 258.
+    # In this order, the marks are tokens 256 to 258.
     tokenizer.add_special_tokens(list(MARKS.values()))
-    # A mark that is spelled out in a text is encoded as bytes, as `ByteTokenizer` does.
+    # A mark that is spelled out in a text is encoded as bytes, as in `ByteTokenizer`.
     write_tokenizer(tokenizer, folder, split_special_tokens=True)
 
 
 def write_tokenizer(tokenizer: Any, folder: Path, **settings: Any) -> None:
-    """Write a tokenizer of the package tokenizers with our `MARKS`, and further `settings`."""
+    """Write a tokenizer of the package tokenizers, with our `MARKS` and other `settings`."""
     tokenizer.save(str(folder / TOKENIZER))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **MARKS, **settings}
     (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
@@ -309,11 +308,11 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[Any]
 ) -> tuple[Integer[np.ndarray, " token"], Int64[np.ndarray, " document"]]:
-    """Return begin mark, tokens and end mark of each text, concatenated, and the end of each.
+    """Return begin mark, tokens and end mark of all texts, concatenated, and where each text ends.
 
-    Texts are strings, or for `ByteTokenizer` bytes. Strings of more than a million characters are
-    encoded in pieces that begin with a line. This does not change the tokens if no token spans the
-    end of a line.
+    Texts are strings, or bytes for `ByteTokenizer`. Strings of more than a million characters are
+    encoded in pieces that begin with a line, which does not change the tokens if no token crosses
+    the end of a line.
     """
     pieces = [list(cut(text)) for text in texts]
     encoded = tokenizer.encode_batch([piece for of_text in pieces for piece in of_text])
@@ -356,13 +355,13 @@ def _settings(folder: Path, field: str) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a special token, given as text or as a mapping with its properties."""
+    """Return the text of a special token, which is given as text or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], field: str) -> str | None:
-    """Return the template from its own file, or the default one from the settings."""
+    """Return the template from its own file, or the (default) one from the settings."""
     file = folder / CHAT_TEMPLATE
     if file.is_file():
         return fields.read_text(file, field)

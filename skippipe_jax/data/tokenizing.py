@@ -1,4 +1,4 @@
-"""Tokenization of text into shards, in several processes; training of a tokenizer."""
+"""Tokenization of text into shards, in several processes, and training of a tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from skippipe_jax.data.tokenizer import (
 def train_bpe(
     documents: Iterable[tuple[Document, DocumentSource]], vocabulary_size: int, folder: Path
 ) -> None:
-    """Train a byte-level BPE and write it to `folder`, in the format of Hugging Face.
+    """Train a byte-level BPE, and write it to `folder` in the format of Hugging Face tokenizers.
 
     Raises:
         InputError: if a document is not UTF-8, or the package is missing.
@@ -72,14 +72,13 @@ def write_tokens(
     seed: int,
     processes: int,
 ) -> TokenIndex:
-    """Tokenize all documents into `folder`, which exists, and return the index.
+    """Tokenize all documents into `folder`, which exists, and return the index of its files.
 
-    The files do not depend on the number of processes. Either all sources are conversations, or
-    none is.
+    The same text gives the same files with any number of processes. Either all sources are
+    conversations, or none is.
 
     Raises:
-        InputError: if a document cannot be read, or belongs to two sources, or one part would have
-            all documents.
+        InputError: if a document cannot be read, or is in two sources, or one part would have all.
     """
     assert len({source.kind == "chat" for source in sources}) == 1
     tokenizer = load_tokenizer(tokenizer_name, "--tokenizer")
@@ -119,7 +118,7 @@ Inputs = Sequence[tuple[DocumentSource, Iterable[Document]]]
 def _inputs(
     sources: Sequence[DocumentSource], held_out: float, seed: int
 ) -> tuple[Inputs, Callable[[Document], bool]]:
-    """Return the documents of each source, and a function that says if one is held out."""
+    """Return the documents of each source, and a predicate for the held-out ones."""
     if len(sources) > 1:
         require_apart(tuple(sources))
     every = ((source, one) for source in sources for one in read_documents(source))
@@ -135,18 +134,18 @@ def _inputs(
 def _tokenized(
     inputs: Inputs, name: str, tokenizer: Tokenizer, processes: int
 ) -> Iterator[tuple[list[Document], *Encoded]]:
-    """Yield groups of documents in order, each encoded."""
+    """Yield groups of documents in their order, each encoded."""
     work = ((group, source) for source, documents in inputs for group in groups(documents))
     if processes == 1:
         yield from ((group, *encode(group, source, tokenizer)) for group, source in work)
         return
     running: deque[tuple[list[Document], Future[Encoded]]] = deque()
-    # Spawn, because threads of the packages would not survive a fork.
+    # Spawned: the packages' threads would not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
         for group, source in work:
             running.append((group, pool.submit(_encode, name, group, source)))
-            # Waiting groups are in memory, so their number is limited.
+            # Waiting groups take memory, so they must not be all of the text.
             if len(running) > 2 * processes:
                 done, encoded = running.popleft()
                 yield done, *encoded.result()
@@ -155,7 +154,7 @@ def _tokenized(
 
 
 def _start_worker() -> None:
-    """Ignore Ctrl-C, which the parent handles, and exit when the parent has exited."""
+    """Leave Ctrl-C to the parent, and exit when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -173,7 +172,7 @@ def _encode(name: str, documents: list[Document], source: DocumentSource) -> Enc
 
 @functools.cache
 def _tokenizer_of_worker(name: str) -> Tokenizer:
-    # There already is a process for every core.
+    # There already is a process for each core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return load_tokenizer(name)
 

@@ -1,8 +1,8 @@
-"""LLaMA cut into stages, what it computes and what room it takes.
+"""LLaMA models partitioned into stages, with formulas for their operations and memory.
 
-Others use `llama` (stages and their shapes), `branch_scales` (numbers folded into their weights),
-`document_mask` (what keeps packed documents apart), `flops`, `footprint`, which counts bytes by
-formula and loads no JAX, `node_memory`, which does so for each device of a node, `in_flight`, which
-says how many microbatches fit there, and `planned_case`, which fills both into a case. `sharding`
-declares how arrays are cut over the devices of a node.
+Other packages use `llama` (stages and their shapes), `branch_scales` (scales folded into weights),
+`document_mask` (boundaries of packed documents), `flops` (operations), `footprint` (bytes by
+formula, without JAX), `node_memory` (the same for each device of a node), `in_flight` (microbatches
+that fit) and `planned_case` (a case with these values). `sharding` declares how arrays are split
+over the devices of a node.
 """

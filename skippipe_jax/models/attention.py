@@ -1,12 +1,12 @@
-"""Causal attention within documents, by what the device does best.
+"""Causal attention within documents, in the implementation that suits the device.
 
 - `xla`: all scores at once, T x T of them for each head.
-- `blockwise`: in plain JAX, a square of scores at a time, as in FlashAttention (arXiv 2205.14135,
-  2307.08691): nothing grows with the square of time, and blocks that only look ahead are left out.
+- `blockwise`: plain JAX, a square of scores at a time, as in FlashAttention (arXiv 2205.14135,
+  2307.08691). Nothing grows with the square of time, and squares of later keys are skipped.
 - `cudnn`: the fused kernel of NVIDIA GPUs.
 - `splash`: JAX's own kernel for TPUs, with documents as its segments.
-- `auto`: `cudnn` or `splash` where the device is one and the shapes fit it, else `blockwise`; but
-  `xla` for short sequences.
+- `auto`: `xla` for short sequences, else `cudnn` or `splash` if the device and the shapes allow it,
+  else `blockwise`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from skippipe_jax.config.model import (
 from skippipe_jax.models.document_mask import within_documents
 
 ATTENDED = "attended"
-"""The name, for JAX's checkpoint policies, of what attention gives and its gradient needs."""
+"""Name, for JAX's checkpoint policies, of attention's output and of what its gradient needs."""
 
 Queries = Float[Array, "batch time heads head_width"]
 Attended = Float[Array, "batch time width"]
 Keys = Float[Array, "batch time kv_heads head_width"]
 Documents = Int[Array, "batch time"]
-"""Where the document of each token begins: alike for those of one document."""
+"""Position where the document of each token begins: equal for tokens of one document."""
 
 TRIED_LENGTH, TRIED_DOCUMENT = 256, 96
 TOLERANCE = 0.03
-"""Of bfloat16, whose last bit is a 256th, and of products of such numbers."""
+"""Relative error of bfloat16, whose last bit is a 256th, and of products of such numbers."""
 SPLASH_BLOCKS = (512, 256, 128)
-"""Of queries and of keys: the largest that divides the sequence is taken."""
+"""Queries, and keys, in a block: the largest number that divides the sequence is used."""
 
 
 def implementation_of(model: ModelConfig, length: int, platform: str) -> str:
-    """What computes the attention of sequences of so many tokens on devices of a platform."""
+    """Return the implementation of attention for sequences of `length` tokens on a platform."""
     if holds_all_scores(model.attention, length):
         return XLA
     if model.attention != AUTO:
@@ -66,7 +66,7 @@ def implementation_of(model: ModelConfig, length: int, platform: str) -> str:
 def attend(
     query: Queries, key: Keys, value: Keys, documents: Documents | None, implementation: str
 ) -> Attended:
-    """Each query over the keys up to its own place, of its own document where they are packed."""
+    """Attend from each query to the keys up to its position, within its document if packed."""
     if implementation == BLOCKWISE:
         return blockwise(query, key, value, documents)
     if implementation == SPLASH:
@@ -83,14 +83,14 @@ def attend(
 
 
 def flat(attended: Queries) -> Attended:
-    """Return all heads of a token side by side."""
+    """Concatenate the heads of each token."""
     return attended.reshape(*attended.shape[:2], -1)
 
 
 def fault_of(kernel: str, model: ModelConfig, *, is_packed: bool) -> str:
-    """What is wrong with a kernel on this machine's device, as a part of a sentence; "" if nothing.
+    """Return the fault of a kernel on this device, as a part of a sentence; "" if it has none.
 
-    It computes something small, and its gradient, which are held against what all scores give.
+    A small attention and its gradient are compared with those of `xla`.
     """
     random = np.random.default_rng(0)
     group = model.heads // model.kv_heads
@@ -125,17 +125,16 @@ def blockwise(
     documents: Documents | None,
     block: int | None = None,
 ) -> Attended:
-    """Attention in squares of `block` queries by as many keys, by default as the device likes it.
+    """Compute attention in squares of `block` queries by as many keys, by default by the device.
 
-    Scores and sums are in float32, and products in the dtype of what is multiplied. For its
-    gradient nothing is kept but what goes in and out, and the logarithm of the sum of each query's
-    exponentials.
+    Scores and sums are in float32, and products in the dtype of their factors. For the gradient
+    only inputs, outputs, and the logarithm of each query's sum of exponentials are kept.
     """
     return _forward(query, key, value, documents, block)[0]
 
 
 def block_of(platform: str) -> int:
-    """Queries, and keys, that are taken at a time: few stay in a processor's cache."""
+    """Return the block size of a platform; on a processor, small enough for its cache."""
     return CPU_BLOCK if platform == "cpu" else BLOCK
 
 
@@ -148,7 +147,7 @@ def _forward(
         rows = tiles.queries[i]
 
         def add_keys(back: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            # The diagonal first: there each query finds a key, itself, so the greatest is finite.
+            # The diagonal first: each query has a key there, its own, so `greatest` is finite.
             j = i - back
             weighted, total, greatest = sums
             scores = tiles.scores(rows, i, j)
@@ -170,7 +169,7 @@ def _forward(
         return None, (attended.astype(query.dtype), jnp.log(total) + greatest)
 
     _, (attended, log_sums) = jax.lax.scan(of_queries, None, jnp.arange(tiles.count))
-    # What goes out and what is kept are one array, in the shape in which it is multiplied next.
+    # The output and the kept array are one, in the shape of the next product.
     attended = checkpoint_name(flat(tiles.joined(attended)), ATTENDED)
     log_sums = checkpoint_name(log_sums, ATTENDED)
     return attended, (query, key, value, documents, attended, log_sums)
@@ -182,7 +181,7 @@ def _backward(
     query, key, value, documents, attended, log_sums = kept
     tiles = _Tiles(query, key, value, documents, block)
     cotangents = tiles.of_queries(cotangent.reshape(query.shape))
-    # The softmax's gradient takes from each score's cotangent their mean by probability.
+    # The softmax's gradient subtracts from each score's cotangent their mean by probability.
     means = jnp.sum(
         cotangents.astype(jnp.float32)
         * tiles.of_queries(attended.reshape(query.shape)).astype(jnp.float32),
@@ -227,9 +226,9 @@ blockwise.defvjp(_forward, _backward)
 
 
 class _Tiles:
-    """Queries, keys and values cut into blocks of tokens, the last one filled up.
+    """Queries, keys and values split into blocks of tokens, the last one padded.
 
-    What fills it up comes after all that counts, so that no query before it looks there.
+    Padding comes after all tokens, so no query of a token attends to it.
     """
 
     def __init__(
@@ -253,7 +252,7 @@ class _Tiles:
         return jnp.moveaxis(array, 1, 0)
 
     def of_queries(self, query: Queries) -> Float[Array, "count batch kv_heads group block width"]:
-        """Cut as the queries are, those heads together that share keys."""
+        """Split queries into blocks, and group the heads that share keys."""
         cut = self._cut(query)
         cut = cut.reshape(*cut.shape[:3], self.kv_heads, -1, cut.shape[-1])
         return jnp.moveaxis(cut, 2, 4)
@@ -264,7 +263,7 @@ class _Tiles:
     def joined(
         self, cut: Float[Array, "count batch kv_heads group block width"]
     ) -> Float[Array, "batch time heads_of_it width"]:
-        """Return the inverse of `of_queries`, of one head a group too."""
+        """Invert `of_queries`, also for one head a group."""
         whole = jnp.moveaxis(jnp.moveaxis(cut, 4, 2), 0, 1)
         batch, width = whole.shape[0], whole.shape[-1]
         return whole.reshape(batch, self.count * self.block, -1, width)[:, : self.length]
@@ -272,7 +271,7 @@ class _Tiles:
     def scores(
         self, rows: Float[Array, "batch kv_heads group block width"], i: Array, j: Array
     ) -> Float[Array, "batch kv_heads group block block"]:
-        """Of the queries of block i and the keys of block j, -inf where one must not look."""
+        """Return the scores of query block i and key block j, -inf where a key is masked."""
         scores = _product("bkgqd,bksd->bkgqs", rows, self.keys[j]) * self.scale
         places = jnp.arange(self.block)
         is_seen = (i * self.block + places)[:, None] >= j * self.block + places
@@ -294,9 +293,9 @@ def splash(
     *,
     interpret: bool = False,
 ) -> Attended:
-    """Attention by JAX's kernel for TPUs; with `interpret` by its emulation on any device."""
+    """Compute attention by JAX's TPU kernel; with `interpret` by its emulation on any device."""
     length, width = query.shape[1], query.shape[-1]
-    # Of use on TPUs alone, and slow to import.
+    # Imported here because it is slow, and of use on TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,

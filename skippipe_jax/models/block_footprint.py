@@ -1,6 +1,6 @@
-"""What blocks keep between forward and backward, and make within one, by formula: bytes.
+"""Bytes that blocks keep between forward and backward, and make within one, by formula.
 
-docs/memory_formulas.md derives every formula. What is kept is exact.
+docs/memory_formulas.md derives every formula. Bytes kept are exact.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from skippipe_jax.config import DataConfig, ModelConfig
 from skippipe_jax.config.model import CPU_BLOCK, holds_all_scores, turns_by_constants
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of a number in each of the dtypes that a configuration may name."""
+"""Bytes of a number in each dtype that a configuration may name."""
 TOKEN_BYTES = 4
 
 
 def tokens_of(data: DataConfig) -> int:
-    """Of a microbatch."""
+    """Return the number of tokens of a microbatch."""
     return data.microbatch_size * data.sequence_length
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Of one block."""
+    """Return the number of parameters of one block."""
     return sum(arrays_of_block(model))
 
 
 def arrays_of_block(model: ModelConfig) -> list[int]:
-    """Numbers of each: queries and outputs, keys and values, the three of SwiGLU, two norms."""
+    """Return the size of each array: query, output, key, value, three of SwiGLU, and two norms."""
     width, kv_width = model.width, model.kv_heads * model.head_width
     return [width**2] * 2 + [width * kv_width] * 2 + [width * model.ffn_width] * 3 + [width] * 2
 
 
 def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
-    """Return what so many blocks keep if nothing slow is computed again."""
+    """Return the bytes that `layers` blocks keep if only elementwise results are recomputed."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     scores = tokens * model.heads * data.sequence_length * keeps_scores
-    # All others compute the scores again, piece by piece, and keep what those of a query sum to.
+    # All others recompute the scores block by block, and keep a log-sum for each query.
     sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
     numbers = 6 * model.width + 2 * kv_width + 2 * model.ffn_width
@@ -47,7 +47,7 @@ def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
 
 
 def saved_by_block(model: ModelConfig, data: DataConfig) -> int:
-    """What a block keeps on the device, besides its input, where the rest is computed again."""
+    """Return the bytes that a block keeps on the device besides its input, if it is recomputed."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     if model.recompute == "save_only_attention":
         return compute * tokens * model.width + bytes_of_log_sums(model, data)
@@ -57,14 +57,14 @@ def saved_by_block(model: ModelConfig, data: DataConfig) -> int:
 
 
 def offloadable_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """What the products of a block with its matrices give, but for the last, which none needs."""
+    """Return the bytes of a block's matrix products except the last, which no gradient needs."""
     kv_width = model.kv_heads * model.head_width
     numbers = 2 * model.width + 2 * kv_width + 2 * model.ffn_width
     return DTYPE_BYTES[model.compute_dtype] * tokens_of(data) * numbers
 
 
 def bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
-    """What attention keeps in the scores' place, for each head and token up to a whole block."""
+    """Return the bytes of attention's log-sums: of each head and token, padded to whole blocks."""
     length = data.sequence_length
     if holds_all_scores(model.attention, length):
         return 0
@@ -73,7 +73,7 @@ def bytes_of_log_sums(model: ModelConfig, data: DataConfig) -> int:
 
 
 def bytes_of_places(model: ModelConfig, data: DataConfig) -> int:
-    """What says, for a block that is computed again, where its tokens are: constants, if any."""
+    """Return the bytes of positions for recomputation: of packed tokens, else constants if any."""
     if data.packing == "documents":
         return TOKEN_BYTES * tokens_of(data)
     are_constants = turns_by_constants(data.sequence_length, model.head_width)
@@ -81,25 +81,25 @@ def bytes_of_places(model: ModelConfig, data: DataConfig) -> int:
 
 
 def bytes_of_rotations(model: ModelConfig, data: DataConfig) -> int:
-    """Of cosines and sines: of each token if documents are packed, else of each place."""
+    """Return the bytes of cosines and sines: of each token if packed, else of each position."""
     places = tokens_of(data) if data.packing == "documents" else data.sequence_length
     return 2 * 4 * places * model.head_width // 2
 
 
 def blocks_at_once(model: ModelConfig, layers: int) -> int:
-    """Of how many blocks a backward pass has at once what `none` would keep.
+    """Return for how many blocks a backward pass holds the bytes that `none` would keep.
 
-    That is the block that it is at, whose turn it is for what was kept or is computed again; and
-    all that it has computed again before, if that is the stage.
+    These are the current block, kept or recomputed, and with `stage` also all blocks that were
+    recomputed before.
     """
     return 1 + layers if model.recompute == "stage" else 1
 
 
 def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """Return what a backward pass makes besides of the block that it is at, whatever is kept.
+    """Return the bytes that a backward pass makes for the current block, whatever is kept.
 
-    That are gradients of its parameters, before they lie with those of the others; what its
-    matrices are multiplied with, three times; and what is computed number by number.
+    These are the gradients of its parameters, before they are stacked with those of other blocks,
+    the inputs of its matrix products, three times, and elementwise results.
     """
     compute = DTYPE_BYTES[model.compute_dtype]
     of_products = 3 * tokens_of(data) * model.width
@@ -107,10 +107,10 @@ def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
 
 
 def quick_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """Return what the backward pass of a block computes number by number.
+    """Return the bytes of elementwise results in the backward pass of a block.
 
-    That are the product that SwiGLU multiplies last, its gradient and those of gate and up; and in
-    float32 what a norm gets, and its gradient.
+    These are the last product within SwiGLU, its gradient, and the gradients of gate and up; and in
+    float32 the input of a norm and its gradient.
     """
     compute = DTYPE_BYTES[model.compute_dtype]
     return tokens_of(data) * (4 * model.ffn_width * compute + 2 * model.width * 4)

@@ -1,6 +1,6 @@
-"""Into how few stages a model can be cut on devices of given memory, and what would make it fewer.
+"""Fewest stages into which a model must be split for given devices, and settings for fewer.
 
-Blocks go one by one to the stage whose device they leave least full, so cuts may be uneven. No JAX.
+Each block is added to the stage whose device it leaves least full; stages may be uneven. No JAX.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ REMEDIES = (
     "optimizer.state_memory=host",
     "model.parameter_dtype=bfloat16",
 )
-"""What takes less memory whatever the text is, as overrides of a configuration."""
+"""Overrides of a configuration that save memory, whatever its data."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut into stages, each on a device of its own.
+    """Partition of a model into stages, each on a device of its own.
 
     Attributes:
-        blocks: of each stage, the data stage first.
-        bytes: that the device of each stage holds.
-        usable_bytes: that may be filled of it.
+        blocks: blocks of each stage, the data stage first.
+        bytes: bytes that the device of each stage holds.
+        usable_bytes: bytes that may be filled on the device of each stage.
     """
 
     blocks: tuple[int, ...]
@@ -52,13 +52,13 @@ class Cut:
 
     @property
     def fullest(self) -> int:
-        """The stage whose device is filled most, as a share of what may be."""
+        """Stage whose device is filled most, as a fraction of its usable bytes."""
         shares = [own / usable for own, usable in zip(self.bytes, self.usable_bytes, strict=True)]
         return max(range(len(shares)), key=shares.__getitem__)
 
     @property
     def fits(self) -> bool:
-        """Whether all devices have room."""
+        """True if every stage fits on its device."""
         return self.bytes[self.fullest] <= self.usable_bytes[self.fullest]
 
 
@@ -66,7 +66,8 @@ def devices_of(text: str) -> list[float]:
     """Return the bytes of each device: of 3x24GB, of 2x80GB,24GB, or of the nodes of a case file.
 
     Raises:
-        InputError: if it is none of these, or a node of the case has no `memory_bytes`.
+        InputError: if `text` has none of these forms, names too many devices, or names a case with
+            a node without `memory_bytes`.
     """
     if text.endswith((".yaml", ".yml")):
         sizes = [node.memory_bytes for node in load_cases(Path(text))[0].nodes]
@@ -88,10 +89,10 @@ def devices_of(text: str) -> list[float]:
 
 
 def cut_into(config: Config, devices: Sequence[float], stages: int) -> Cut:
-    """Cut the model into so many stages, on those of the devices that have most bytes.
+    """Partition a model into `stages` stages on the devices with most bytes.
 
-    Of the devices, any may serve the data stage: the cut is the one whose fullest device is least
-    full. `stages` is no more than there are blocks or devices.
+    Each of these devices may serve the data stage. The result is the partition whose fullest device
+    is least full. `stages` must not exceed the number of blocks or of devices.
     """
     largest = sorted(devices, reverse=True)[:stages]
     held = cache(partial(_held, config, len(devices) // stages))
@@ -117,7 +118,7 @@ def cut_into(config: Config, devices: Sequence[float], stages: int) -> Cut:
 
 
 def _held(config: Config, replicas: int, is_data_stage: bool, blocks: int) -> int:
-    """Return the bytes that a device holds which serves a stage of so many blocks."""
+    """Return the bytes on a device that serves a stage of `blocks` blocks."""
     return memory_of_node(
         config,
         blocks,
@@ -129,22 +130,22 @@ def _held(config: Config, replicas: int, is_data_stage: bool, blocks: int) -> in
 
 
 def coarsest_cut(config: Config, devices: Sequence[float]) -> Cut | None:
-    """Return the cut into fewest stages that fits on the devices; None if none does."""
+    """Return the partition into fewest stages that fits on the devices; None if none fits."""
     most = min(config.model.layers, len(devices))
     cuts = (cut_into(config, devices, stages) for stages in range(1, most + 1))
     return next((cut for cut in cuts if cut.fits), None)
 
 
 def fewest_devices(config: Config, size: float) -> int | None:
-    """Return how many devices of so many bytes it takes; None if one block each is too much."""
+    """Return how many devices of `size` bytes a model needs; None if one block each is too much."""
     counts = range(1, config.model.layers + 1)
     return next((n for n in counts if cut_into(config, [size] * n, n).fits), None)
 
 
 def answer(configured: Callable[[str | None], Config], devices: Sequence[float]) -> str:
-    """Say whether a model fits on devices, by which cut, and what each remedy saves.
+    """Describe whether a model fits on devices, in which partition, and what each remedy saves.
 
-    `configured` gives the configuration, with an override or without.
+    `configured` returns the configuration, with an override or (None) without.
     """
     config = configured(None)
     model, most = config.model, min(config.model.layers, len(devices))
@@ -173,7 +174,7 @@ def answer(configured: Callable[[str | None], Config], devices: Sequence[float])
 def _remedies(
     configured: Callable[[str | None], Config], devices: Sequence[float], cut: Cut
 ) -> Iterator[str]:
-    """Yield a table: what each remedy saves on the fullest device, and how few stages fit then."""
+    """Yield a table of remedies: bytes saved on the fullest device, and fewest stages that fit."""
     config = configured(None)
     length, size = config.data.sequence_length, config.data.microbatch_size
     smaller = f"data.microbatch_size={size // 2}" if size > 1 else None
@@ -193,7 +194,7 @@ def _remedies(
 
 
 def _machines(config: Config, size: float) -> str:
-    """Say how many devices of so many bytes it takes."""
+    """Describe how many devices of `size` bytes a model needs."""
     fewest = fewest_devices(config, size)
     if fewest is None:
         least = cut_into(config, [size] * config.model.layers, config.model.layers)

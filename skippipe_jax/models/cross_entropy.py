@@ -1,12 +1,12 @@
-"""Cross-entropy from what the head gets, a chunk of tokens at a time.
+"""Cross-entropy from the input of the head, for one chunk of tokens at a time.
 
-The logits of all tokens would be the largest array there is, 2.1 GB for 4,096 tokens and a
-vocabulary of 128,256, and their gradient another one. Here only those of one chunk exist at any
-time. Where a gradient is wanted, it is made while the chunk's logits are there, so that there are
-three products with the head and not four.
+The logits of all tokens would be the largest array, 2.1 GB for 4,096 tokens and a vocabulary of
+128,256, and their gradient another one. Here only those of one chunk exist at a time. If a gradient
+is needed, it is made while the chunk's logits exist, which takes three products with the head
+instead of four.
 
-Optax and Flax begin with logits. Tokamax has a kernel that begins with the head, but every token
-counts in it, it knows no z-loss, and it is said to be under heavy development still.
+Optax and Flax start from logits. Tokamax has a kernel that starts from the head, but it counts
+every token, has no z-loss, and is described as under heavy development.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from skippipe_jax.models.head_chunks import tokens_of_chunk
 from skippipe_jax.models.sharding import EVERY_PART, constrained
 
 NO_TARGET = -1
-"""Any negative target does not count; this one is of tokens that fill up the last chunk."""
+"""Target of the tokens that pad the last chunk. No negative target counts."""
 
 Hidden = Float[Array, "token width"]
 Targets = Int[Array, " token"]
 PerToken = Float[Array, " token"]
 
 Axes = Literal["wv", "vw"]
-"""Of the head's matrix: of a head of its own, or of an embedding that is the head as well."""
+"""Axes of the head's matrix: of a head of its own, or of an embedding that is also the head."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The matrix between width and vocabulary, as it is kept."""
+    """Matrix between width and vocabulary, as stored."""
 
     matrix: Float[Array, "_ _"]
     axes: Axes
 
     @property
     def vocabulary_size(self) -> int:
-        """How many logits it gives for a token."""
+        """Number of logits of a token."""
         return self.matrix.shape[self.axes.index("v")]
 
     def cast(self, dtype: Any) -> Head:
-        """Return the same head, to compute in another dtype."""
+        """Return the same head in another dtype."""
         return Head(self.matrix.astype(dtype), self.axes)
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
-        """Scores of the next token: a product in the dtype of `hidden`, added up in float32."""
+        """Return the scores of the next token: a product in the dtype of `hidden`, float32 sums."""
         logits = _product(f"...w,{self.axes}->...v", hidden, self.cast(hidden.dtype).matrix)
         return constrained(logits, *[None] * (hidden.ndim - 1), EVERY_PART)
 
@@ -62,12 +62,12 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """What is minimised, and the two that it is the sum of, over all tokens that have a target.
+    """Return the minimized loss and its two terms, summed over all tokens that have a target.
 
-    They are the cross-entropy in nats, and `z_loss` times log(Z)^2, where Z is what the softmax
-    divides by. Only what is minimised has a gradient: that of the two apart would be two of the
-    head's size. A negative target does not count. `chunk` says how many tokens are taken at a
-    time: as many as `tokens_of_chunk` says by default.
+    The terms are the cross-entropy in nats, and `z_loss` times log(Z)^2, where Z is the denominator
+    of the softmax. Only the loss has a gradient: separate ones of the terms would be two arrays of
+    the head's size. A negative target does not count. `chunk` is the number of tokens taken at a
+    time, by default that of `tokens_of_chunk`.
     """
     chunk = chunk or tokens_of_chunk(len(targets), head.vocabulary_size)
     hidden, matrix = constrained(hidden, None, None), _in_parts(head.matrix, head.axes)
@@ -78,7 +78,7 @@ def cross_entropy(
 def scores(
     hidden: Hidden, head: Head, targets: Targets, chunk: int | None = None
 ) -> tuple[PerToken, Bool[Array, " token"]]:
-    """Of each token, the cross-entropy in nats, and whether its target is the likeliest one.
+    """Return each token's cross-entropy in nats, and whether its target is the likeliest token.
 
     A token without a target has 0 nats, and counts as the likeliest.
     """
@@ -96,7 +96,7 @@ def scores(
 def _without_gradient(
     hidden: Hidden, matrix: Array, targets: Targets, axes: Axes, z_loss: float, chunk: int
 ) -> tuple[Array, Array, Array]:
-    # Cast here, and not in every chunk.
+    # Cast once, not in every chunk.
     head = Head(matrix, axes).cast(hidden.dtype)
 
     def of_chunk(carry: None, hidden: Hidden, targets: Targets) -> tuple[None, Any]:
@@ -109,15 +109,15 @@ def _without_gradient(
 def _with_gradient(
     hidden: Hidden, matrix: Array, targets: Targets, axes: Axes, z_loss: float, chunk: int
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    """Return the sums, and the gradients of what is minimised."""
+    """Return the sums, and the gradients of the loss."""
     head = Head(matrix, axes).cast(hidden.dtype)
 
     def of_chunk(of_head: Array, hidden: Hidden, targets: Targets) -> tuple[Array, Any]:
         nats, log_z, softmax = _softmax(head.logits(hidden), targets)
         weight = (targets >= 0) * (1.0 + 2.0 * z_loss * log_z)
         of_logits = weight[:, None] * softmax - jax.nn.one_hot(targets, head.vocabulary_size)
-        # Like the logits, what is made of their gradient is a product in the compute dtype, added
-        # up in float32; one of float32 would take a GPU many times as long.
+        # Products with the logits' gradient are in the compute dtype, with float32 sums, as those
+        # of the logits are; float32 products would take a GPU many times as long.
         of_logits = constrained(of_logits.astype(hidden.dtype), None, EVERY_PART)
         of_hidden = _product(f"tv,{axes}->tw", of_logits, head.matrix)
         of_head += _product(f"tw,tv->{axes}", hidden, of_logits)
@@ -126,7 +126,7 @@ def _with_gradient(
     zeros = _in_parts(jnp.zeros(matrix.shape, jnp.float32), axes)
     of_head, per_token = _over_chunks(of_chunk, zeros, hidden, targets, chunk)
     nats, log_z, of_hidden = per_token
-    # Empty arrays say which dtypes gradients are to have.
+    # Empty arrays carry the dtypes of the gradients.
     dtypes = jnp.zeros(0, hidden.dtype), jnp.zeros(0, matrix.dtype)
     return _sums(nats, log_z, targets, z_loss), (of_hidden, of_head, *dtypes)
 
@@ -153,14 +153,14 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
 
 
 def _in_parts(matrix: Array, axes: Axes) -> Array:
-    """Return the head's matrix as logits are made with it: on a mesh, no device has it whole."""
+    """Split the head's matrix over the vocabulary: no device of a mesh holds all of it."""
     return constrained(matrix, *(EVERY_PART if axis == "v" else None for axis in axes))
 
 
 def _softmax(
     logits: Float[Array, "token vocabulary"], targets: Targets
 ) -> tuple[PerToken, PerToken, Float[Array, "token vocabulary"]]:
-    """Of each token: the cross-entropy [nats], 0 without a target; log Z; the chances."""
+    """Return each token's cross-entropy [nats], 0 without a target; log Z; the probabilities."""
     greatest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - greatest)
     z = jnp.sum(exponentials, axis=-1, keepdims=True)
@@ -173,7 +173,7 @@ def _sums(
     nats: PerToken, log_z: PerToken, targets: Targets, z_loss: float
 ) -> tuple[Array, Array, Array]:
     total = jnp.sum(nats)
-    # Without it, nothing is computed for it.
+    # Without z-loss, its sum is not computed.
     of_z = z_loss * jnp.sum(log_z**2, where=targets >= 0) if z_loss else jnp.zeros(())
     return total + of_z, total, of_z
 
@@ -185,7 +185,7 @@ def _over_chunks(
     targets: Targets,
     chunk: int,
 ) -> tuple[Any, Any]:
-    """Return what `of_chunk` carries from chunk to chunk, and what it says of each token."""
+    """Run `of_chunk` on every chunk, and return its last carry and its results for each token."""
     tokens = len(targets)
     chunks = -(-tokens // chunk)
     if chunks == 1:

@@ -1,7 +1,7 @@
-"""What each device of a node's mesh holds, by formula: its part of all that is cut. No JAX.
+"""Memory of each device of a node's mesh, by formula: its shard of all that is split. No JAX.
 
-docs/memory_formulas.md derives the formulas of nodes of one device, and says which divisors these
-have on a mesh. `skippipe_jax.models.sharding` declares how arrays are cut.
+docs/memory_formulas.md derives the formulas of nodes of one device, and their divisors on a mesh.
+`skippipe_jax.models.sharding` declares how arrays are split.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from skippipe_jax.models.footprint import (
 
 @dataclass(frozen=True)
 class Cuts:
-    """Into how many parts what a stage computes with is cut over a mesh.
+    """Numbers of parts into which a mesh splits the arrays of a stage.
 
     Attributes:
-        all: what lies between blocks, and what is cut along its channels within them.
-        products: what matrices are multiplied with, which has all its channels.
-        attention: what attention keeps of its own.
-        positions: of tokens in packed documents.
-        twice: whether what attention gives is kept twice: by heads, and by tokens as all else is.
+        all: arrays between blocks, and those split along their channels within blocks.
+        products: inputs of matrix products, which have all their channels.
+        attention: arrays that attention keeps.
+        positions: positions of tokens in packed documents.
+        twice: True if the output of attention is kept twice: by heads, and by tokens.
     """
 
     all: int
@@ -58,7 +58,7 @@ class Cuts:
 
     @classmethod
     def of(cls, model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> Cuts:
-        """Over this mesh: along the batch if `fsdp` divides it, else along the tokens."""
+        """Split the batch over `mesh` if `fsdp` divides it, else the tokens."""
         if data.microbatch_size % mesh.fsdp == 0:
             return cls(mesh.devices, mesh.fsdp, mesh.devices, mesh.fsdp)
         turns = model.kv_heads % mesh.devices == 0
@@ -67,14 +67,14 @@ class Cuts:
 
 
 def numbers_of_each(model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
-    """How many of the parameters of a stage each device has: of scales a part over `fsdp`."""
+    """Return how many of a stage's parameters each device has: norms are split over `fsdp` only."""
     scales = (2 * layers + is_data_stage) * model.width
     whole = stage_parameters(model, layers, is_data_stage=is_data_stage)
     return (whole - scales) // mesh.devices + scales // mesh.fsdp
 
 
 def gathered_bytes(model: ModelConfig, layers: int, mesh: NodeMesh) -> int:
-    """Return what each device holds besides if the weights of so many blocks come together."""
+    """Return the bytes added on each device if the weights of `layers` blocks are gathered."""
     scales = 2 * layers * model.width
     matrices = layers * block_parameters(model) - scales
     computed = matrices // mesh.tensor * DTYPE_BYTES[model.compute_dtype]
@@ -82,7 +82,7 @@ def gathered_bytes(model: ModelConfig, layers: int, mesh: NodeMesh) -> int:
 
 
 def kept_by_each(config: Config, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
-    """Return what a forward pass leaves for its backward pass on each device."""
+    """Return the bytes that a forward pass keeps for its backward pass on each device."""
     model, data = config.model, config.data
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     cuts, is_packed = Cuts.of(model, data, mesh), data.packing == "documents"
@@ -108,11 +108,11 @@ def _saved_by_each(model: ModelConfig, data: DataConfig, cuts: Cuts) -> int:
 
 
 def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cuts) -> int:
-    """As `kept_by_blocks`, each term by its own divisor."""
+    """Return `kept_by_blocks` of each device, each term by its own divisor."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     packed = data.packing == "documents"
-    # What differs from one block to another is what a block more keeps.
+    # Two blocks minus one: what each block keeps. The rest is shared.
     block = kept_by_blocks(model, data, 2) - kept_by_blocks(model, data, 1)
     shared = kept_by_blocks(model, data, 1) - block
     scores = tokens * model.heads * data.sequence_length * keeps_scores
@@ -140,9 +140,9 @@ def of_each_device(
     averages: bool,
     gathers: bool,
 ) -> NodeMemory:
-    """Return what each device of a node holds, from what a node of one device would.
+    """Return the memory of each device of a node, from that of a node of one device (`whole`).
 
-    `gathers` says whether weights come together once an iteration.
+    `gathers` says whether weights are gathered once an iteration.
     """
     if mesh == ONE_DEVICE:
         return whole
@@ -187,11 +187,11 @@ def _of_backward(
     is_data_stage: bool,
     gathers: bool,
 ) -> int:
-    """The gradients of all blocks, and what the block takes that is differentiated just then.
+    """Return the bytes of the gradients of all blocks, and of what the current block needs.
 
-    That are its weights, if they come together for it, their gradient before and after the devices
-    have added theirs up, and what its matrices are multiplied with, three times. The embedding has
-    its gradient when all that is gone, and the head has none.
+    These are its weights, if they are gathered for it alone, their gradient before and after the
+    reduce-scatter, and the inputs of its matrix products, three times. The gradient of the
+    embedding is made after all this is freed, and the head has none.
     """
     model, data = config.model, config.data
     cuts, compute = Cuts.of(model, data, mesh), DTYPE_BYTES[model.compute_dtype]
@@ -208,10 +208,10 @@ def _of_backward(
 
 
 def _of_loss(model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> int:
-    """Return the logits of a chunk and their gradient, of each device's part of the vocabulary.
+    """Return the bytes of a loss, for each device's part of the vocabulary.
 
-    Besides them it makes the head in these parts, its gradient in them and as the head lies, and of
-    all tokens the activations and their gradient in float32.
+    These are a chunk's logits and their gradient, the head in these parts, its gradient in them and
+    as the head is stored, and all tokens' activations, with their gradient in float32.
     """
     computed, held = DTYPE_BYTES[model.compute_dtype], DTYPE_BYTES[model.parameter_dtype]
     head = model.vocabulary_size * model.width // mesh.devices * (computed + GRADIENT_BYTES + held)

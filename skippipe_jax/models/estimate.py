@@ -1,4 +1,4 @@
-"""What a run would need, as figures and as a table: memory of nodes, bytes over links."""
+"""Memory of nodes and bytes over links that a run would need, as figures and as a table."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ ONE_NODE = {
     "forward_s": 1.0,
     "hop_overhead_s": 0.0,
 }
-"""The case of a host that is alone, as far as nothing of it is measured."""
+"""Case of a single host, with placeholders for measured values."""
 
 
 def is_for_one_host(config: Config) -> bool:
-    """Tell whether `what_is_planned` is for one host: all is left to what is measured."""
+    """Return whether `what_is_planned` is for one host, because the rest is yet to be measured."""
     plan = config.plan
     return plan.is_missing or (plan.measure and plan.case is None and plan.file is None)
 
 
 def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
-    """The case that a configuration is planned for, and how many visits to stages it asks for.
+    """Return the case that a configuration is planned for, and the visits to stages per iteration.
 
-    No plan is searched. What is measured when the run starts is taken for one host with one node,
-    which sends nothing, so no visits are counted.
+    No plan is searched. If hosts are measured when the run starts, the case has one host with one
+    node. It sends nothing, so no visits are counted.
 
     Raises:
-        InputError: if hosts are measured when the run starts of which a template says something.
+        InputError: if hosts are measured when the run starts, and a template constrains them.
     """
     if is_for_one_host(config):
         of_one = replace(config, plan=PlanConfig(case=dict(ONE_NODE)))
@@ -106,7 +106,7 @@ def to_json(
 
 
 def _of_nodes(room: Room) -> dict[str, Any]:
-    """Nodes that are alike: what they have, and hold if they serve the stage that takes most."""
+    """Return the figures of nodes that are alike, if they serve the stage that takes most."""
     return {
         "nodes": list(room.nodes),
         "memory_bytes": room.memory_bytes,
@@ -120,7 +120,7 @@ def _of_nodes(room: Room) -> dict[str, Any]:
 
 
 def _told(room: Room) -> str:
-    """Return the same as a line of text."""
+    """Format the figures of nodes that are alike as a line of text."""
     one_more = "an iteration has no more"
     if room.one_more_bytes is not None:
         one_more = f"one more would take {size_text(room.one_more_bytes)}"
@@ -128,7 +128,7 @@ def _told(room: Room) -> str:
 
 
 def _sizes(config: Config, case: Case) -> dict[str, Any]:
-    """Return what follows from the configuration, and a case for the planner alone has to say."""
+    """Return the keys that follow from the configuration, for a case for the planner alone."""
     averaged = averaged_bytes(config, len(case.stages))
     return {**sizes_of_hops(config), "stage_bytes": averaged, **config.averaging.of_case}
 
@@ -138,7 +138,7 @@ def _has_copies(config: Config) -> bool:
 
 
 def _copies(config: Config, case: Case) -> list[dict[str, int]]:
-    """Return what hosts keep of each stage in their own memory, besides what is on devices."""
+    """Return the bytes of buddy checkpoints of each stage, in the memory of hosts."""
     return [
         {"stage": stage, "bytes": size, "first_host": size, "buddy": COPIES_OF_BUDDY * size}
         for stage, size in enumerate(copied_bytes(config, len(case.stages)))
@@ -146,7 +146,7 @@ def _copies(config: Config, case: Case) -> list[dict[str, int]]:
 
 
 def _told_copies(config: Config, case: Case) -> str:
-    """Return the same as a line of text."""
+    """Format the bytes of buddy checkpoints as a line of text."""
     kept = ", ".join(
         f"{size_text(own['first_host'])} and {size_text(own['buddy'])} of stage {own['stage']}"
         for own in _copies(config, case)
@@ -158,7 +158,7 @@ def _told_copies(config: Config, case: Case) -> str:
 
 
 def _told_host(memory: Sequence[NodeMemory]) -> str:
-    """Return what waits in the hosts' own memory, as a line of text."""
+    """Format the bytes that are offloaded to the memory of hosts as a line of text."""
     held = ", ".join(f"{size_text(own.host)} of stage {n}" for n, own in enumerate(memory))
     return f"besides, each node's host holds in its own memory: {held}"
 
@@ -185,13 +185,13 @@ HEADINGS = (
     "node in all",
 )
 OF_OUTER = ("outer", "under way")
-"""Columns that are there if replicas average changes: what they hold always, and at times."""
+"""Columns of outer mode: bytes that replicas always hold, and those of fragments in transit."""
 OF_MESHES = ("gathered",)
-"""Of weights that come together once an iteration, if some do."""
+"""Column of weights that are gathered once an iteration, if any are."""
 
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
-    """The figures as text: a line for each stage, then nodes, traffic, and sizes for a case."""
+    """Format the figures as text: a line for each stage, nodes, traffic, and sizes for a case."""
     layers = config.model.layers_of_stages(len(case.stages))
     is_outer = config.averaging.is_outer
     left_out = () if is_outer else OF_OUTER

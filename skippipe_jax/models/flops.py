@@ -1,14 +1,14 @@
-"""How many floating-point operations the model needs, whatever is computed more than once.
+"""Floating-point operations that the model needs, without recomputation.
 
 A token that passes a stage forward and backward takes
 
     6 * parameters in matrices + 12 * layers * width * sequence length
 
 operations. A parameter takes part in one multiplication and one addition of the forward pass, and
-in twice as many of the backward pass. Attention multiplies queries with keys and weights with
-values, 2 * 2 * width operations for each position of the sequence, and again twice as many
-backward. Causal attention is counted in full, as in PaLM (arXiv 2204.02311). Looking a token up in
-the embedding is no multiplication; the head is a matrix, also where it is the embedding.
+in twice as many of the backward pass. Attention multiplies queries by keys and weights by values, 2
+* 2 * width operations for each position of the sequence, and again twice as many backward. Causal
+attention is counted in full, as in PaLM (arXiv 2204.02311). An embedding lookup is not a
+multiplication; the head is a matrix, even if it is the embedding.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from skippipe_jax.models.llama import stage_shapes
 
 
 def flops_per_token(parameters: Any, *, layers: int, width: int, sequence_length: int) -> int:
-    """Operations of one token through a stage with these parameters (or their shapes)."""
+    """Count the operations of one token in a stage with these parameters (or their shapes)."""
     return 6 * _matrix_parameters(parameters) + 12 * layers * width * sequence_length
 
 
 def iteration_flops(
     model: ModelConfig, plan: Plan, microbatch_size: int, sequence_length: int
 ) -> int:
-    """Operations of an iteration: of every microbatch, those of the stages that it visits."""
+    """Count the operations of an iteration: of each microbatch in the stages that it visits."""
     of_stages = [
         flops_per_token(shapes, layers=layers, width=model.width, sequence_length=sequence_length)
         for shapes, layers in zip(

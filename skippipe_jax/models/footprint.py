@@ -1,8 +1,7 @@
-"""What a node holds and what an iteration sends, by formula: bytes, before anything runs.
+"""Memory of a node and traffic of an iteration, by formula: bytes, before anything runs.
 
-docs/memory_formulas.md derives every formula and defines the symbols, which are the names used
-here. What is held is exact; what an operation needs while it runs is what it makes before XLA fuses
-any of it.
+docs/memory_formulas.md derives every formula. Bytes that are held are exact. Temporaries of an
+operation are those that it makes before XLA fuses any.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ from skippipe_jax.models.block_footprint import (
 from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 GRADIENT_BYTES = 4
-"""Of each number in gradients: float32."""
+"""Bytes of each number in gradients: float32."""
 COUNTER_BYTES = 4
 """Bytes of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
 UPDATE_ARRAYS = 3.5
-"""Arrays in float32 that Muon makes of the numbers that it updates; XLA made 3.3 on a processor."""
+"""Float32 arrays that Muon makes of the numbers that it updates; XLA made 3.3 on a processor."""
 OUTER_ARRAYS = 3
-"""Of as many numbers as there are parameters each, in float32: anchor, momentum and residual; when
-a fragment is applied, its parameters, anchor and momentum."""
+"""Float32 arrays with as many numbers as there are parameters: anchor, momentum and residual;
+when a fragment is applied, its parameters, anchor and momentum."""
 OFFLOADS = "offload_dot_with_no_batch_dims"
-"""The recomputation that keeps products in the host's memory."""
+"""Value of `model.recompute` that keeps products in the host's memory."""
 COPIES_OF_BUDDY = 2
-"""Of a stage on the host that keeps one should all others be lost: a whole one, and the next."""
+"""Copies of a stage on its buddy host: a complete one, and the next."""
 CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
-"""Where activations travel as int8: so many channels of a token have one scale, a bfloat16."""
+"""In int8 activations: channels of a token that share one scale, and its bytes (bfloat16)."""
 
 
 @dataclass(frozen=True)
 class NodeMemory:
     """Bytes on each device of a node that serves one stage.
 
-    With `averaging.mode: outer`, `outer` are the anchor, the momentum and the residual of a stage
-    that has replicas, and `changes` what a node holds of fragments under way. `kept` is what one
-    microbatch in flight leaves for its backward pass, and `in_flight` how many of them there may
-    be. `waiting` are activations and gradients on their way, which may all have come to one node.
-    `working` is what an operation makes while it runs and gives back. `gathered` are weights that
-    come together from the devices of a mesh, and stay so for an iteration. `host` is in the memory
-    of the node's host, beside all that: what was told to wait there.
+    With `averaging.mode: outer`, `outer` is the anchor, momentum and residual of a stage with
+    replicas, and `changes` the node's bytes for fragments in transit. `kept` is what one microbatch
+    in flight keeps for its backward pass, and `in_flight` is the most microbatches in flight.
+    `waiting` is activations and gradients in transit, all of which may have arrived at one node.
+    `working` is the temporaries of an operation. `gathered` is weights gathered from the devices of
+    a mesh for an iteration. `host` is what is offloaded to the memory of the node's host; it is not
+    on the device.
     """
 
     parameters: int
@@ -78,19 +77,19 @@ class NodeMemory:
 
     @property
     def state(self) -> int:
-        """Always."""
+        """Bytes that are always on the device."""
         return self.parameters + self.gradients + self.optimizer + self.outer
 
     @property
     def total(self) -> int:
-        """On the device, at most at any moment."""
+        """Most bytes on the device at any moment."""
         passing = self.waiting + self.changes + self.working
         return self.state + self.gathered + self.in_flight * self.kept + passing
 
 
 @dataclass(frozen=True)
 class HopBytes:
-    """Bytes of what one microbatch sends from stage to stage, as it travels, with its scales."""
+    """Bytes that one microbatch sends between stages, in the transfer dtypes, with their scales."""
 
     activation: int
     gradient: int
@@ -98,11 +97,11 @@ class HopBytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that all nodes send in one iteration, to others of one location too.
+    """Bytes that all nodes send in one iteration, also within one location.
 
-    `hop` is one activation, and `gradient_hop` its gradient. `pipeline` are all of them along the
-    paths of all microbatches, and `averaging` the rings of all stages, with `averaging.mode: outer`
-    in the mean over a cycle.
+    `hop` is one activation, and `gradient_hop` its gradient. `pipeline` is the sum over the paths
+    of all microbatches, and `averaging` the sum over the rings of all stages, with `averaging.mode:
+    outer` the mean over a cycle.
     """
 
     hop: int
@@ -112,21 +111,21 @@ class Traffic:
 
 
 def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) -> int:
-    """Of a stage of so many blocks; a data stage has embedding, final norm and head besides."""
+    """Count the parameters of a stage; a data stage also has embedding, final norm and head."""
     matrices = model.vocabulary_size * model.width * (1 if model.tied_head else 2)
     return layers * block_parameters(model) + is_data_stage * (matrices + model.width)
 
 
 def head_bytes(model: ModelConfig) -> int:
-    """Of a head of its own, as the parameters are held."""
+    """Return the bytes of a head that is not the embedding, in the parameter dtype."""
     numbers = model.vocabulary_size * model.width * (not model.tied_head)
     return DTYPE_BYTES[model.parameter_dtype] * numbers
 
 
 def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
-    """Of what one microbatch hands on from stage to stage, or of its gradient, in a dtype.
+    """Return the bytes of an activation of one microbatch between stages, or of its gradient.
 
-    In int8 it has the scales of its groups of channels, too.
+    With the dtype int8 these include the scales of groups of channels.
     """
     channels = model.width + (data.packing == "documents")
     if dtype == "int8":
@@ -136,7 +135,7 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
 
 
 def hop_bytes(config: Config) -> HopBytes:
-    """Of what one microbatch sends from stage to stage, in the dtypes that travel."""
+    """Return the bytes that one microbatch sends between stages, in the transfer dtypes."""
     forward, back = travelling_dtypes(config)
     return HopBytes(
         activation_bytes(config.model, config.data, forward),
@@ -145,25 +144,25 @@ def hop_bytes(config: Config) -> HopBytes:
 
 
 def sizes_of_hops(config: Config) -> dict[str, int]:
-    """Return what a case says of `hop_bytes`: of gradients only where they have others."""
+    """Return the keys of a case for `hop_bytes`, without `gradient_bytes` if it is the same."""
     hop = hop_bytes(config)
     sizes = {"activation_bytes": hop.activation}
     return sizes if hop.gradient == hop.activation else sizes | {"gradient_bytes": hop.gradient}
 
 
 def travelling_dtypes(config: Config) -> tuple[str, str]:
-    """Of activations, and of their gradients."""
+    """Return the transfer dtypes of activations and of their gradients."""
     forward = config.network.activation_dtype or config.model.compute_dtype
     return forward, config.network.gradient_dtype or forward
 
 
 def averaged_bytes(config: Config, stages: int) -> list[int]:
-    """Of what the replicas of each stage average: gradients in the dtype that travels.
+    """Return the bytes that replicas of each stage average: gradients in their transfer dtype.
 
-    With `averaging.mode: outer` it is changes, in float32: how they travel, `averaging.dtype` says.
+    With `averaging.mode: outer`, outer gradients in float32, to be sent in `averaging.dtype`.
 
     Raises:
-        InputError: if the layers do not spread over the stages.
+        InputError: if the layers cannot be divided among the stages.
     """
     of_gradients = None if config.averaging.is_outer else config.network.averaging_dtype
     width = DTYPE_BYTES[of_gradients or "float32"]
@@ -174,9 +173,9 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
 
 
 def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
-    """Count bytes that the optimizer keeps: two moments a number, or one of `matrices` by Muon.
+    """Count the bytes of optimizer state: two moments a number, with Muon one for `matrices`.
 
-    `matrices` are those numbers of a stage that are in matrices of blocks.
+    `matrices` counts those numbers of a stage that are in matrices of blocks.
     """
     is_muon = config.optimizer.name == MUON
     moments = 2 * numbers - is_muon * matrices
@@ -185,23 +184,23 @@ def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
 
 
 def bytes_of_update(config: Config, matrices: int) -> int:
-    """Count bytes that an update by Muon makes; those of AdamW are less than those of a backward.
+    """Count the bytes that an update by Muon makes; AdamW makes less than a backward pass.
 
-    That is the scaled gradient, the momentum looked ahead, what is orthogonal, and products.
+    These are the scaled gradient, the look-ahead momentum, the orthogonal update, and products.
     """
     return int(UPDATE_ARRAYS * GRADIENT_BYTES * matrices) if config.optimizer.name == MUON else 0
 
 
 def block_matrices(model: ModelConfig, layers: int) -> int:
-    """Count the numbers in matrices of so many blocks."""
+    """Count the numbers in the matrices of `layers` blocks."""
     return layers * (block_parameters(model) - 2 * model.width)
 
 
 def copied_bytes(config: Config, stages: int) -> list[int]:
-    """Of a copy of each stage: its parameters and what the optimizer keeps of them.
+    """Return the bytes of a buddy checkpoint of each stage: parameters and optimizer state.
 
     Raises:
-        InputError: if the layers do not spread over the stages.
+        InputError: if the layers cannot be divided among the stages.
     """
     model = config.model
     width = DTYPE_BYTES[model.parameter_dtype]
@@ -221,19 +220,19 @@ def memory_of_node(
     in_flight: int,
     under_way: int,
 ) -> NodeMemory:
-    """Return what a node of one device holds that serves a stage of so many blocks.
+    """Return the memory of a node of one device that serves a stage of `layers` blocks.
 
-    The stage has so many `replicas` in all. `in_flight` microbatches may be in flight on the node,
-    and `under_way` those that data nodes have begun and not ended: each has handed on one
-    activation or gradient at most that is not taken up yet.
+    The stage has `replicas` replicas. Up to `in_flight` microbatches are in flight on the node.
+    Data nodes have begun and not completed up to `under_way` microbatches, each of which has at
+    most one activation or gradient in transit.
     """
     model, data = config.model, config.data
     count = stage_parameters(model, layers, is_data_stage=is_data_stage)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
     targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
-    # Either a backward or a loss runs, which make a gradient of every parameter before adding it,
-    # a backward none of the head; or, when all microbatches have passed, the replicas' sums go
-    # round, or a fragment is applied.
+    # Either a backward pass or a loss runs: both make a gradient of every parameter before it is
+    # accumulated, a backward pass none of the head. Or, after all microbatches, the ring of
+    # gradients runs, or a fragment is applied.
     blocks = kept_by_blocks(model, data, blocks_at_once(model, layers))
     blocks += passing_bytes(model, data) - is_data_stage * head_bytes(model)
     operation = unpacked_bytes(config) + max(
@@ -267,9 +266,9 @@ def memory_of_node(
 
 
 def changes_under_way(config: Config, layers: int, replicas: int, *, is_data_stage: bool) -> int:
-    """Of the fragments that have been sent and not applied, at most, with `averaging.mode: outer`.
+    """Return the most bytes of fragments in transit, with `averaging.mode: outer`.
 
-    For each, a replica keeps the parameters that it sent them with, and what all have sent.
+    For each, a replica keeps the parameters at the sending, and the messages of all replicas.
     """
     averaging = config.averaging
     begun = averaging.exact_steps + averaging.every
@@ -281,13 +280,13 @@ def changes_under_way(config: Config, layers: int, replicas: int, *, is_data_sta
             numbers = sum(_arrays_of(config, layers, fragment, is_data_stage=is_data_stage))
             sent = message_bytes(config, layers, fragment, is_data_stage=is_data_stage)
             held[-1] = GRADIENT_BYTES * numbers + replicas * sent
-    # One is applied before the next is sent, or with no delay before the next iteration begins.
+    # The fragments of `delay` iterations are in transit at once; without delay, one fragment.
     ends, at_once = [*accumulate(held + held, initial=0)], max(averaging.delay, 1)
     return max(ends[first + at_once] - ends[first] for first in range(averaging.every))
 
 
 def message_bytes(config: Config, layers: int, fragment: int, *, is_data_stage: bool) -> int:
-    """Of what a replica sends of one fragment, of a stage of so many blocks."""
+    """Return the bytes that a replica sends for one fragment of a stage of `layers` blocks."""
     arrays = _arrays_of(config, layers, fragment, is_data_stage=is_data_stage)
     dtype = config.averaging.dtype
     if dtype == "int8":
@@ -296,9 +295,9 @@ def message_bytes(config: Config, layers: int, fragment: int, *, is_data_stage: 
 
 
 def bytes_of_application(config: Config, layers: int, *, is_data_stage: bool) -> int:
-    """What the application of the largest fragment makes before it is written where it belongs.
+    """Return the bytes that the application of the largest fragment makes before it is written.
 
-    That is its parameters, anchor and momentum; a sending makes less.
+    These are its parameters, anchor and momentum; sending makes less.
     """
     fragments = range(config.averaging.fragments)
     largest = max(
@@ -309,7 +308,7 @@ def bytes_of_application(config: Config, layers: int, *, is_data_stage: bool) ->
 
 
 def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: bool) -> list[int]:
-    """Numbers in each array of a fragment; those of its blocks are stacked."""
+    """Return the size of each array of a fragment; arrays of its blocks are stacked."""
     model, averaging = config.model, config.averaging
     blocks = len(averaging.blocks_of(fragment, layers))
     arrays = [blocks * size for size in arrays_of_block(model)]
@@ -322,17 +321,17 @@ def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: boo
 
 
 def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
-    """What a loss makes: the logits of a chunk of tokens, and their gradient to multiply by."""
+    """Return the bytes of a chunk's logits, and of their gradient in the compute dtype."""
     chunk = tokens_of_chunk(tokens_of(data), model.vocabulary_size)
     return chunk * model.vocabulary_size * (LOGIT_BYTES + DTYPE_BYTES[model.compute_dtype])
 
 
 def traffic(config: Config, case: Case, visits: int) -> Traffic:
-    """Return what an iteration sends whose microbatches visit stages so many times in all.
+    """Return the traffic of an iteration whose microbatches visit `visits` stages in all.
 
-    A microbatch hands on as many activations as it visits stages, the last one back to its data
-    node, and as many gradients. A microbatch that stays on its data node sends nothing, and is not
-    meant here.
+    A microbatch sends one activation for each stage that it visits, the last one back to its data
+    node, and as many gradients. This is not for microbatches that stay on their data node, which
+    send nothing.
     """
     hop = hop_bytes(config)
     return Traffic(
@@ -344,7 +343,7 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
 
 
 def _averaging_traffic(config: Config, case: Case) -> int:
-    """Return what goes round the rings of all stages in an iteration, in the mean."""
+    """Return the mean bytes that the rings of all stages send in an iteration."""
     layers = config.model.layers_of_stages(len(case.stages))
     return sum(
         round(n * bytes_passed(config, layers[stage], n, is_data_stage=stage == 0))
@@ -353,7 +352,7 @@ def _averaging_traffic(config: Config, case: Case) -> int:
 
 
 def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: bool) -> float:
-    """What each replica of a stage of so many blocks passes on in an iteration, in the mean."""
+    """Return the mean bytes that each replica of a stage of `layers` blocks sends per iteration."""
     if replicas < 2:
         return 0.0
     if config.averaging.is_outer:
@@ -368,11 +367,11 @@ def bytes_passed(config: Config, layers: int, replicas: int, *, is_data_stage: b
 
 
 def bytes_per_link(config: Config, plan: Plan, step: int) -> dict[tuple[int, int], int]:
-    """Bytes that go from node to node until a step counts: activations, gradients, averaging.
+    """Return the bytes sent from node to node in a step: activations, gradients, averaging.
 
-    Nodes count as if each had its own device. A stage with n replicas averages round the planner's
-    ring, each node sending 2(n-1)/n of the gradients to the next; or n - 1 messages about each
-    fragment, of which the mean of a cycle counts.
+    Each node counts as if it had its own device. The n replicas of a stage average in the planner's
+    ring, where each sends 2(n-1)/n of the gradients to the next; or n - 1 messages about each
+    fragment, as the mean of a cycle.
     """
     if config.averaging.is_outer and config.averaging.is_exact(step):
         config = replace(config, averaging=AveragingConfig())
@@ -394,9 +393,9 @@ def bytes_per_link(config: Config, plan: Plan, step: int) -> dict[tuple[int, int
 
 
 def unpacked_bytes(config: Config) -> int:
-    """Return what a backward pass makes of what came as something else than it computes with.
+    """Return the bytes of what a backward pass converts from or to a transfer dtype.
 
-    That are its inputs, the gradient of its outputs, and that of its inputs before it leaves.
+    These are its inputs, the gradient of its outputs, and that of its inputs before it is sent.
     """
     computed = config.model.compute_dtype
     forward, back = travelling_dtypes(config)
@@ -405,7 +404,7 @@ def unpacked_bytes(config: Config) -> int:
 
 
 def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
-    """Return what a forward pass of a stage of so many blocks leaves for its backward pass."""
+    """Return the bytes that a forward pass of `layers` blocks keeps for its backward pass."""
     model, data = config.model, config.data
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     is_packed = data.packing == "documents"
@@ -413,7 +412,7 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
         if is_data_stage:
             return TOKEN_BYTES * tokens * (1 + is_packed)
         return hop_bytes(config).activation
-    # Where tokens are looked up, and where marks of documents go round the blocks.
+    # Tokens for the lookup, and marks of documents, which bypass the blocks.
     around = TOKEN_BYTES * tokens * is_data_stage + is_packed * compute * tokens * (
         1 + is_data_stage
     )

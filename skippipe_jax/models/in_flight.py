@@ -1,7 +1,7 @@
-"""How many microbatches a node may hold: what `memory: auto` in a case stands for. No JAX.
+"""Number of microbatches that a node may hold: `memory: auto` in a case. No JAX.
 
-A plan decides which stage a node serves, and needs to know before how many microbatches may be in
-flight on it. So the stage that takes most decides, whichever it will be.
+The planner needs this number before its plan decides which stage a node serves, so the stage that
+takes most memory determines it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_stages, mesh
 
 @dataclass(frozen=True)
 class Room:
-    """What a node has, and holds with so many microbatches in flight.
+    """Memory of nodes that are alike, and its use with `held.in_flight` microbatches in flight.
 
     Attributes:
-        nodes: all that are alike.
-        memory_bytes: of each device of theirs; None where the case does not say.
-        mesh: of each.
-        stage: of those that they may serve, the one that takes most.
-        held: by each device of a node of that stage.
-        one_more_bytes: what the next microbatch takes, with what it lets others send. None where
-            an iteration has no more.
+        nodes: all nodes that are alike.
+        memory_bytes: bytes of each of their devices; None where the case does not say.
+        mesh: mesh of each node.
+        stage: stage that takes most memory, of those that the nodes may serve.
+        held: memory of each device of a node of that stage.
+        one_more_bytes: bytes that one more microbatch would take, with the transfers that it adds.
+            None where an iteration has no more.
     """
 
     nodes: Sequence[int]
@@ -43,28 +43,28 @@ class Room:
 
     @property
     def usable_bytes(self) -> float | None:
-        """The share of the device's bytes that may be filled."""
+        """Bytes of each device that may be filled."""
         return None if self.memory_bytes is None else USABLE_SHARE * self.memory_bytes
 
     @property
     def is_short(self) -> bool:
-        """Whether what is held does not fit."""
+        """True if the bytes held do not fit."""
         return self.usable_bytes is not None and self.held.total > self.usable_bytes
 
 
 Kind = tuple[float, NodeMesh]
-"""What makes nodes alike to their memory: the bytes of each device, and the mesh of these."""
+"""Properties that nodes of one kind share: bytes of each device, and the mesh of these."""
 
 
 def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[int, int]:
-    """For each of these nodes the most microbatches that fit; 0 where not even one does.
+    """Return the most microbatches that fit on each of `nodes`; 0 where not even one fits.
 
-    What the case says of their `memory` makes no difference; that of all others does, as all data
-    nodes together send to one. Where nodes differ, those with most bytes hold as many as leave room
-    for one on every other that has room at all.
+    The `memory` that the case gives for `nodes` is ignored. That of all others counts, because all
+    data nodes together may send to one node. If nodes differ, those with most bytes hold as many
+    microbatches as leave room for one on every other node that can hold one at all.
 
     Raises:
-        InputError: if the layers do not spread over the stages.
+        InputError: if the layers cannot be divided among the stages.
     """
     kinds: dict[int, Kind] = {
         node: (case.nodes[node].memory_bytes or 0.0, mesh_of_node(config, case, node))
@@ -97,12 +97,12 @@ def most_in_flight(config: Config, case: Case, nodes: Collection[int]) -> dict[i
 
 
 def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[Room]:
-    """What every node has and holds, those that are alike together, in order of the first of each.
+    """Return the memory of all nodes, grouped by kind, in order of the first node of each.
 
-    `stage_of` says which stage each node serves, where a plan has decided it.
+    `stage_of` is the stage that each node serves, if a plan has decided it.
 
     Raises:
-        InputError: if the layers do not spread over the stages.
+        InputError: if the layers cannot be divided among the stages.
     """
     alike: dict[tuple, list[int]] = {}
     for index, node in enumerate(case.nodes):
@@ -116,9 +116,9 @@ def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> 
 
 
 def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[str]:
-    """A sentence for each kind of node whose `memory` is more than its bytes allow.
+    """Return a sentence for each kind of node whose `memory` is more than its bytes allow.
 
-    `stage_of` says which stage each node serves, where a plan has decided it.
+    `stage_of` is the stage that each node serves, if a plan has decided it.
     """
     return [
         f"case.memory = {room.held.in_flight} is more than {names(room.nodes)} can hold: "
@@ -130,7 +130,7 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
 
 
 def holding(room: Room) -> str:
-    """Return what is held, in words, and what it would have to fit in."""
+    """Describe the bytes that are held, and the bytes that may be filled."""
     held = room.held
     of_each = "" if room.mesh == ONE_DEVICE else f" of each of {room.mesh.devices} devices"
     gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
@@ -149,7 +149,7 @@ def holding(room: Room) -> str:
 
 
 def ways_out(config: Config, case: Case, room: Room) -> str:
-    """Return what makes nodes hold less, as the end of a remedy."""
+    """Describe how nodes would hold less, as the end of a remedy."""
 
     def held_with(recompute: str) -> tuple[int, int]:
         other = replace(config, model=replace(config.model, recompute=recompute))
@@ -158,7 +158,7 @@ def ways_out(config: Config, case: Case, room: Room) -> str:
         return held.total, held.host
 
     ways = ["more stages"]
-    # Which of them takes least depends: what is kept less of is made again, and needs room then.
+    # The best one depends on the case: what is not kept is recomputed, and takes memory then.
     least = min(RECOMPUTE, key=held_with)
     if held_with(least)[0] < room.held.total:
         ways.insert(0, f"model.recompute: {least}")
@@ -172,7 +172,7 @@ def ways_out(config: Config, case: Case, room: Room) -> str:
 
 
 def names(nodes: Sequence[int]) -> str:
-    """Nodes in words, as "nodes 0-4, 7"; they are in order."""
+    """Format node numbers, which are in order, as "nodes 0-4, 7"."""
     runs: list[list[int]] = []
     for node in nodes:
         if runs and node == runs[-1][-1] + 1:
@@ -206,7 +206,7 @@ def _room(
 
 
 def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:
-    """The case whose nodes have these numbers as their memory, where there is one for them."""
+    """Return the case with `counts` as the memory of its nodes, where they have one."""
     nodes = (
         replace(node, memory=counts.get(index, node.memory))
         for index, node in enumerate(case.nodes)
@@ -215,5 +215,5 @@ def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:
 
 
 def _greatest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the greatest number up to `most` that fits, if all that are smaller do; 0 for none."""
+    """Return the greatest number up to `most` that fits, if all smaller ones do; 0 if none fits."""
     return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))

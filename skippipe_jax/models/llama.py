@@ -1,8 +1,8 @@
-"""The LLaMA 2 and 3 family, cut into stages.
+"""LLaMA 2 and 3 models, partitioned into stages.
 
-A `Block` is one transformer layer, a `Stage` consecutive blocks, and the `DataStage` holds what
-touches tokens as well: the embedding, its own blocks, the final norm and the head. A microbatch
-starts and ends at a data stage, so tokens and targets never leave their node.
+A `Block` is one transformer layer, a `Stage` is consecutive blocks, and the `DataStage` also has
+the embedding, the final norm and the head. A microbatch starts and ends at a data stage, so tokens
+and targets never leave their node.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 QUICK = {convert_element_type_p, logistic_p, mul_p, sharding_constraint_p, sub_p}
-"""What works number by number, or says where numbers lie: done again rather than kept."""
+"""Elementwise operations and sharding constraints: recomputed rather than kept."""
 
 
 def rotary_frequencies(
     config: ModelConfig, library: Any = np
 ) -> Float[Array | np.ndarray, " half_head"]:
-    """Radians per position of each rotated pair, with Llama 3's scaling if the config has it.
+    """Return the radians per position of each rotated pair, with Llama 3's scaling if configured.
 
-    By NumPy they are constants of a program, by `jax.numpy` it computes them.
+    With NumPy as `library` they are constants of a program; with `jax.numpy` it computes them.
     """
     exponents = library.arange(0, config.head_width, 2, dtype=np.float32) / config.head_width
     frequencies = np.float32(config.rope_theta) ** -exponents
@@ -79,13 +79,13 @@ Rotations = tuple[
     Float[Array | np.ndarray, "#batch time 1 half_head"],
     Float[Array | np.ndarray, "#batch time 1 half_head"],
 ]
-"""Cosine and sine of the angle by which each pair of a head is turned."""
+"""Cosine and sine of the angle by which each pair of a head is rotated."""
 
 
 def rotations(config: ModelConfig, positions: Real[Array | np.ndarray, "#batch time"]) -> Rotations:
-    """Of tokens at these positions; constants of a program whose positions are some.
+    """Return the rotations of tokens at `positions`; constants of a program if these are NumPy's.
 
-    XLA would compute cosines again for each sequence and head on a processor.
+    On a processor, XLA would otherwise compute cosines again for each sequence and head.
     """
     library = np if isinstance(positions, np.ndarray) else jnp
     frequencies = rotary_frequencies(config, library)
@@ -96,7 +96,7 @@ def rotations(config: ModelConfig, positions: Real[Array | np.ndarray, "#batch t
 def rotate(
     x: Float[Array, "batch time heads head_width"], by: Rotations
 ) -> Float[Array, "batch time heads head_width"]:
-    """Turn each pair (first half, second half) of a head."""
+    """Rotate each pair (first half, second half) of a head."""
     cos, sin = by
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -104,22 +104,22 @@ def rotate(
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm, computed in float32 whatever the compute dtype."""
+    """Root-mean-square norm, computed in float32 for any compute dtype."""
 
     def __init__(self, config: ModelConfig):
-        """One scale per channel, at first 1."""
+        """Create one scale per channel, initially 1."""
         self.scale = nnx.Param(jnp.ones(config.width, config.parameter_dtype))
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """Normalise the last axis."""
+        """Normalize the last axis."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """A matrix without bias, kept in the parameter dtype and applied in the compute dtype."""
+    """Matrix without bias, stored in the parameter dtype and applied in the compute dtype."""
 
     def __init__(self, config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs):
         """Draw the kernel from a normal distribution."""
@@ -133,7 +133,7 @@ class Linear(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and SwiGLU, each behind a norm and added to the residual stream."""
+    """One layer: attention and SwiGLU, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Create the parameters of one layer."""
@@ -152,7 +152,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None = None
     ) -> Float[Array, "batch time width"]:
-        """The residual stream after this layer; `positions` are those in packed documents."""
+        """Return the residual stream after this layer, for `positions` in packed documents."""
         x = x + _cut(self.attend(_whole(self.attention_norm(x)), positions))
         return x + _cut(self.feed_forward(_whole(self.ffn_norm(x))))
 
@@ -169,17 +169,16 @@ class Block(nnx.Module):
         return query, rotate(self.key(x).reshape(heads), by), self.value(x).reshape(heads)
 
     def feed_forward(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """SwiGLU, each position by itself."""
+        """Apply SwiGLU to each position."""
         gate, up = (constrained(own(x), BATCH, ALL_TIME, FFN) for own in (self.gate, self.up))
         return self.down(jax.nn.silu(gate) * up)
 
     def attend(
         self, x: Float[Array, "batch time width"], positions: Int[Array, "batch time"] | None
     ) -> Float[Array, "batch time width"]:
-        """Causal grouped-query attention within each document, where rotary positions start at 0.
+        """Apply causal grouped-query attention in each document, where rotary positions start at 0.
 
-        From block to block, and from forward to backward, positions are kept, and nothing that
-        grows with the square of time.
+        Blocks take `positions` instead of a mask, which would grow with the square of time.
         """
         length = x.shape[1]
         if positions is None:
@@ -196,7 +195,7 @@ class Block(nnx.Module):
 
 
 def precise(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function of a stage multiply matrices as precisely as its configuration says."""
+    """Make a method of a stage multiply matrices in the precision of its configuration."""
 
     @functools.wraps(function)
     def own(*arguments: P.args, **how: P.kwargs) -> R:
@@ -210,9 +209,9 @@ def precise(function: Callable[P, R]) -> Callable[P, R]:
 class Stage(nnx.Module):
     """Consecutive blocks, run under `jax.lax.scan` so that compile time does not grow with depth.
 
-    A block's parameters are drawn from the seed and its place in the whole model, so they do not
-    depend on how the model is cut into stages. Activations have one channel more than the width
-    where documents are packed (see `skippipe_jax.models.document_mask`).
+    A block's parameters are drawn from the seed and its index in the whole model, so they do not
+    depend on the partition into stages. If documents are packed, activations have one channel more
+    than the width (see `skippipe_jax.models.document_mask`).
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class Stage(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch time channels"]
     ) -> Float[Array, "batch time channels"]:
-        """Return the residual stream after all blocks, with the marks that it came with."""
+        """Return the residual stream after all blocks, with the marks of its input."""
         structure, parameters = nnx.split(self.blocks)
         x, begins = unmark(x, self.config.width)
         if begins is not None:
@@ -245,12 +244,12 @@ class Stage(nnx.Module):
 
 
 class DataStage(Stage):
-    """The stage where microbatches begin and end: embedding, blocks, final norm, head and loss."""
+    """Stage where microbatches begin and end: embedding, blocks, final norm, head and loss."""
 
     def __init__(
         self, config: ModelConfig, layers: int, first_layer: int | Array, key: PRNGKeyArray
     ):
-        """Create the blocks and what touches tokens."""
+        """Create the blocks, the embedding, the final norm and the head."""
         super().__init__(config, layers, first_layer, key)
         embedding_key, head_key = jax.random.split(jax.random.fold_in(key, 2**31 - 1))
         shape = (config.vocabulary_size, config.width)
@@ -263,10 +262,10 @@ class DataStage(Stage):
     def __call__(
         self, tokens: Int[Array, "batch time"] | Int[Array, "batch time 2"]
     ) -> Float[Array, "batch time channels"]:
-        """Embed tokens, as `marked_tokens` gives them, and run the stage's own blocks."""
+        """Embed tokens, in the form of `marked_tokens`, and run the stage's own blocks."""
         tokens, begins = unmark_tokens(tokens)
-        # In float32, so that gradients are added up in it: of a token that comes often, a sum in
-        # bfloat16 would lose most.
+        # In float32, so that gradients are summed in it: for a frequent token, a bfloat16 sum would
+        # lose most of them.
         table = self.embedding[...].astype(jnp.float32)
         x = constrained(table[tokens], None, None, WIDTH)
         return super().__call__(mark(_cut(x.astype(self.config.compute_dtype)), begins))
@@ -275,13 +274,13 @@ class DataStage(Stage):
     def logits(
         self, x: Float[Array, "batch time channels"]
     ) -> Float[Array, "batch time vocabulary"]:
-        """Scores of the next token, in float32."""
+        """Return the scores of the next token, in float32."""
         return self._head.logits(self._hidden(x))
 
     def loss(
         self, x: Float[Array, "batch time channels"], targets: Int[Array, "batch time"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Sum of the cross-entropy over target tokens in nats, and how many those are.
+        """Return the sum of the cross-entropy over target tokens in nats, and the number of these.
 
         A negative target does not count.
         """
@@ -295,11 +294,11 @@ class DataStage(Stage):
         targets: Int[Array, "batch time"],
         z_loss: float = 0.0,
     ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-        """What is minimised, how many target tokens there are, and what the first is the sum of.
+        """Return the minimized loss, the number of target tokens, and the two terms of the loss.
 
-        That are the cross-entropy in nats, and `z_loss` times the sum over target tokens of
-        log(Z)^2, where Z is what the softmax divides by: the sum of the exponentials of a token's
-        logits. Only what is minimised has a gradient.
+        The terms are the cross-entropy in nats, and `z_loss` times the sum over target tokens of
+        log(Z)^2, where Z is the denominator of the softmax: the sum of the exponentials of a
+        token's logits. Only the loss has a gradient.
         """
         minimised, nats, of_z = cross_entropy(
             self._hidden(x).reshape(-1, self.config.width), self._head, targets.ravel(), z_loss
@@ -312,14 +311,14 @@ class DataStage(Stage):
     ) -> tuple[Float[Array, "batch time"], Bool[Array, "batch time"]]:
         """Return the cross-entropy of each target in nats, and whether it is the likeliest token.
 
-        A negative target costs nothing, and counts as the likeliest.
+        A negative target has 0 nats, and counts as the likeliest.
         """
         hidden = self._hidden(x).reshape(-1, self.config.width)
         nats, likeliest = scores(hidden, self._head, targets.ravel())
         return nats.reshape(targets.shape), likeliest.reshape(targets.shape)
 
     def _hidden(self, x: Float[Array, "batch time channels"]) -> Float[Array, "batch time width"]:
-        """Return what the head gets."""
+        """Return the input of the head."""
         x, _ = unmark(x, self.config.width)
         return self.final_norm(_cut(x))
 
@@ -331,26 +330,26 @@ class DataStage(Stage):
 
 
 def _cut(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """Return the residual stream as it is between blocks."""
+    """Return the residual stream, split as between blocks."""
     return constrained(x, BATCH, TIME, None)
 
 
 def _whole(x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-    """Return the same as matrices are multiplied with it: all its tokens together, and kept."""
+    """Return the residual stream for matrix products: gathered over `tensor`, and kept."""
     return constrained(_cut(_kept(_cut(x))), BATCH, ALL_TIME, None)
 
 
 def create_stage(
     config: ModelConfig, stage: int, stage_layers: Sequence[int], key: PRNGKeyArray
 ) -> Stage:
-    """Stage number `stage` of a model cut into stages of `stage_layers` blocks."""
+    """Create stage number `stage` of a model whose stages have `stage_layers` blocks."""
     kind = DataStage if stage == 0 else Stage
     return kind(config, stage_layers[stage], sum(stage_layers[:stage]), key)
 
 
 @functools.cache
 def stage_shapes(config: ModelConfig, stages: int) -> Sequence[Any]:
-    """Return shape and dtype of every parameter of every stage, without creating one."""
+    """Return shape and dtype of every parameter of every stage, without creating any."""
     layers = config.layers_of_stages(stages)
 
     def create() -> tuple[Any, ...]:
@@ -364,14 +363,14 @@ def stage_shapes(config: ModelConfig, stages: int) -> Sequence[Any]:
 
 
 class StageStructure:
-    """What makes a stage of its parameters.
+    """Structure of a stage, which makes a stage of parameters.
 
-    Jitted functions take it as a static argument, and look it up at each call: flax would hash all
-    of its description each time, which takes longer than a small stage.
+    Jitted functions take it as a static argument, and look it up at each call. Its hash is stored:
+    flax would hash the whole description each time, which takes longer than a small stage.
     """
 
     def __init__(self, stage: Stage):
-        """Take the structure of a stage, whose parameters may be shapes."""
+        """Store the structure of a stage, whose parameters may be shapes."""
         self._description = nnx.graphdef(stage)
         self._hash = hash(self._description)
 
@@ -380,18 +379,18 @@ class StageStructure:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether both make the same of the same parameters."""
+        """Return whether both make the same stage of the same parameters."""
         if self is other:
             return True
         return isinstance(other, StageStructure) and self._description == other._description
 
     def merge(self, parameters: Any) -> Any:
-        """Return the stage, a `DataStage` if it is of one, with these parameters."""
+        """Return the stage with these parameters; a `DataStage` if the structure is of one."""
         return nnx.merge(self._description, parameters)
 
 
 def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
-    """Return the scanned block with what `config.recompute` says is kept for the backward pass."""
+    """Return the scanned block with the checkpoint policy of `config.recompute`."""
     policies = jax.checkpoint_policies
     policy = {
         "none": _keep_all_but_quick,
@@ -407,20 +406,20 @@ def recomputed(apply_block: Callable, config: ModelConfig) -> Callable:
 
 
 def _keep_all_but_quick(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Tell whether a result is kept for the backward pass, where nothing slow is computed again.
+    """Return whether a result is kept for the backward pass, as all but elementwise ones are.
 
-    Cast weights, and what has come together from the devices of a node, would be copies for every
-    microbatch in flight. What is multiplied number by number, as in SwiGLU and norms, is as quick
-    to compute as it is to write and read.
+    Cast weights, and arrays gathered from the devices of a node, would be copies for every
+    microbatch in flight. Elementwise products, as in SwiGLU and norms, take no longer to compute
+    than to write and read.
     """
     return primitive not in QUICK
 
 
 def _kept(x: Array) -> Array:
-    """Return what matrices are multiplied with is kept, quick as it may be."""
+    """Mark an input of matrix products as kept, even if it is an elementwise result."""
     return checkpoint_name(x, "factor")
 
 
 def parameter_count(parameters: Any) -> int:
-    """Return how many numbers a tree of parameters (or of their shapes) holds."""
+    """Count the numbers in a tree of parameters (or of their shapes)."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))

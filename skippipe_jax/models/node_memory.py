@@ -1,4 +1,4 @@
-"""What nodes hold on each of their devices, whatever their mesh is. No JAX."""
+"""Memory held on each device of a node, for any mesh. No JAX."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from skippipe_jax.models.device_share import of_each_device
 from skippipe_jax.models.footprint import NodeMemory, memory_of_node
 
 USABLE_SHARE = 0.9
-"""Of a device's bytes. The rest is for the runtime, for the gaps between arrays, and for what an
-operation makes beyond the formulas, which do not know what XLA makes of it."""
+"""Fraction of a device's bytes that may be filled. The rest is for the runtime, for gaps between
+arrays, and for temporaries beyond the formulas, which do not model XLA."""
 
 
 def mesh_of_node(config: Config, case: Case, node: int | None = None) -> NodeMesh:
-    """Return the mesh of a node, or of nodes that have none of their own.
+    """Return the mesh of a node; by default, that of nodes that have none of their own.
 
-    Where it depends on how many devices hosts have, which is not known here, one along `fsdp`
-    stands for them.
+    If it depends on the devices of each host, whose number is unknown here, `fsdp` counts as 1.
     """
     mesh = config.node.mesh if node is None else config.node.mesh_of(case, node)
     return NodeMesh(1, config.node.tensor) if mesh is None else mesh
@@ -32,15 +31,15 @@ def memory_of_stages(
     mesh: NodeMesh | None = None,
     memory_bytes: float | None = None,
 ) -> list[NodeMemory]:
-    """Return what each device of a node of each stage holds, if no other node has it.
+    """Return the memory of each device of a node of each stage, if no other node shares the device.
 
-    `in_flight` microbatches may be in flight on it: if that is not given, as many as on any node of
-    the case. Each data node may have as many under way as any of these. The node is over a `mesh`,
-    by default that of nodes without one of their own, of devices that have so many `memory_bytes`,
-    if that is known. They say whether weights come together once an iteration, if that is open.
+    `in_flight` microbatches may be in flight on the node, by default as many as on any node of the
+    case. Each data node may have as many under way as any of these nodes. By default, `mesh` is
+    that of nodes without one of their own. With `node.gather: auto`, `memory_bytes`, the bytes of
+    each device, if known, decides whether weights are gathered once an iteration.
 
     Raises:
-        InputError: if the layers do not spread over the stages.
+        InputError: if the layers cannot be divided among the stages.
     """
     layers = config.model.layers_of_stages(len(case.stages))
     all_of_them = sum(case.microbatches)
@@ -80,9 +79,9 @@ def memory_of_stages(
 def gathers_once(
     config: Config, case: Case, stage: int, mesh: NodeMesh, node: int | None = None
 ) -> bool:
-    """Tell whether weights come together once an iteration where a stage is served over a mesh.
+    """Return whether weights are gathered once an iteration where a mesh serves a stage.
 
-    Without a `node` it is the one of all that has least memory.
+    Without `node`, the device with least memory in the case decides.
     """
     if mesh.fsdp == 1 or config.node.gather != AUTO:
         return mesh.fsdp > 1 and config.node.gather == ITERATION
@@ -96,7 +95,7 @@ def gathers_once(
 
 
 def least_memory_bytes(case: Case) -> float | None:
-    """Of the devices of all nodes; None where the case does not say for all."""
+    """Return the least bytes of a device of any node; None if the case does not say for all."""
     sizes = [node.memory_bytes for node in case.nodes]
     known = [size for size in sizes if size is not None]
     return min(known) if len(known) == len(sizes) else None

@@ -1,10 +1,10 @@
-"""The case that a configuration is planned for: its bytes follow from what is trained. No JAX.
+"""Case of a configuration, with sizes that follow from the model and the data. No JAX.
 
-What a hop carries and what replicas average are known where the model, the data and the formats
-that travel are, and when they average is of the training. So a case inside a configuration leaves
-them out, or says `auto`. A case that has figures of its own, or a plan that was made for one, is
-held against them. How many microbatches a node may hold follows from them and from the bytes of its
-device, where it says `memory: auto`.
+The sizes of hops and of gradient averaging follow from the model, the data and the transfer dtypes;
+the schedule of averaging follows from `averaging`. A case inside a configuration omits these keys
+or sets them to `auto`. If a case, or the case of an existing plan, has values of its own, they are
+compared with those of the configuration. With `memory: auto`, the number of microbatches that a
+node may hold follows from these sizes and from the bytes of its device.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from skippipe_jax.config import Config
 from skippipe_jax.models.footprint import averaged_bytes, hop_bytes
 from skippipe_jax.models.in_flight import holding, most_in_flight, rooms, ways_out
 
-# Of what follows from the configuration: a figure that is rounded is none to be warned of.
+# Fraction of the configuration's size: rounded values in a case cause no warning.
 TOLERANCE = 0.05
 LEFT_OPEN = ("activation_bytes", "gradient_bytes", "stage_bytes", "averaging", "memory")
-"""What a case may leave to the configuration, or say `auto`."""
+"""Keys of a case that follow from the configuration if they are missing or `auto`."""
 
 
 def cases_of(config: Config, config_folder: Path) -> Sequence[Case]:
-    """The candidates of the case in `plan.case`, with what it leaves open and a model decides.
+    """Return the candidates of the case in `plan.case`, with open keys filled in.
 
-    `config_folder` is where the link table of a case inside the configuration lies.
+    `config_folder` is the folder of the link table of a case inside the configuration.
 
     Raises:
-        InputError: if there is no case, or for what is wrong with it.
+        InputError: if there is no case, or it is invalid.
     """
     return candidates_of(config, *_given(config, config_folder))
 
 
 def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
-    """Tell whether a case is one of `cases_of`, but for what is left open there.
+    """Return whether a case is one of `cases_of`, apart from the keys that are open there.
 
-    Another version of this program may have filled that in otherwise.
+    Another version of this program may have filled these in differently.
 
     Raises:
         InputError: as `cases_of` does.
@@ -66,7 +66,7 @@ def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
 
 
 def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
-    """Return what `plan.case` says, and the folder in which its link table would lie."""
+    """Return the value of `plan.case`, and the folder of its link table."""
     given = config.plan.case
     if given is None:
         raise InputError(
@@ -83,13 +83,13 @@ def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
 
 
 def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence[Case]:
-    """The candidates of a case given as a mapping, with what it leaves open and a model decides.
+    """Return the candidates of a case given as a mapping, with open keys filled in.
 
-    Those are left out in which some node could not hold a single microbatch. `folder` is where a
-    link table would lie.
+    Candidates in which a node cannot hold a single microbatch are left out. `folder` is the folder
+    of a link table.
 
     Raises:
-        InputError: if that leaves none, or for what is wrong with the case.
+        InputError: if no candidate remains, or the case is invalid.
     """
     if not isinstance(given, dict):
         return candidates(given, folder)
@@ -120,16 +120,16 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
 
 
 def differing_sizes(config: Config, case: Case) -> list[str]:
-    """Return what a case says otherwise than the configuration has it: a sentence for each key.
+    """Return a sentence for each key of a case that differs from the configuration.
 
-    A size that nothing depends on, of a stage with one replica, say, is not looked at.
+    Sizes without effect, such as that of a stage with one replica, are not compared.
     """
     stages, found = len(case.stages), []
     hop, averaged = hop_bytes(config), averaged_bytes(config, stages)
     if stages > 1 and _differs(case.activation_bytes, hop.activation):
         given, own = case.activation_bytes, hop.activation
         found.append(_sentence(config, "activation_bytes", "", given, own, own))
-    # A case that does not speak of gradients says that they have what activations have.
+    # Without `gradient_bytes`, a case gives gradients the size of activations.
     speaks = "gradient_bytes" in case.source or hop.gradient != hop.activation
     if stages > 1 and speaks and _differs(case.gradient_bytes, hop.gradient):
         given, own = case.gradient_bytes, hop.gradient
@@ -149,17 +149,17 @@ def differing_sizes(config: Config, case: Case) -> list[str]:
 
 
 def _with_sizes(config: Config, case: dict[str, Any]) -> dict[str, Any]:
-    """Return the case with what it leaves open, but for memory."""
+    """Return the case with all open keys filled in, except memory."""
     filled, hop = _with_any_memory(case), hop_bytes(config)
     of_activations = case.get("activation_bytes", AUTO)
     if of_activations == AUTO:
         filled["activation_bytes"] = hop.activation
-    # Beside a figure for activations, none for gradients means the same one.
+    # If only `activation_bytes` has a number, gradients have the same size.
     if case.get("gradient_bytes", of_activations) == AUTO:
         filled["gradient_bytes"] = hop.gradient
     if case.get("stage_bytes", AUTO) == AUTO:
         stages = _stage_count(case)
-        # Stages that cannot be counted are refused by whoever reads the case.
+        # The parser of the case refuses stages that cannot be counted.
         filled["stage_bytes"] = averaged_bytes(config, stages) if stages else 0
     if case.get("averaging", AUTO) == AUTO:
         filled.pop("averaging", None)
@@ -168,7 +168,7 @@ def _with_sizes(config: Config, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_any_memory(case: dict[str, Any]) -> dict[str, Any]:
-    """The case with a number where it leaves memory open: stages and paths do not depend on it."""
+    """Return the case with a number for open memory; stages and paths do not depend on it."""
     filled = dict(case)
     if filled.get("memory") == AUTO:
         filled["memory"] = 1
@@ -184,17 +184,17 @@ def _says_auto(node: Any) -> bool:
 
 
 def _nodes_without_memory(given: Mapping[str, Any], count: int) -> list[int]:
-    """Return the nodes of a case, which has so many, whose memory is to follow from their bytes."""
+    """Return the nodes of a case with `count` nodes whose memory is `auto`."""
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
     of_all = given.get("memory")
     return [index for index, node in enumerate(described) if node.get("memory", of_all) == AUTO]
 
 
 def _with_memory(case: Case, counts: Mapping[int, int], given: Mapping[str, Any]) -> Case:
-    """A candidate of the given case with these numbers as the memory of its nodes."""
+    """Return a candidate of the given case with `counts` as the memory of its nodes."""
     source = dict(case.source)
     if not isinstance(source["nodes"], list):
-        # All of them are alike.
+        # All nodes are alike.
         return parse_case(source | {"memory": counts[0]})
     source["nodes"] = [
         {**node, "memory": counts[index]} if index in counts else node
@@ -208,7 +208,7 @@ def _with_memory(case: Case, counts: Mapping[int, int], given: Mapping[str, Any]
 def _too_small(
     config: Config, case: Case, counts: Mapping[int, int], given: Mapping[str, Any]
 ) -> InputError:
-    """Says of the first node that could not hold a single microbatch what that would take."""
+    """Return an error on the first node that cannot hold one microbatch, with the bytes needed."""
     node = min(index for index, count in counts.items() if count == 0)
     nodes = (
         replace(own, memory=1) if index in counts else own for index, own in enumerate(case.nodes)
@@ -227,7 +227,7 @@ def _too_small(
 
 
 def _stage_count(case: dict[str, Any]) -> int | None:
-    """Return how many stages a case has, if that can be told."""
+    """Return the number of stages of a case; None if it is unknown."""
     stages = case.get("stages")
     count = case.get("stage_count") if stages == AUTO else stages
     if isinstance(count, list):
@@ -245,7 +245,7 @@ def _sentence(
     remedy = f"Make the plan again with {key}: {json.dumps(right)}"
     if config.plan.case is not None:
         remedy = f"Write {key}: {AUTO}"
-        # Left out, this one would be what the case says of activations.
+        # If omitted, it would be the `activation_bytes` of the case.
         if key != "gradient_bytes":
             remedy = f"Leave it out, or write {key}: {AUTO}"
     return (

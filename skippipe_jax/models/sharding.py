@@ -1,15 +1,14 @@
-"""How arrays are cut over the devices of a node: declared once, by logical axes.
+"""Sharding of arrays over the devices of a node, declared once by logical axes.
 
-A node is a mesh of two axes. Over `fsdp` the width of every parameter is cut, and with it gradients
-and moments: each device keeps a part, and weights come together where they are used. The batch is
-cut over it, too, or where it has too few sequences, the tokens are. Over `tensor` the heads of
-attention, the feed-forward and the vocabulary are cut and stay so while they are computed with;
-between blocks the tokens are cut over it instead (Megatron's sequence parallelism, arXiv
-2205.05198).
+A node is a mesh of two axes. `fsdp` splits the width of every parameter, and of its gradients and
+moments: each device stores a shard, and weights are gathered where they are used. It also splits
+the batch or, if the batch has too few sequences, the tokens. `tensor` splits the heads of
+attention, the feed-forward and the vocabulary, also while they are computed with; between blocks it
+splits the tokens instead (Megatron's sequence parallelism, arXiv 2205.05198).
 
-Model code says by `constrained` what the axes of an array are. That does nothing unless a stage is
-traced within a mesh (`jax.sharding.use_abstract_mesh`), which JAX's own caches know of. XLA inserts
-what moves data.
+Model code names the axes of an array in `constrained`. This has no effect unless a stage is traced
+within a mesh (`jax.sharding.use_abstract_mesh`), which is part of the key of JAX's caches. XLA
+inserts the communication.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STORED: Mapping[str, str] = {
     FFN: TENSOR,
     VOCABULARY: TENSOR,
 }
-"""Over which axis of the mesh each axis of a parameter is cut."""
+"""Mesh axis that splits each axis of a parameter."""
 
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "query/kernel": (WIDTH, HEADS),
@@ -46,22 +45,21 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "embedding": (VOCABULARY, WIDTH),
     "head/kernel": (WIDTH, VOCABULARY),
 }
-"""The last axes of each parameter, by the end of its name; others, of stacked blocks, stay whole.
-
+"""Last axes of each parameter, by the end of its name; axes of stacked blocks are not split.
 Gradients and moments have the names of their parameters."""
 
 BATCH, TIME, ALL_TIME = "batch", "time", "all time"
-"""Axes of activations: between blocks tokens are cut as far as they can be (`TIME`). Within one, a
-device has all tokens of its part of the batch (`ALL_TIME`)."""
+"""Axes of activations. `TIME`: tokens between blocks, split as far as possible. `ALL_TIME`:
+tokens within a block, split over `fsdp` if the batch cannot be, and never over `tensor`."""
 EVERY_PART = "vocabulary over all devices"
-"""Where logits are made: each device has a part of the vocabulary, and the tokens of all."""
+"""Vocabulary axis of logits: each device has a part of it, for all tokens."""
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """Return the last axes of a parameter, or of what belongs to one, of this name.
+    """Return the last axes of the parameter `name`, or of a gradient or moment with this name.
 
     Raises:
-        KeyError: if they are declared nowhere.
+        KeyError: if they are not declared.
     """
     for end, axes in PARAMETERS.items():
         if name == end or name.endswith(f"/{end}"):
@@ -70,7 +68,7 @@ def axes_of(name: str) -> tuple[str, ...]:
 
 
 def stored(name: str, dimensions: int) -> PartitionSpec:
-    """How a parameter is cut, its gradient or a moment of it; counters, which have no axes, not."""
+    """Return the spec of a stored parameter, gradient or moment; scalar counters are not split."""
     if dimensions == 0:
         return PartitionSpec()
     axes = axes_of(name)
@@ -78,20 +76,20 @@ def stored(name: str, dimensions: int) -> PartitionSpec:
 
 
 def used(name: str, dimensions: int) -> PartitionSpec:
-    """Return the same where it is computed with: its parts over `fsdp` have come together."""
+    """Return the spec of a parameter in computations: gathered over `fsdp`."""
     spec = stored(name, dimensions)
     return PartitionSpec(*(None if axis == FSDP else axis for axis in spec))
 
 
 def specs(tree: PyTree, of_array: Callable[[str, int], PartitionSpec] = stored) -> PyTree:
-    """Return how every array of a tree is cut."""
+    """Return the spec of every array of a tree."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: of_array(_name(path), len(leaf.shape)), tree
     )
 
 
 def activation_spec(batch: int, fsdp: int) -> PartitionSpec:
-    """Return how [batch, time, channels] is cut between blocks, and on its way between nodes."""
+    """Return the spec of [batch, time, channels] between blocks, and in transfers between nodes."""
     if batch % fsdp == 0:
         return PartitionSpec(FSDP, TENSOR, None)
     return PartitionSpec(None, AXES, None)
@@ -104,7 +102,7 @@ def mesh_here() -> AbstractMesh | None:
 
 
 def constrained(x: Array, *axes: str | None) -> Array:
-    """An array, cut by what its axes are; the batch is the first if there is one."""
+    """Constrain the sharding of an array by its logical axes; without a mesh, change nothing."""
     mesh = mesh_here()
     if mesh is None:
         return x
@@ -112,10 +110,10 @@ def constrained(x: Array, *axes: str | None) -> Array:
 
 
 def in_use(parameters: PyTree, compute_dtype: Any) -> PyTree:
-    """Return the parameters of blocks as they are computed with, on a mesh; else as they are.
+    """Return parameters of blocks gathered for computation on a mesh; without a mesh, unchanged.
 
-    Matrices are in the compute dtype before they come together, which takes half the time. Their
-    gradients are cut again at once.
+    Matrices are cast to the compute dtype before they are gathered, which halves the time in
+    bfloat16. Their gradients are split again at once.
     """
     if mesh_here() is None:
         return parameters
@@ -130,12 +128,12 @@ def in_use(parameters: PyTree, compute_dtype: Any) -> PyTree:
 
 
 def over_heads(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """Attention of which each device computes that of its own sequences and heads.
+    """Wrap `attend` so that each device computes its own sequences and heads.
 
-    It takes queries, keys and values [batch, time, heads, head width], and documents [batch, time]
-    or None, and gives [batch, time, width]. Where tokens are cut over `fsdp`, the heads are
-    meanwhile, if there are enough of them (DeepSpeed-Ulysses, arXiv 2309.14509); otherwise each
-    device along it computes the same.
+    The result takes queries, keys and values [batch, time, heads, head width], and documents
+    [batch, time] or None, and returns [batch, time, width]. Where `fsdp` splits the tokens, it
+    splits the heads instead during attention, if there are enough (DeepSpeed-Ulysses, arXiv
+    2309.14509); otherwise all devices along `fsdp` compute the same.
     """
     mesh = mesh_here()
     if mesh is None:
@@ -159,7 +157,7 @@ def over_heads(attend: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _turned(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """Attention of a device that has some tokens of all its heads, and then all of some heads."""
+    """Wrap `attend` in all-to-alls, from some tokens of all heads to all tokens of some heads."""
 
     def turned(query: Array, key: Array, value: Array, documents: Array | None) -> Array:
         own = (
@@ -187,7 +185,7 @@ def _spec(
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Of an array in a tree, whichever kinds of nodes this has."""
+    """Return the name of an array in a tree, for any type of tree node."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return name.removesuffix("/value")
 
