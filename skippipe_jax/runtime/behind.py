@@ -107,7 +107,7 @@ class Behind:
     def send(
         self, replica: int, step: int, own: UnderWay, emulation: Emulation | None = None
     ) -> None:
-        """Pass a replica's message of a step round its ring, and gather those of the others.
+        """Send a replica's message of a step round its ring, and gather the other messages.
 
         For each step, call this for all sending replicas of the host before `end`.
         """
@@ -121,7 +121,7 @@ class Behind:
         self._loop.post(partial(self._begin, part))
 
     def end(self, step: int, local: jax.Array) -> Summed:
-        """Contribute a step of this host; return the future totals of all hosts."""
+        """Contribute a step of this host; return the future sum of all hosts."""
         made = _Made(step, local, Future())
         with self._lock:
             if self._is_over:

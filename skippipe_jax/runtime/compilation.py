@@ -19,7 +19,7 @@ def keep_programs(cache: str | None) -> None:
         os.makedirs(cache, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
             jax.config.update("jax_compilation_cache_dir", cache)
-            # No minimum time, as a run has many programs that compile quickly.
+            # No minimum time, as a run has many programs that compile fast.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     except OSError as error:
         log.warning(

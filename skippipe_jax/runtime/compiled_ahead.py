@@ -49,7 +49,7 @@ class Ahead:
     """
 
     def __init__(self):
-        """Begin with none."""
+        """Begin with a count of 0."""
         self.count = 0
 
     def __call__(self, function: Any, *arguments: Any, **static: Any) -> Any:

@@ -14,7 +14,7 @@ from skippipe_jax.runtime.operations import Operations
 def in_program_order(
     program: Program, operations: Operations, batches: Mapping[int, Batch]
 ) -> Iterator[int]:
-    """Dispatch all operations in the program's order without waits, on the only host.
+    """Dispatch all operations in the program's order, without waits, on the only host.
 
     Yields each stage whose replicas the program sums, for the caller to sum them. The device of a
     node runs its operations in order, as each call takes an output of the previous one.

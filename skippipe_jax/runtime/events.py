@@ -51,7 +51,7 @@ class EventLoop:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether an event is being handled, or this host computes. Any thread may read this."""
+        """True while an event is handled, or this host computes. Any thread may read this."""
         return self._computing > 0 or not self._is_waiting
 
     def when_computed(self, array: jax.Array, then: Then) -> None:

@@ -45,7 +45,7 @@ class NodeProgress:
 
     @property
     def is_done(self) -> bool:
-        """Whether all operations of the node have ended."""
+        """True once all operations of the node have ended."""
         return not self.turns.left and self.idle_since_s is not None
 
 
@@ -106,12 +106,12 @@ class Flow:
 
     @property
     def is_done(self) -> bool:
-        """Whether all nodes of this host are done."""
+        """True once all nodes of this host are done."""
         return all(progress.is_done for progress in self.nodes.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether no node of this host computes."""
+        """True while no node of this host computes."""
         return all(progress.idle_since_s is not None for progress in self.nodes.values())
 
     def begin(self, batches: Mapping[int, Batch]) -> None:

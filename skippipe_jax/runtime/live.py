@@ -100,7 +100,7 @@ class LiveIteration(Iteration):
                 self.averaging.begin_collective(step.stage)
             self.instructions.popleft()
 
-    # Totals.
+    # Totals over all hosts.
 
     def _sum_totals(self) -> None:
         """Sum the totals over all hosts."""

@@ -138,7 +138,7 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
 
 
 def inner_steps(config: Config, stages: int) -> list[InnerStep]:
-    """Make the local step of the replicas of each of so many stages."""
+    """Make the local step of each stage's replicas, for a model with `stages` stages."""
     shapes = stage_shapes(config.model, stages)
     sizes = [parameter_count(own) for own in shapes]
     optimizers = [inner_optimizer(config.optimizer, size / sum(sizes)) for size in sizes]

@@ -361,7 +361,7 @@ def functions_of_stages(
     microbatch_tokens: int,
     wire: Wire | None = None,
 ) -> list[StageFunctions]:
-    """Jit the functions of each of so many stages; stages of one shape share them."""
+    """Jit the functions of each of `stages` stages; stages of one shape share them."""
     return [
         stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens, wire)
         for stage, count in enumerate(model.layers_of_stages(stages))
@@ -369,7 +369,7 @@ def functions_of_stages(
 
 
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
-    """Jit the functions of a run with so many stages."""
+    """Jit the functions of each stage of a run with `stages` stages."""
     tokens = config.data.microbatch_size * config.data.sequence_length
     steps, wire = config.train.steps, wire_of_run(config)
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)

@@ -83,7 +83,7 @@ class StageState:
 
     @property
     def in_use(self) -> Parameters:
-        """Parameters for computation: those of blocks gathered, if `gathers`."""
+        """Parameters for computation: the blocks' are gathered, if `gathers`."""
         if not self.gathers:
             return self.parameters
         if self.gathered is None:
@@ -167,9 +167,9 @@ def make_states(
 ) -> dict[int, StageState]:
     """Make the state of every local replica, by its name; with `stages`, of these only.
 
-    The state is one of those `kept`, or a copy of one for another replica; or it comes from
-    `origin`, which is called once for each stage, or is initialized from `seed`. The local state
-    of each replica in `outer` mode, as after `step`, comes from `own_origin`. A copy for another
+    The state is taken from `kept`, or copied from a `kept` state of another replica, or read from
+    `origin`, which is called once for each stage, or initialized from `seed`. In `outer` mode the
+    local state of each replica, as after `step`, is read from `own_origin`, and a copy of another
     replica includes the outer momentum if `with_momentum`.
     """
     states: dict[int, StageState] = {}

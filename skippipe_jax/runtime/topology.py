@@ -349,7 +349,7 @@ class Topology:
 
     @property
     def sums_totals_by_links(self) -> bool:
-        """Whether hosts send totals to host 0: collectives do not reach all, or links are slow."""
+        """True if hosts send totals to host 0: collectives do not reach all, or links are slow."""
         return len(self.hosts) > 1 and (bool(self.rings) or not self.in_one_jax)
 
 

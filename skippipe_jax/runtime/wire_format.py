@@ -54,7 +54,7 @@ class WireFormat:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether packing rounds stochastically, and so needs a seed."""
+        """True if packing rounds stochastically, and so needs a seed."""
         return self.dtype == "int8" and self.rounding == "stochastic"
 
     def pack(self, array: Float[Array, "*batch channels"], draw: Draw | None = None) -> Array:
