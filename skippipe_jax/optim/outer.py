@@ -320,7 +320,7 @@ def _rounded(
     # A NaN scale stays NaN, as its comparison is false.
     scales = jnp.where(scales < LEAST_SCALE, 0.0, scales)
     multiples = jnp.round(groups / jnp.where(scales == 0.0, 1.0, scales)[:, None])
-    # Rounding errors of the division can exceed 127.
+    # Rounding errors can carry the largest multiple past 127.
     multiples = jnp.clip(multiples, -LARGEST, LARGEST).astype(jnp.int8)
     return multiples.ravel()[: numbers.size], scales
 
