@@ -29,7 +29,7 @@ FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3
 
 Shape = tuple[bool, int]
-"""Whether a stage is the data stage, and its number of layers; equal shapes share timings."""
+"""Flag of the data stage, and number of layers; stages of equal shape share timings."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Costs:
 
 
 def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
-    """Return the shape of each stage of a model with so many stages."""
+    """Return the shape of each stage of a model with `stages` stages."""
     layers = config.model.layers_of_stages(stages)
     return [(stage == 0, count) for stage, count in enumerate(layers)]
 
