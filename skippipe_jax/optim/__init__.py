@@ -1,5 +1,5 @@
-"""How parameters are updated.
+"""Parameter updates.
 
-Others use `update_rule`, which is AdamW or Muon with their schedule, and `outer`, which averages
-what replicas have changed behind the iterations.
+Entry points: `update_rule` (AdamW or Muon with their schedule) and `outer` (outer averaging in the
+background).
 """

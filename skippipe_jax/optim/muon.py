@@ -1,7 +1,7 @@
-"""Muon: the matrices of blocks are updated by their orthogonalized momentum.
+"""Muon: updates of the matrices of blocks by their orthogonalized momentum.
 
-Momentum and orthogonalization are Optax's (https://kellerjordan.github.io/posts/muon). An update is
-scaled so that its root mean square is about that of AdamW's, for the same learning rate and decay
+Optax computes momentum and orthogonalization (https://kellerjordan.github.io/posts/muon). An update
+is scaled to about the root mean square of an AdamW update, for the same learning rate and decay
 (https://arxiv.org/abs/2502.16982, section 2.2).
 """
 
@@ -17,18 +17,18 @@ from jaxtyping import Array, Int, PyTree
 from skippipe_jax.config.optimizer import ADAMW, MUON
 
 UPDATE_RMS = 0.2
-"""Root mean square of what is added to a matrix, before the learning rate."""
+"""Root mean square of the update of a matrix, before the learning rate."""
 
 
 class MuonState(NamedTuple):
-    """The updates made, and the momentum of each matrix."""
+    """Number of updates made, and momentum of each matrix."""
 
     count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: PyTree
 
 
 def labels(parameters: PyTree) -> PyTree:
-    """Name the rule of each parameter of a stage: Muon's for stacked matrices of blocks."""
+    """Name the rule of each parameter of a stage: Muon for stacked matrices of blocks."""
 
     def rule(path: tuple[Any, ...], leaf: Array) -> str:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -38,7 +38,7 @@ def labels(parameters: PyTree) -> PyTree:
 
 
 def scale_by_muon(momentum: float) -> optax.GradientTransformationExtraArgs:
-    """Make Muon's update of matrices [block, in, out]; where it `is_skipped`, the state stays."""
+    """Make Muon's update of matrices [block, in, out]; if it `is_skipped`, the state stays."""
 
     def dimensions(matrices: PyTree) -> PyTree:
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), matrices)

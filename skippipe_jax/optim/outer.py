@@ -1,10 +1,9 @@
-"""Outer averaging: what the replicas of a stage have changed is averaged, and applied to all.
+"""Outer averaging (streaming DiLoCo): the replicas of a stage average their outer gradients.
 
-With `averaging.mode: outer` every replica takes steps of its own. At the end of some iterations it
-sends what it has changed of one fragment, rounded; some iterations later all replicas apply the
-mean of what all have sent, by an outer optimizer. docs/training.md has the formulas. Here are pure
-functions of trees of arrays, jitted once for each fragment of stages of one shape: they know
-nothing of who carries a message, or when it comes.
+With `averaging.mode: outer` every replica takes local steps. At the end of some iterations it sends
+the quantized outer gradient of one fragment; some iterations later an outer optimizer applies the
+mean over all replicas to each. docs/training.md has the formulas. This module has pure functions of
+trees of arrays, jitted once for each fragment of stages of one shape. Messages are sent elsewhere.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE, SCALE_BYTES
 from skippipe_jax.config import AveragingConfig, OptimizerConfig
 
 BLOCKS, EMBEDDING = "blocks", "embedding"
-"""What a stage's tree has under these names: arrays of all blocks, stacked, and the embedding."""
+"""Names in a stage's tree of the stacked arrays of all blocks, and of the embedding."""
 LARGEST = 127
-"""Of a quantised number; there is one as far below zero."""
-# Below the smallest normal number devices differ in what they compute.
+"""Largest quantized number; the smallest is its negative."""
+# Below the smallest normal number the results of devices differ.
 LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 Stage = dict[str, Any]
-"""A stage's parameters, or as many numbers in the same arrays, by name."""
+"""Parameters of a stage by name, or arrays of the same shapes."""
 Part = dict[str, Any]
-"""What belongs to one fragment of them: some of the blocks, perhaps embedding, or norm and head."""
+"""One fragment of a `Stage`: some of the blocks, perhaps the embedding, or norm and head."""
 Message = Shaped[Array, " length"]
-"""A part as it travels. As int8, its numbers are followed by the bytes of their scales."""
+"""Encoded `Part`. In int8 the bytes of the scales follow the numbers."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """What is averaged at once: some blocks of a stage, and what touches tokens at either end.
+    """Part of a stage that is averaged at one time.
 
     Attributes:
-        blocks: counted within the stage.
-        is_first: whether the embedding is part of it, of a stage that has one.
-        is_last: whether final norm and head are.
+        blocks: its blocks, counted within the stage.
+        is_first: whether it includes the embedding, if the stage has one.
+        is_last: whether it includes final norm and head, if the stage has them.
     """
 
     blocks: range
@@ -54,11 +53,11 @@ class Fragment:
     is_last: bool
 
     def touched(self, stage: Stage) -> Stage:
-        """Return the arrays of a stage, whole, of which something is in this fragment."""
+        """Return the whole arrays of a stage that overlap this fragment."""
         return {name: own for name, own in stage.items() if self._touches(name)}
 
     def part(self, stage: Stage) -> Part:
-        """Cut this fragment out of a stage, or out of what it touches there."""
+        """Cut this fragment out of a stage, or out of the arrays that `touched` returns."""
 
         def rows(leaf: Array) -> Array:
             return leaf[self.blocks.start : self.blocks.stop]
@@ -69,7 +68,7 @@ class Fragment:
         }
 
     def put_rows(self, blocks: PyTree, own: PyTree) -> PyTree:
-        """Return the arrays of all blocks of a stage, with this fragment's rows put in."""
+        """Return the arrays of all blocks of a stage with this fragment's rows replaced."""
         return jax.tree.map(
             lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(
                 leaf, rows, self.blocks.start, axis=0
@@ -85,7 +84,7 @@ class Fragment:
 
 
 def fragments_of(averaging: AveragingConfig, layers: int) -> list[Fragment]:
-    """Cut a stage of so many blocks into fragments, in the order of their numbers."""
+    """Cut a stage of `layers` blocks into fragments, in the order of their numbers."""
     last = averaging.fragments - 1
     return [
         Fragment(averaging.blocks_of(number, layers), number == 0, number == last)
@@ -96,12 +95,12 @@ def fragments_of(averaging: AveragingConfig, layers: int) -> list[Fragment]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outer:
-    """What a replica keeps beside parameters and moments: each as many numbers, in float32.
+    """Outer state of a replica: three trees of the parameters' shapes, in float32.
 
     Attributes:
-        anchor: the outer parameters, as last applied; the same bits on all replicas of a stage.
-        momentum: of the outer optimizer; the same bits on all replicas.
-        residual: what rounding has left of the replica's own changes.
+        anchor: outer parameters, as last applied; the same bits on all replicas of a stage.
+        momentum: momentum of the outer optimizer; the same bits on all replicas.
+        residual: quantization error of the replica's messages (error feedback).
     """
 
     anchor: Stage
@@ -111,40 +110,40 @@ class Outer:
 
 @jax.jit
 def begin(parameters: PyTree) -> Outer:
-    """Begin outer averaging, all replicas having these parameters."""
-    # Copies: who gives the parameters writes over them.
+    """Begin outer averaging at parameters that all replicas of the stage share."""
+    # Copies, as the caller donates the parameters later.
     anchor = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), parameters)
     momentum, residual = (jax.tree.map(jnp.zeros_like, anchor) for _ in range(2))
     return Outer(anchor, momentum, residual)
 
 
 def begin_with(parameters: PyTree, momentum: PyTree) -> Outer:
-    """Begin at the outer parameters and momentum of another replica."""
+    """Begin outer averaging at the outer parameters and momentum of another replica."""
     return dataclasses.replace(begin(parameters), momentum=momentum)
 
 
 @dataclass(frozen=True)
 class FragmentFunctions:
-    """What a replica does with one fragment.
+    """Functions of a replica for one fragment.
 
-    What is given of a replica's `Outer` and, to `apply`, of its parameters, is written over. A last
-    argument of `send` and `apply` is how they call their jitted functions, such as to compile them.
+    They donate the arrays of `Outer`, and `apply` those of the parameters. The optional last
+    argument of `send` and `apply` is a `Call`, for example one that only compiles.
     """
 
     send: Callable[..., tuple[Message, Part, Outer]]
-    """(parameters, outer) -> message, the parameters that it was made of, outer"""
+    """(parameters, outer) -> message, parameters of the fragment that were sent, outer"""
     apply: Callable[..., tuple[Stage, Outer]]
-    """(parameters, outer, the part that was sent, messages) -> parameters, outer
+    """(parameters, outer, part that was sent, messages) -> parameters, outer
 
-    There is a message of every replica, by its place among those of the stage: they are summed in
-    this order, whichever came first.
+    `messages` has the message of every replica by its index in the stage. They are summed in the
+    order of the index.
     """
     take_back: Callable[[Outer, Part, Message], Outer]
-    """(outer, the part that was sent, the own message) -> outer as it was before the sending"""
+    """(outer, part that was sent, local message) -> outer as it was before `send`"""
 
 
 Call = Callable[..., Any]
-"""(jitted function, its arguments) -> its results, or a description of them"""
+"""(jitted function, its arguments) -> its results, or their shapes"""
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -153,10 +152,10 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @functools.cache
 def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> FragmentFunctions:
-    """Make the functions of a fragment, for stages that are cut alike."""
+    """Make the functions of a fragment, for stages with the same fragments."""
     outer_optimizer = optax.sgd(averaging.rate, averaging.momentum, nesterov=True)
 
-    # By itself: together with what reads them, XLA writes whole arrays anew.
+    # Jitted separately: fused with readers of these arrays, XLA copies them whole.
     put_rows = jax.jit(fragment.put_rows, donate_argnums=0)
 
     def put(stage: Stage, part: Part, call: Call) -> Stage:
@@ -164,7 +163,7 @@ def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> Fragme
 
     @jax.jit
     def sent(parameters: Stage, anchor: Stage, residual: Stage) -> tuple[Message, Part, Part]:
-        # Of copies: the next inner step writes over the parameters.
+        # Copies, as the next inner step donates the parameters.
         own = jax.tree.map(jnp.copy, fragment.part(parameters))
         change = jax.tree.map(
             lambda anchor, own, left: anchor - own + left,
@@ -186,7 +185,7 @@ def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> Fragme
         updates, state = outer_optimizer.update(change, state, before)
         after = cast(Part, optax.apply_updates(before, updates))
         if averaging.delay == 0:
-            # No step was made since, and so all replicas have the same bits.
+            # No inner step since `send`, so all replicas take the anchor's bits.
             own = after
         else:
             own = jax.tree.map(
@@ -239,7 +238,7 @@ def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> Fragme
 def message_shape(
     averaging: AveragingConfig, fragment: Fragment, parameters: PyTree
 ) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the message about a fragment, for parameters of these shapes."""
+    """Return shape and dtype of the message about a fragment, for parameters of these shapes."""
     return jax.eval_shape(
         lambda stage: quantised(fragment.part(stage), averaging.dtype), parameters
     )
@@ -248,7 +247,7 @@ def message_shape(
 def longest_message(
     averaging: AveragingConfig, layers: int, parameters: PyTree
 ) -> jax.ShapeDtypeStruct:
-    """Return the message about the largest fragment of a stage of so many blocks."""
+    """Return shape and dtype of the longest message about a fragment of a stage."""
     messages = [
         message_shape(averaging, fragment, parameters)
         for fragment in fragments_of(averaging, layers)
@@ -257,12 +256,12 @@ def longest_message(
 
 
 def quantised(change: PyTree, dtype: str) -> Message:
-    """Quantize a change as it travels: all its numbers one after another in this dtype.
+    """Encode a change as a message: all its numbers one after another in this dtype.
 
-    As int8, 128 consecutive numbers of an array, the last ones filled up with zeros, have one
-    scale, their largest magnitude / 127; a number becomes the nearest whole multiple of it. Numbers
-    that are all too small for a normal scale become 0. Where one is not finite, nothing that is
-    made of its group again is.
+    In int8, each group of 128 consecutive numbers of an array (the last group padded with zeros)
+    has one scale, its largest magnitude / 127; a number becomes the nearest multiple of the scale.
+    A group whose scale would not be a normal number becomes 0. A group with a number that is not
+    finite is decoded to numbers that are not finite.
     """
     numbers = [leaf.ravel() for leaf in jax.tree.leaves(change)]
     if dtype != "int8":
@@ -273,7 +272,7 @@ def quantised(change: PyTree, dtype: str) -> Message:
 
 
 def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
-    """Restore a change that has travelled, in float32, in arrays shaped as in `like`."""
+    """Decode a message to a change, in float32, with the shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     *numbers, behind = jnp.split(message, [*itertools.accumulate(leaf.size for leaf in leaves)])
     if dtype == "int8":
@@ -289,17 +288,17 @@ def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
 
 
 def mean(messages: Sequence[Message], like: PyTree, dtype: str) -> Part:
-    """Average what messages hold, summed in float32 one after another."""
+    """Return the mean change of messages, summed in float32 in their order."""
     changes = (dequantised(message, like, dtype) for message in messages)
     total = functools.reduce(functools.partial(jax.tree.map, jnp.add), changes)
     return jax.tree.map(lambda leaf: leaf / len(messages), total)
 
 
 def inner_optimizer(optimizer: OptimizerConfig, share: float) -> OptimizerConfig:
-    """Make the optimizer of a stage that has this share of the model's parameters.
+    """Return the optimizer of a stage that has this share of the model's parameters.
 
-    Its replicas know no norm but that of their own gradient, and hold it to the part of the bounds
-    that it would have if all parameters' gradients were of one size.
+    A replica has only the gradient norm of its own stage. Its bounds are therefore scaled by
+    root(share), which assumes gradients of one magnitude for all parameters.
     """
 
     def of_stage(bound: float | None) -> float | None:
@@ -315,13 +314,13 @@ def inner_optimizer(optimizer: OptimizerConfig, share: float) -> OptimizerConfig
 def _rounded(
     numbers: Float[Array, " numbers"],
 ) -> tuple[Int8[Array, " numbers"], Float[Array, " groups"]]:
-    """Whole multiples, from -127 to 127, of the scales beside them."""
+    """Return numbers as whole multiples, from -127 to 127, of scales, and the scales."""
     groups = _grouped(numbers)
     scales = jnp.max(jnp.abs(groups), axis=1) / LARGEST
-    # Not a scale of NaN: that is greater than nothing, and less than nothing either.
+    # A NaN scale stays NaN, as its comparison is false.
     scales = jnp.where(scales < LEAST_SCALE, 0.0, scales)
     multiples = jnp.round(groups / jnp.where(scales == 0.0, 1.0, scales)[:, None])
-    # Rounding can carry the largest one past 127 by its last bit.
+    # Rounding errors can carry the largest multiple past 127.
     multiples = jnp.clip(multiples, -LARGEST, LARGEST).astype(jnp.int8)
     return multiples.ravel()[: numbers.size], scales
 
@@ -334,6 +333,6 @@ def _multiplied(
 
 
 def _grouped(numbers: Shaped[Array, " numbers"]) -> Shaped[Array, "groups 128"]:
-    """Arrange numbers in groups of one scale each, the last one filled up with zeros."""
+    """Arrange numbers in groups of one scale each, the last one padded with zeros."""
     beyond = -numbers.size % NUMBERS_OF_A_SCALE
     return jnp.pad(numbers, (0, beyond)).reshape(-1, NUMBERS_OF_A_SCALE)

@@ -1,9 +1,9 @@
-"""Parameters and moments in bfloat16, rounded up or down by chance so that the mean is exact.
+"""Stochastic rounding of parameters and moments to bfloat16, unbiased in the mean.
 
-bfloat16 tells numbers apart that differ by 1 in 128 at best, and most updates are smaller than
-that: rounded to the nearest, they would be lost, again and again. What is drawn depends on the
-seed, on how many updates were made, on the array's name and on the block's place in the whole
-model, and on nothing else: so replicas agree, under any cut and on any device.
+bfloat16 separates numbers that differ by 1 in 128 at best. Most updates are smaller, so rounding to
+the nearest would lose them in every step. The random bits depend only on the seed, the number of
+updates, the name of the array and the index of the block in the whole model. Replicas therefore
+agree under any stage partition and on any device.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 from jaxtyping import Array, BFloat16, Float32, PRNGKeyArray, PyTree, ScalarLike, UInt32
 
 Draw = UInt32[np.ndarray, "2"] | UInt32[Array, "2"]
-"""The seed of the run, and the number of a stage's first block."""
+"""Seed of the run, and number of a stage's first block."""
 
 
 def rounds(*trees: PyTree) -> bool:
-    """Tell whether some numbers in trees are held so coarsely that they are rounded by chance."""
+    """Return whether some array in the trees is bfloat16, and thus rounded stochastically."""
     return any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(trees))
 
 
 def widened(tree: PyTree) -> PyTree:
-    """Convert to float32 what is held in bfloat16, for updates."""
+    """Convert the bfloat16 arrays of a tree to float32, for updates."""
     return jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree
     )
 
 
 def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: ScalarLike) -> PyTree:
-    """Round an update, number `count`, to what is held: each array in its dtype of `like`."""
+    """Round the result of update number `count`: each array to its dtype in `like`."""
     seed, first_layer = draw[0], draw[1]
     key = jax.random.fold_in(jax.random.key(seed), count)
 
@@ -52,10 +52,10 @@ def rounded_like(tree: PyTree, like: PyTree, draw: Draw, count: ScalarLike) -> P
 
 
 def to_bfloat16(numbers: Float32[Array, "*shape"], key: PRNGKeyArray) -> BFloat16[Array, "*shape"]:
-    """Round each number up or down to bfloat16, by chance in proportion to how near they are.
+    """Round each number stochastically up or down to bfloat16, unbiased in the mean.
 
-    bfloat16 is the upper half of a float32. What is drawn is added to the lower half, and carries
-    over as often as that says. Infinities and NaN stay what they are.
+    bfloat16 is the upper half of a float32. Random bits are added to the lower half; a carry rounds
+    up. Infinities and NaN are unchanged.
     """
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     carried = bits + jax.random.bits(key, numbers.shape, jnp.uint16)

@@ -1,4 +1,4 @@
-"""How parameters are updated: by AdamW or Muon, at which rate, and what decays."""
+"""Update rule of a stage: AdamW or Muon, with learning rate schedule and weight decay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skippipe_jax.optim.muon import labels, scale_by_muon
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate of each step of a run of `steps` steps, as a function of the step.
+    """Return the learning rate of a run of `steps` steps as a function of the step.
 
-    A step is an update that was made: one that was skipped is taken again at the same rate.
+    A step is an update that was made: after a skipped update the rate is the same again.
     """
     decay_steps = config.decay_steps or max(steps, config.warmup_steps + 1)
-    # The first step should learn something too, so the ramp starts above zero.
+    # The ramp starts above zero, so that the first step has an effect.
     first = config.learning_rate / (config.warmup_steps + 1)
     if config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
@@ -33,13 +33,13 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         )
     stable_steps = decay_steps - round(config.decay_fraction * decay_steps) - config.warmup_steps
     warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_steps)
-    # A warmup that takes some of the last part leaves the rest of it to the decay.
+    # A warmup that reaches into the decay leaves the rest of it.
     decay = _decay(config, max(stable_steps, 0), decay_steps - config.warmup_steps)
     return optax.join_schedules([warmup, decay], [config.warmup_steps])
 
 
 def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
-    """Fall from the highest rate, at step `start`, to the last one, at step `end`."""
+    """Return the decay from the peak rate, at step `start`, to the final rate, at step `end`."""
 
     def rate(step: ScalarLike) -> Array:
         gone = jnp.clip((step - start) / max(end - start, 1), 0.0, 1.0)
@@ -50,11 +50,11 @@ def _decay(config: OptimizerConfig, start: int, end: int) -> optax.Schedule:
 
 
 def update_rule(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Make the update of one stage, without clipping: that needs the norm over all stages.
+    """Make the update rule of one stage, without clipping, which needs the norm over all stages.
 
-    AdamW's is Optax's, which gives the same bits. Moments are in `moment_dtype`, whatever the
-    parameters are. Where an update `is_skipped`, the state stays as it was, and what is to be added
-    to the parameters means nothing.
+    AdamW gives the same bits as Optax's. Moments are in `moment_dtype`, whatever the dtype of the
+    parameters. If an update `is_skipped`, the state is unchanged and the returned updates are
+    meaningless.
     """
     decayed = functools.partial(decays, embeddings=config.decay_embeddings, head=config.decay_head)
     scaling = _scale_by_adam(config)
@@ -68,7 +68,7 @@ def update_rule(config: OptimizerConfig, steps: int) -> optax.GradientTransforma
     )
 
     def init(params: Any) -> optax.OptState:
-        # Left to Optax, moments begin in the parameters' dtype, and the first update widens them.
+        # Optax alone would begin with moments in the parameters' dtype, and widen them later.
         return transformation.init(optax.tree.cast(params, config.moment_dtype))
 
     def update(updates: Any, state: Any, params: Any = None, *, is_skipped: Any = False) -> Any:
@@ -80,10 +80,10 @@ def update_rule(config: OptimizerConfig, steps: int) -> optax.GradientTransforma
 
 
 def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """Scale as Optax does, but let an update be skipped.
+    """Make Adam's scaling as Optax does, with updates that can be skipped.
 
-    The choice is made before moments are used: made of their old and new values afterwards, it
-    would take XLA copies of both moments on a processor, and several times as long.
+    The old or new moments are selected before they are used. Selected afterwards, XLA would copy
+    both moments on a CPU, which takes several times as long.
     """
     b1, b2 = config.beta1, config.beta2
 
@@ -103,18 +103,18 @@ def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 def updates_made(optimizer_state: optax.OptState) -> int:
-    """Count the updates that a state has seen: steps of the run, less those skipped."""
+    """Return the number of updates in a state: steps of the run without the skipped ones."""
     return int(update_count(optimizer_state))
 
 
 def update_count(optimizer_state: optax.OptState) -> Array:
-    """Return the same, as it stands in the state."""
+    """Return the counter of updates of a state, as an array."""
     [(_, count), *_] = optax.tree.get_all_with_path(optimizer_state, "count")
     return jnp.asarray(count)
 
 
 def decays(parameters: Any, *, embeddings: bool = True, head: bool = True) -> Any:
-    """Mark the parameters that decay: matrices, and embedding and head if they are to."""
+    """Mark the parameters that decay: matrices, and embedding and head if requested."""
 
     def is_decaying(path: tuple[Any, ...], _: Any) -> bool:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")

@@ -1,4 +1,5 @@
-"""Measuring a cluster: links, stages and devices, as a case to plan for.
+"""Measurement of a cluster's links, stages and devices, as a case for the planner.
 
-Others use `cluster.measure`, on all hosts together, what `case` makes of it, and `devices`.
+Entry points: `cluster.measure`, which all hosts call together, `case`, which makes cases from
+measurements, and `devices`.
 """

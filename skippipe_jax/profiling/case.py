@@ -1,17 +1,17 @@
-"""A case from what the hosts of a cluster have measured, and from what is given.
+"""Case for the planner from measurements of a cluster and from the configuration.
 
-`plan.case`, or the case of the plan in `plan.file`, may say what cannot be measured, by these keys
-of a case. All others are left aside, but for the number of `nodes`: by default one for each host.
+`plan.case`, or the case of the plan in `plan.file`, may have the keys below, which cannot be
+measured. Its other keys are ignored, except for the number of `nodes`, by default one per host.
 
 - `locations`, names of the hosts in turn; by default "host 0", "host 1", ...
 - `stages` or `stage_count`; by default sizes are auto, and there are as many stages as
-  `model.stage_layers` has, or as the layers spread over evenly with two replicas of each.
+  `model.stage_layers` has, or the most that divide the layers and have two replicas each.
 - `path_length` or `skip_ratio`; by default paths may skip up to a third of the stages.
 - `microbatches` or `microbatches_per_data_node`; by default two for each node.
-- `rules`; by default one swap of neighbours, and jumps over any number of stages.
+- `rules`; by default one swap of neighbors, and jumps over any number of stages.
 - `memory`, the most microbatches in flight on any node; by default as many as an iteration has.
-  The case has as many as the measured `memory_bytes` hold, if these are fewer. With `auto` it
-  leaves that to who plans for it by a configuration, which may say `model.recompute` otherwise.
+  The case has fewer if the measured `memory_bytes` hold fewer. With `auto`, the number is left to
+  the planner, whose configuration may have another `model.recompute`.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class HostReport:
-    """What one host has measured.
+    """Measurements of one host.
 
-    `links` lead to this host. `copy_s` are the seconds of a byte and of an activation from node to
-    node within the host, if it has several. `memory_bytes`, which a node may fill, and `processors`
-    are of each of its nodes, as is the kind of its first device in `devices`, which records of
-    earlier versions lack. `timings` are those of the stages on each processor that this host has
-    timed.
+    `links` lead to this host. `copy_s` has the seconds for a byte and for an activation from node
+    to node within the host, if it has several nodes. `memory_bytes`, which a node may use,
+    `processors` and `devices`, the kind of the first device, have an entry for each node; files of
+    earlier versions have no `devices`. `timings` are those of the stages on each processor that
+    this host has timed.
     """
 
     name: str
@@ -91,9 +91,9 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Profile:
-    """A `case` for the planner; `measured` is all that it was made of.
+    """A `case` for the planner; `measured` has all measurements that it was made of.
 
-    `warnings` say which nodes have too little memory.
+    `warnings` name the nodes with too little memory.
     """
 
     case: dict[str, Any]
@@ -101,7 +101,7 @@ class Profile:
     warnings: Sequence[str]
 
     def save(self, path: Path) -> None:
-        """Write the case to `path`, and all figures in full beside it, as NAME.measured.json."""
+        """Write the case to `path`, and all measurements beside it, as NAME.measured.json."""
         in_full = _in_full(path)
         in_full.write_text(json.dumps(self.measured, indent=1) + "\n", encoding="utf-8")
         names = dict.fromkeys(report["name"] for report in self.measured["hosts"])
@@ -118,7 +118,7 @@ class Profile:
         path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
 
     def summary(self) -> str:
-        """Summarize times, memory, bytes, and the slowest and fastest links, in lines of text."""
+        """Return a text about times, memory, bytes, and the slowest and fastest links."""
         forward_s = [node["forward_s"] for node in self.case["nodes"]]
         memory = [node["memory"] for node in self.case["nodes"] if "memory" in node]
         in_flight = f"{min(memory)} to {max(memory)}" if memory else AUTO
@@ -149,12 +149,12 @@ class Profile:
 
 
 def _in_full(path: Path) -> Path:
-    """Return where all figures lie that the case at `path` was made of."""
+    """Return the path of the measurements of the case at `path`."""
     return path.with_suffix(".measured.json")
 
 
 def read_measured(path: Path) -> dict[str, Any] | None:
-    """Read the figures that `Profile.save` has written beside the case at `path`; None without any.
+    """Read the measurements that `Profile.save` has written for the case at `path`; None if absent.
 
     Raises:
         InputError: if the file cannot be read.
@@ -164,13 +164,13 @@ def read_measured(path: Path) -> dict[str, Any] | None:
 
 
 def profile_again(config: Config, measured: Mapping[str, Any], hosts: int) -> Profile | None:
-    """Make a profile of figures that `read_measured` has read; None where they are of other stages.
+    """Make a profile from earlier measurements, as `read_measured` returns them.
 
-    What `plan.case` says besides may have changed since they were measured, and so may the sizes of
-    what is sent.
+    Returns None if they are for other hosts, nodes, models or stages. Other keys of `plan.case`,
+    and the bytes of hops, may have changed since the measurement.
 
     Raises:
-        InputError: if `plan.case` leads to no case, or hosts and nodes do not fit.
+        InputError: if `plan.case` does not lead to a case, or hosts and nodes do not match.
     """
     if len(measured["hosts"]) != hosts:
         return None
@@ -191,9 +191,9 @@ def profile_of(
     reports: Sequence[HostReport],
     at: str | None = None,
 ) -> Profile:
-    """Make the case for the planner, and keep all figures in full.
+    """Make the case for the planner, and include all measurements.
 
-    They were measured `at` a time, as ISO 8601 writes it; now by default.
+    `at` is the time of the measurement in ISO 8601, by default now.
     """
     case = case_of(config, host_of, reports)
     with_any_memory, *_ = candidates(case | {"memory": 1})
@@ -214,7 +214,7 @@ def check_template(config: Config, hosts: int) -> tuple[int, ...]:
     """Check that `plan.case` leads to a case; return the host of each node.
 
     Raises:
-        InputError: it does not, or hosts and nodes do not fit.
+        InputError: if it does not, or hosts and nodes do not match.
     """
     of_nodes, given = config.cluster.host_of_node, _given(config)
     nodes = node_count(given["nodes"]) if "nodes" in given else hosts
@@ -247,7 +247,7 @@ def case_of(
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
     measured = _by_node(host_of, [report.memory_bytes for report in reports])
-    # What is free of a machine's memory changes with every moment.
+    # Rounded, as the free memory of a machine changes all the time.
     sizes = [int(float(f"{size:.3g}")) for size in measured]
     links = [link for report in reports for link in report.links if link.source != link.target]
     overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
@@ -299,7 +299,7 @@ def case_of(
 
 
 def _same_location(copies_s: Sequence[tuple[float, float]], size: int) -> dict[str, float]:
-    """Fit a link to the slowest copies within a host, of a byte and of `size` bytes [s]."""
+    """Fit a link to the slowest copies within a host; `copies_s` are of a byte and `size` bytes."""
     latency_s = max(latency_s for latency_s, _ in copies_s)
     beyond_s = max(LEAST_COPY_S, *(whole_s - latency_s for latency_s, whole_s in copies_s))
     return {
@@ -309,9 +309,9 @@ def _same_location(copies_s: Sequence[tuple[float, float]], size: int) -> dict[s
 
 
 def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
-    """Return how many microbatches each node holds, whichever candidate the case becomes.
+    """Return how many microbatches each node holds in every candidate of the case.
 
-    One where none fits: what has taken minutes to measure is not thrown away for that.
+    It is 1 if none fits, so that a measurement of minutes is not lost.
     """
     nodes = range(len(case["nodes"]))
     found = [
@@ -321,7 +321,7 @@ def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
 
 
 def _reason(config: Config) -> str:
-    """Explain why so many microbatches may be in flight."""
+    """Return an explanation of the number of microbatches in flight."""
     given = _template(config).get("memory")
     if given == AUTO:
         return f"{AUTO} stands for as many microbatches in flight as {MEMORY_BYTES} holds"
@@ -333,12 +333,12 @@ def _reason(config: Config) -> str:
 
 
 def _template(config: Config) -> dict[str, Any]:
-    """Return what the configuration says of the case that is not measured."""
+    """Return the keys of the configured case that are not measured."""
     return {key: value for key, value in _given(config).items() if key in NOT_MEASURED}
 
 
 def left_aside(config: Config) -> str:
-    """Say in a sentence what the case of the configuration has that is measured; "" if nothing."""
+    """Return a sentence about ignored keys of the configured case; "" if there are none."""
     keys = [key for key in _given(config) if key not in (*NOT_MEASURED, "nodes")]
     if not keys:
         return ""
@@ -348,7 +348,7 @@ def left_aside(config: Config) -> str:
 
 
 def _given(config: Config) -> Mapping[str, Any]:
-    """Return the case that the configuration names; an empty one if it names none."""
+    """Return the configured case; an empty one if there is none."""
     plan = config.plan
     if plan.file is not None:
         return load_plan(Path(plan.file)).case.source
@@ -357,7 +357,7 @@ def _given(config: Config) -> Mapping[str, Any]:
 
 
 def stage_count(config: Config, nodes: int) -> int:
-    """Return how many stages there are: as given, or as many as have enough replicas."""
+    """Return the number of stages: as configured, or the most with enough replicas."""
     template = _template(config)
     stages = template.get("stages", AUTO)
     if stages != AUTO:
@@ -390,11 +390,11 @@ def _costs(reports: Sequence[HostReport], host_of: Sequence[int]) -> Costs:
 
 
 def _by_node(host_of: Sequence[int], of_hosts: Sequence[Sequence[Value]]) -> list[Value]:
-    """Return by node what hosts say of their nodes, each in order."""
+    """Reorder the values of each host's nodes, in their order, by node."""
     unused = [iter(values) for values in of_hosts]
     return [next(unused[host]) for host in host_of]
 
 
 def _rounded(value: float) -> float:
-    """Round to six digits."""
+    """Round to six significant digits."""
     return float(f"{value:.6g}")

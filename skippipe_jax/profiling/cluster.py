@@ -1,4 +1,4 @@
-"""What the hosts of a cluster do together to measure it."""
+"""Collective measurement of a cluster by its hosts."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from skippipe_jax.runtime.spread import Spread
 from skippipe_jax.runtime.topology import spreads_of_nodes
 from skippipe_jax.runtime.transport import HostLink
 
-# For one shape of stage on one processor, and for all that the hosts of one machine have to time.
+# Seconds for one shape of stage on one processor, and for all timings of the hosts of one machine.
 STAGE_S, ALL_STAGES_S = 2.0, 40.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class HostHardware:
-    """The machine of a host, which its other hosts name alike, and the processor of each node."""
+    """Name of a host's machine, equal on all hosts of the machine, and of each node's processor."""
 
     machine: str
     processors: Sequence[str]
 
 
 def name_and_devices(config: Config, host: Host) -> list[str]:
-    """Return the name of this machine, and the kind of the first device of each of its nodes."""
+    """Return the name of this machine, and the kind of the first device of each node."""
     nodes = check_template(config, host.count).count(host.index)
     own = spreads_of_nodes(config.node, nodes, host.index)
     return [socket.gethostname(), *(here.devices[0].device_kind for here in own)]
@@ -53,17 +53,18 @@ def name_and_devices(config: Config, host: Host) -> list[str]:
 def measure(
     config: Config, host: Host, links: Mapping[int, HostLink], say: Callable[[str], None]
 ) -> Profile | None:
-    """Measure links, seconds and memory. All hosts call this together, host 0 gets the profile.
+    """Measure links, stages and memory; all hosts call this together.
 
-    `links[h]` leads to host h, and hosts stand for nodes there. `say` is told how far it has come.
-    What `plan.case` may say is in `skippipe_jax.profiling.case`.
+    Returns the profile on host 0, and None on the others. `links[h]` leads to host h, where hosts
+    take the place of nodes. `say` receives messages about the progress.
+    `skippipe_jax.profiling.case` describes the keys of `plan.case`.
 
-    Hosts of one machine take turns at timing. Those that have the same cores of a CPU for their
-    device have it timed once; nodes that share a device are timed as if each had it alone.
+    Hosts of one machine take turns at timing. The cores of a CPU that several hosts share are timed
+    once; nodes that share a device are timed as if each had it alone.
 
     Raises:
-        InputError: before anything is measured, if the template leads to no case.
-        PeerTimeout: another host has not answered within `network.deadline_s`.
+        InputError: before the measurement, if `plan.case` does not lead to a case.
+        PeerTimeout: if another host has not answered within `network.deadline_s`.
     """
     host_of = check_template(config, host.count)
     if aside := left_aside(config):
@@ -79,7 +80,7 @@ def measure(
         len(other.processors) for other in of_hosts if other.machine == hardware.machine
     )
     nodes_of = Counter(device for here in own for device in here.devices)
-    # Of each device of a node: a CPU's are all of one machine.
+    # Count every device of a node, as all devices of a CPU share the memory of the machine.
     on_machine = nodes_here * max(len(here.devices) for here in own)
     memory_bytes = [
         min(available_bytes(device, nodes_of[device], on_machine) for device in here.devices)
@@ -87,7 +88,7 @@ def measure(
     ]
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
     copy_s = measure_copy(devices, size) if len(own) > 1 else None
-    # Who has measured its links already must not disturb the others.
+    # A host that has measured its links must not disturb the others by compiling.
     tell(host, "measure/links", lambda: "measured")
     _hear(host, "links", range(host.count), deadline_s)
     say("all links are measured; compiling the stages")
@@ -111,16 +112,16 @@ def measure(
 
 
 def _hear(host: Host, what: str, others: Iterable[int], deadline_s: float) -> list[Any]:
-    """Return what others tell after one another; the deadline counts for each alone."""
+    """Receive a message of each of the others in turn, with a separate deadline for each."""
     return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
 
 def _hardware_of(host: int, nodes: Sequence[Spread]) -> HostHardware:
-    """Find out the hardware of this host.
+    """Return the hardware of this host.
 
-    Its nodes have the same processor if they have the same devices. On a CPU, hosts
-    with the same cores of one machine have the same processor too. Containers, which may not have
-    the same share of it, differ in their names.
+    Nodes with the same devices have the same processor. On a CPU, so have hosts with the same cores
+    of one machine. Containers may have different shares of a machine, so their host names are part
+    of the processor's name.
     """
     name = socket.gethostname()
     machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else name
@@ -140,10 +141,10 @@ def _hardware_of(host: int, nodes: Sequence[Spread]) -> HostHardware:
 def _time_stages(
     config: Config, nodes: Sequence[Spread], of_hosts: Sequence[HostHardware], host: Host
 ) -> dict[str, list[StageTimings]]:
-    """Time all stages on each processor that is this host's to time.
+    """Time all stages on each processor that no earlier host has.
 
-    The first host that has a processor times it. Everyone compiles at the same time, and then the
-    hosts of one machine take turns, since they would disturb each other's figures.
+    All hosts compile at the same time. Then the hosts of one machine take turns, as parallel
+    timings would disturb each other.
     """
     own, hardware = host.index, of_hosts[host.index]
     first_host = {p: h for h in reversed(range(len(of_hosts))) for p in of_hosts[h].processors}

@@ -1,4 +1,4 @@
-"""Peak operations per second of devices, and the memory that is free and was used."""
+"""Peak floating-point rates of devices, and their free and used memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 MEMORY_OF_MACHINE = Path("/proc/meminfo")
 
 # Floating-point operations per second of dense matrix products in bfloat16, by the name that JAX
-# gives to a device, from the makers' data sheets. TPU v2 and v3 are two devices to a chip.
+# gives to a device, from the vendors' data sheets. TPU v2 and v3 have two devices per chip.
 PEAK_FLOPS_PER_SECOND = {
     "TPU v2": 22.5e12,
     "TPU v3": 61.5e12,
@@ -37,7 +37,7 @@ PEAK_FLOPS_PER_SECOND = {
     "NVIDIA L40S": 362e12,
     "NVIDIA GeForce RTX 3090": 71e12,
     "NVIDIA GeForce RTX 4090": 165e12,
-    # Without bfloat16 in hardware: the figure is that of float16.
+    # No bfloat16 in hardware: these are the rates of float16.
     "Tesla T4": 65e12,
     "Tesla V100-SXM2-16GB": 125e12,
     "Tesla V100-SXM2-32GB": 125e12,
@@ -45,14 +45,14 @@ PEAK_FLOPS_PER_SECOND = {
 
 
 def peak_flops_per_second(device_kinds: Iterable[str]) -> float | None:
-    """Sum the peaks of devices of these kinds; None if that of one of them is not known."""
+    """Return the sum of the peaks of devices of these kinds; None if a kind is unknown."""
     peaks = [PEAK_FLOPS_PER_SECOND.get(kind) for kind in device_kinds]
     known = [peak for peak in peaks if peak is not None]
     return sum(known) if len(known) == len(peaks) else None
 
 
 def available_bytes(device: jax.Device, nodes_on_device: int, nodes_on_machine: int) -> float:
-    """Return what a node may fill: its part of the memory of its device, or machine."""
+    """Return the bytes that a node may use: its share of free memory of its device or machine."""
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return (stats["bytes_limit"] - stats["bytes_in_use"]) / nodes_on_device
@@ -65,12 +65,12 @@ def available_bytes(device: jax.Device, nodes_on_device: int, nodes_on_machine: 
 
 
 def peak_memory_bytes(device: jax.Device) -> int | None:
-    """Return the most memory used so far on a device; None where devices do not count it."""
+    """Return the peak bytes used on a device so far; None if the device does not report them."""
     stats = device.memory_stats() or {}
     return stats.get("peak_bytes_in_use")
 
 
 def peak_process_bytes() -> int:
-    """Return the most memory of the machine that this process has held so far."""
+    """Return the peak resident bytes of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,8 +1,8 @@
-"""Latency and bandwidth between all hosts, measured over the links that training uses.
+"""Measurement of latency and bandwidth between all hosts, over the links that training uses.
 
-One host asks for a number of bytes, and the other answers with a marker and the bytes behind it.
-From asking to the marker it takes a round trip, and from the marker to the bytes as long as the
-bytes need on their way: two figures by one clock, neither of which is in the other.
+One host requests a number of bytes, and the other answers with a marker followed by the bytes. The
+time from request to marker is a round trip, and the time from marker to bytes is that of the bytes
+on the link: two independent measurements by one clock.
 
 In each round every host measures the link from one other host and serves another, so that no host
 sends to two hosts or receives from two at a time. A pair measures its two directions in turn.
@@ -23,17 +23,18 @@ from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.transport import HostLink
 
-# Iterations of training count from 0; what is sent here must not be taken for theirs.
+# Above all iterations of training, so that transfers have different names.
 FIRST_ITERATION = 2**37
 ROUND_TRIPS = 5
 SMALLEST_BYTES, LARGEST_BYTES, LARGEST_GROWTH = 8 * 2**10, 64 * 2**20, 8
-# A transfer of half this time tells the bandwidth. All last transfers together take the other one.
+# A transfer of half of `TRANSFER_S` is long enough. The last transfers of all links together take
+# at most `ALL_TRANSFERS_S`.
 TRANSFER_S, ALL_TRANSFERS_S = 1.0, 60.0
-# An activation is sent too unless it takes more than so many times the time of a transfer.
+# An activation is also sent, unless it takes more than this multiple of a transfer's time.
 LONGEST_ACTIVATION = 4.0
-# A host hands this much to its network at once, and so it may also arrive at once.
+# Bytes that a host passes to its network at once, so that they may also arrive at once.
 PIECE_BYTES = 64 * 2**10
-# Two rates that differ by less confirm each other; so often a transfer is repeated for that.
+# Relative difference within which two rates confirm each other, and most repetitions to reach it.
 AGREEMENT, MOST_REPETITIONS = 0.05, 3
 COPIES = 10
 
@@ -44,23 +45,23 @@ CHECK_S = 0.5
 
 @dataclass(frozen=True)
 class MeasuredTransfer:
-    """So many bytes arrived so many seconds after what was sent just before them."""
+    """Bytes of a transfer, and seconds from the arrival of its marker to that of its bytes."""
 
     bytes: int
     seconds: float
 
     @property
     def rate(self) -> float:
-        """In bytes per second."""
+        """Bytes per second."""
         return self.bytes / self.seconds
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The link from one host to another: an array takes about `latency_s + bytes / bandwidth`.
+    """Link from one host to another: an array takes about `latency_s + bytes / bandwidth`.
 
-    `bandwidth` is in bytes per second. `overhead_s` is how much longer than its bytes at this
-    bandwidth an activation took; None where one would have taken too long to try.
+    `bandwidth` is in bytes per second. `overhead_s` is the time of an activation beyond its bytes
+    at this bandwidth; None if an activation would have taken too long to send.
     """
 
     source: int
@@ -82,11 +83,11 @@ def measure_links(
 ) -> list[MeasuredLink]:
     """Measure the links from all other hosts to this one; all hosts call this together.
 
-    `links[h]` leads to another host h, where hosts stand for nodes. Arrays lie on `device`. `say`
-    is told how far this host has come.
+    `links[h]` leads to another host h, where hosts take the place of nodes. Arrays are on `device`.
+    `say` receives messages about the progress.
 
     Raises:
-        PeerTimeout: another host has not answered within `deadline_s` seconds.
+        PeerTimeout: if another host has not answered within `deadline_s` seconds.
     """
     asking = {other: _LinkProbe(host, other, link, device) for other, link in links.items()}
     serving = {other: _LinkProbe(host, other, link, device) for other, link in links.items()}
@@ -95,7 +96,7 @@ def measure_links(
     transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, len(links)))
 
     def measure_latency(probe: _LinkProbe) -> None:
-        # The first one opens the connection.
+        # The first round trip, which opens the connection, is discarded.
         _, *round_trips[probe.other] = (probe.ask(0)[0] for _ in range(1 + ROUND_TRIPS))
         probe.request(NO_MORE)
 
@@ -117,7 +118,7 @@ def measure_links(
 
 
 def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield for each round the host whose link this one measures, and the one that it serves."""
+    """Yield for each round the host whose link `host` measures, and the host that it serves."""
     for distance in range(1, hosts):
         source, target = (host - distance) % hosts, (host + distance) % hosts
         if source != target:
@@ -133,7 +134,7 @@ def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
 def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float]:
     """Time copies of a byte and of `size` bytes from the first device to the last [s].
 
-    The least of some attempts; close to 0 if they are the same device.
+    Returns the least of several attempts; close to 0 if they are the same device.
     """
 
     def copy_s(size: int) -> float:
@@ -149,7 +150,7 @@ def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float
 
 
 class _LinkProbe:
-    """One end of a measured link: requests for bytes go one way, and answers the other way."""
+    """One end of a measured link, which sends requests for bytes or answers."""
 
     def __init__(self, host: int, other: int, link: HostLink, device: jax.Device):
         self.host = host
@@ -159,13 +160,13 @@ class _LinkProbe:
         self.sent = 0
         self.received = 0
         self.waiting: tuple[str, float] | None = None
-        """For what, and since when (as of `time.time`)."""
+        """Object and start (of `time.time`) of the current wait."""
 
     def request(self, size: int) -> None:
         self._send(REQUEST, jax.device_put(np.array([size], np.int32), self.device))
 
     def ask(self, size: int) -> tuple[float, float]:
-        """Ask for bytes; return the seconds to the marker, and from there to the bytes."""
+        """Request bytes; return the seconds to the marker, and from the marker to the bytes."""
         marker = self._receive(ANSWER, 1, np.int32)
         payload = self._receive(ANSWER, size, np.uint8) if size else marker
         start = time.perf_counter()
@@ -176,7 +177,7 @@ class _LinkProbe:
         return marked - start, time.perf_counter() - marked
 
     def serve(self) -> None:
-        """Answer until no more is asked for."""
+        """Answer requests until `NO_MORE`."""
         marker = jax.device_put(np.zeros(1, np.int32), self.device)
         while True:
             request = self._receive(REQUEST, 1, np.int32)
@@ -184,7 +185,7 @@ class _LinkProbe:
             size = int(request[0])
             if size == NO_MORE:
                 return
-            # Random, as no network can make it shorter.
+            # Random, so that no network can compress it.
             payload = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
             payload = jax.device_put(payload, self.device).block_until_ready()
             self._send(ANSWER, marker)
@@ -192,7 +193,7 @@ class _LinkProbe:
                 self._send(ANSWER, payload)
 
     def check(self, deadline_s: float) -> None:
-        """Refuse to wait any longer than the deadline."""
+        """Raise `PeerTimeout` if the current wait exceeds the deadline."""
         waiting = self.waiting
         if waiting is not None and time.time() - waiting[1] > deadline_s:
             since = time.strftime("%H:%M:%S", time.localtime(waiting[1]))
@@ -209,7 +210,7 @@ class _LinkProbe:
     def _receive(self, kind: int, size: int, dtype: type) -> jax.Array:
         hop = Hop(2 * self.host + kind, self.other, self.host)
         like = jax.ShapeDtypeStruct((size,), dtype)
-        # Asking opens the connection at first, which a host that is gone keeps waiting too.
+        # The first request opens the connection, which waits if the other host has failed.
         self.waiting = "a connection", time.time()
         array = self.link.receive(hop, FIRST_ITERATION + self.received, like)
         self.waiting = None
@@ -223,8 +224,8 @@ class _LinkProbe:
 
 
 def _run(jobs: Mapping[_LinkProbe, Callable[[_LinkProbe], None]], deadline_s: float) -> None:
-    """Do all jobs at the same time, and watch how long they wait."""
-    # A wait has no end of its own, so the process must be able to end without these threads.
+    """Run all jobs in parallel, and check their waits against the deadline."""
+    # A wait may never end, so the threads must not keep the process alive.
     running = {DaemonThreads().submit(job, probe) for probe, job in jobs.items()}
     while running:
         done, running = wait(running, CHECK_S, FIRST_COMPLETED)
@@ -241,15 +242,16 @@ def _measure(
     activation_bytes: int,
     transfer_s: float,
 ) -> MeasuredLink:
-    """Ask for more and more until it takes long enough, then for an activation.
+    """Measure a link by transfers of growing size until one takes long enough, then an activation.
 
-    The largest of these is asked for again until two agree: what queues let pass at once after a
-    rest makes two small ones agree on too much. An activation that does not agree with them is sent
-    again as well, since a busy host that is late to notice the marker finds the rest quick.
+    The largest transfer is repeated until two rates agree; small ones can agree on a rate that is
+    too high, as queues let some bytes pass at once after an idle time. An activation that does not
+    agree with them is repeated as well, since a busy host that handles the marker late measures too
+    short a time.
     """
     round_trip_s = min(round_trips_s)
     size, transfers = SMALLEST_BYTES, [_transfer(probe, SMALLEST_BYTES, round_trip_s)]
-    # One at least comes after another: queues let some bytes pass at once after a rest.
+    # At least two: queues let some bytes of the first one pass at once after an idle time.
     while len(transfers) == 1 or (
         transfers[-1].seconds < transfer_s / 2 and transfers[-1].bytes < LARGEST_BYTES
     ):
@@ -287,19 +289,19 @@ def _measure(
 def _transfer(probe: _LinkProbe, size: int, round_trip_s: float) -> MeasuredTransfer:
     until_marker, after_marker = probe.ask(size)
     if size <= PIECE_BYTES:
-        # The marker may have waited for the bytes; then it took as long as they did.
+        # The marker may have been delayed to the bytes: then count its delay as theirs.
         after_marker = max(after_marker, until_marker + after_marker - round_trip_s)
     return MeasuredTransfer(size, after_marker)
 
 
 def _least_overhead_s(transfers: Sequence[MeasuredTransfer], size: int, bandwidth: float) -> float:
-    """Return how much longer a transfer took than at a bandwidth, by which it differs least."""
+    """Return the overhead of `size`-byte transfers at a bandwidth that is closest to zero [s]."""
     overheads_s = [own.seconds - size / bandwidth for own in transfers if own.bytes == size]
     return min(overheads_s, key=abs)
 
 
 def _robust_estimate(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:
-    """Return the largest transfer that another confirms, or else the median of the large ones."""
+    """Return the largest transfer that another one confirms, or the median of the large ones."""
     agreeing = _agreeing(transfers)
     if agreeing:
         return agreeing[0]
@@ -308,9 +310,9 @@ def _robust_estimate(transfers: Sequence[MeasuredTransfer]) -> MeasuredTransfer:
 
 
 def _agreeing(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
-    """List the large transfers whose rate another one has too, the largest first.
+    """Return the large transfers whose rate another one confirms, the largest first.
 
-    On a busy host, any transfer may be held up, or look quicker since the one before it was.
+    On a busy host any transfer may be delayed, or seem faster as the previous one was delayed.
     """
     large = _large(transfers)
     return [
@@ -321,7 +323,7 @@ def _agreeing(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
 
 
 def _large(transfers: Sequence[MeasuredTransfer]) -> list[MeasuredTransfer]:
-    """List those of a quarter of the largest or more: the largest and then the fastest first."""
+    """Return transfers of at least a quarter of the largest size, by size, then by speed."""
     most = max(transfer.bytes for transfer in transfers)
     large = [transfer for transfer in transfers if 4 * transfer.bytes >= most]
     return sorted(large, key=lambda transfer: (-transfer.bytes, transfer.seconds))

@@ -1,4 +1,4 @@
-"""Seconds that a device takes for the operations of a stage."""
+"""Measurement of the seconds that a node takes for the operations of a stage."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 LEAST_REPETITIONS = 3
 
 Shape = tuple[bool, int]
-"""What makes stages alike: whether it is the data stage, and how many layers it has."""
+"""Flag of the data stage, and number of layers; stages of equal shape share timings."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of an operation that was repeated."""
+    """Seconds of a repeated operation."""
 
     median_s: float
     least_s: float
@@ -48,15 +48,15 @@ class Timing:
 
 
 StageTimings = Mapping[str, Timing]
-"""By operation; a stage without a loss has none for it."""
+"""Timings by operation; a stage without a loss has no `LOSS`."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a forward on each node for an average stage, and what all else is in terms of it.
+    """Seconds of a forward of an average stage on each node, and other costs relative to it.
 
-    Fields are those of a case. `largest_error` is the share by which a forward and a backward on
-    some node differ most from what these figures say.
+    Fields are those of a case. `largest_error` is the largest relative difference of these costs to
+    the measured sum of forward and backward of a stage on a node.
     """
 
     forward_s: list[float]
@@ -67,7 +67,7 @@ class Costs:
 
 
 def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
-    """Return the shape of each stage when the model is cut into so many."""
+    """Return the shape of each stage of a model with `stages` stages."""
     layers = config.model.layers_of_stages(stages)
     return [(stage == 0, count) for stage, count in enumerate(layers)]
 
@@ -75,8 +75,8 @@ def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
 def measure_stage(config: Config, shape: Shape, here: Spread, budget_s: float) -> dict[str, Timing]:
     """Time forward, loss (of a data stage), backward and update on one node.
 
-    Microbatches follow one another for `budget_s` seconds. The first call for a shape and a device
-    compiles, so its figures mean nothing.
+    Microbatches are repeated for `budget_s` seconds. The first call for a shape and a device
+    compiles, so its timings are meaningless.
     """
     device = here.devices[0]
     functions, inputs, targets = _functions(config, shape, here), *_inputs(config, shape, device)
@@ -123,8 +123,8 @@ def measure_stage(config: Config, shape: Shape, here: Spread, budget_s: float) -
 def fit_costs(timings: Sequence[Sequence[StageTimings]]) -> Costs:
     """Fit the costs of a case to the measured `timings[node][stage]`.
 
-    A case has one figure for each node and one for each stage, whose product is the time of an
-    operation: these come closest to the sums of forward and backward, by ratio.
+    In a case the time of an operation is the product of a cost of the node and a cost of the stage.
+    These are fitted to the logarithms of the sums of forward and backward by least squares.
     """
     forward = _matrix(timings, FORWARD)
     backward = _matrix(timings, BACKWARD)
@@ -158,7 +158,7 @@ def _functions(config: Config, shape: Shape, here: Spread) -> StageFunctions:
 
 
 def _inputs(config: Config, shape: Shape, device: jax.Device) -> tuple[jax.Array, jax.Array | None]:
-    """Make a random microbatch for a stage, as it is sent; with targets for a data stage."""
+    """Make a random microbatch for a stage, encoded as in a hop; with targets for a data stage."""
     key, wanted = jax.random.key(0), activation(config.model, config.data)
     with jax.default_device(device):
         if shape[0]:

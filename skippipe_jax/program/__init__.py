@@ -1,4 +1,4 @@
-"""Plans to programs: what each host does in an iteration, and which plan an iteration takes.
+"""Compilation of plans to the program of each host, and the schedule of plans over iterations.
 
-Others use `compiler`, `hops`, whose numbers name every transfer, and `schedule`. No JAX.
+Entry points: `compiler`, `hops` (the numbers of all transfers) and `schedule`. Free of JAX.
 """

@@ -1,8 +1,8 @@
-"""Compiling a plan: from one global order of operations to a program for each host.
+"""Compiler from a plan to the program of each host, by one global order of operations.
 
-Every host runs its part of the same order, so the earliest operation not yet run always has what it
-needs: no two hosts can wait for each other. A plan whose orders could deadlock, or that puts more
-microbatches in flight on a node than its memory holds, is refused here.
+Every host runs its part of the same order. The inputs of the earliest operation not yet run are
+therefore complete, so hosts cannot deadlock. The compiler refuses a plan whose orders could
+deadlock, or that puts more microbatches in flight on a node than its memory holds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from skippipe_jax.program.schedule import with_exact_averaging
 
 @dataclass(frozen=True)
 class Compute:
-    """Run an operation; its input comes by `arrives` and its output leaves by `leaves`.
+    """Instruction to run an operation, with the hops of its input and of its output.
 
-    Either is None where the neighbouring operation runs on the same node, or where there is none.
+    `arrives` or `leaves` is None if the neighboring operation runs on the same node, or if there is
+    no such operation.
     """
 
     operation: Operation
@@ -33,7 +34,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class SumReplicas:
-    """Sum the gradients of a stage over its replicas."""
+    """Instruction to sum the gradients of a stage over its replicas."""
 
     stage: int
 
@@ -43,9 +44,10 @@ Instruction = Compute | SumReplicas
 
 @dataclass(frozen=True)
 class Program:
-    """What one host does in an iteration, in order. Hops from `first_free_hop` on mean nothing yet.
+    """Instructions of one host for an iteration, in order.
 
-    `following[o]` is what the microbatch of an operation o needs next.
+    `following[o]` is the next operation of the microbatch of operation o. Hop numbers from
+    `first_free_hop` on are unused.
     """
 
     host: int
@@ -59,7 +61,7 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
     """Compile the program of every host, where `host_of[n]` is the host that serves node n.
 
     Raises:
-        InputError: if the plan's orders break a memory limit or wait for each other for ever.
+        InputError: if the plan's orders break a memory limit or deadlock.
     """
     numbers = HopNumbers()
     order = global_order(plan, numbers)
@@ -92,8 +94,8 @@ def compile_plans(
 ) -> dict[str, tuple[Program, ...]]:
     """Compile the programs of all plans of one run, by the plans' names.
 
-    The hops of rings and totals have the same numbers whichever plan an iteration takes, so they
-    lie above the hops of every plan.
+    The hops of rings and totals have the same numbers in all plans, so these numbers lie above the
+    hops of every plan.
 
     Raises:
         InputError: as `compile_plan` does.
@@ -107,12 +109,12 @@ def compile_plans(
 
 
 def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruction, ...]:
-    """Everything that one iteration does, in the order in which the simulator starts it.
+    """Return all instructions of an iteration, in the order in which the simulator starts them.
 
-    Hops take their numbers from `numbers`, by default the first ones.
+    Hops take their numbers from `numbers`, by default from 0 on.
     """
     numbers = numbers or HopNumbers()
-    # Where replicas go apart, they do so after some exact iterations at most.
+    # In `outer` mode, too: the first iterations may be exact.
     timeline = simulate_plan(with_exact_averaging(plan))
     arrives: dict[Operation, Hop] = {}
     leaves: dict[Operation, Hop] = {}
@@ -129,16 +131,16 @@ def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruc
     timed += [
         (averaging.start_s, SumReplicas(averaging.stage)) for averaging in timeline.averagings
     ]
-    # The sort is stable, and both lists are in the order of starting: what starts at the same
-    # moment keeps its order, and a sum comes after the operations that it waits for.
+    # The sort is stable and both lists are in start order: instructions that start at the same
+    # moment keep their order, and a sum comes after the operations that it waits for.
     return tuple(instruction for _, instruction in sorted(timed, key=lambda entry: entry[0]))
 
 
 def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Map each node to its host: as `given`, or the nodes in order, evenly over the hosts.
+    """Map each node to its host: as `given`, or in order and evenly over the hosts.
 
     Raises:
-        InputError: if the plan is not one for this number of hosts.
+        InputError: if the plan does not fit this number of hosts.
     """
     if given is None:
         if hosts > nodes:
@@ -169,13 +171,13 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
 def compile_held_out(
     stages: Sequence[Sequence[int]], host_of: Sequence[int], count: int, numbers: HopNumbers
 ) -> tuple[Program, ...]:
-    """Compile programs by which `count` held-out microbatches go through all stages in order.
+    """Compile programs that send `count` held-out microbatches through all stages in order.
 
-    Stages that are left out have no nodes, and nobody goes there.
+    Microbatches skip stages without nodes: stages that are left out.
 
-    Microbatch m goes over a replica of each stage, by turns, and its loss (L) is computed back
-    where it began. No instruction needs a later one, all stages soon have work, and of a data
-    node's microbatches only as many are under way as there are stages.
+    Microbatches use the replicas of each stage in turn, and their loss (L) is computed on the data
+    node where they began. No instruction depends on a later one, all stages soon have work, and a
+    data node has at most as many microbatches in flight as there are stages.
     """
     stages = [nodes for nodes in stages if nodes]
     ways: list[list[Compute]] = []

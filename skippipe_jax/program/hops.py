@@ -1,8 +1,8 @@
-"""The hops of an iteration and their numbers, which are handed out here and nowhere else.
+"""Hops of an iteration and their numbers, which only this module allocates.
 
-A number names a hop on every host alike. All hosts therefore take the same numbers in the same
-order: for what goes along the paths of any plan, for the rings of the stages, for totals, and for
-held-out microbatches.
+A number identifies the same hop on every host. All hosts therefore take the same numbers in the
+same order: for the paths of all plans, for the rings of the stages, for totals, and for held-out
+microbatches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hop:
-    """One transfer of an iteration, from node to node. `number` names it in the iteration."""
+    """Transfer from node to node, identified within its iteration by `number`."""
 
     number: int
     source: int
@@ -20,14 +20,14 @@ class Hop:
 
 
 class HopNumbers:
-    """Hands out the numbers of hops, each once.
+    """Allocator of hop numbers, each of which it gives out once.
 
     Attributes:
-        free: numbers from here on have not been taken.
+        free: the first number that is free, as are all above it.
     """
 
     def __init__(self, free: int = 0):
-        """Numbers below `free` have been taken before."""
+        """Start at number `free`."""
         self.free = free
 
     def take(self, count: int) -> range:

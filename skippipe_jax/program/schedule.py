@@ -1,8 +1,8 @@
-"""Recipes for training with skipping: the plans of a run, and which iteration takes which.
+"""Schedule of training with skipping: the plans of a run, and the plan of each iteration.
 
-Paths may change from iteration to iteration; which node serves which stage never does. So all plans
-of a run have the placement of its own plan, and they are made before the first iteration: one for
-each phase of training, several if paths are redrawn, and one in which every microbatch visits every
+Paths may change from iteration to iteration; the placement of stages on nodes does not. All plans
+of a run share the placement of its own plan, and are made before the first iteration: one for each
+phase of training, several if paths are redrawn, and one in which every microbatch visits every
 stage.
 """
 
@@ -27,21 +27,21 @@ from skippipe_sched.timing.timeline import Timeline
 from skippipe_jax.config import AveragingConfig, RecipeConfig
 
 OWN, FULL = "plan", "full"
-"""The names of the run's own plan, and of the one with full paths."""
+"""Names of the run's own plan, and of the plan with full paths."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The plans of a run by their names, its own among them, and which iteration takes which.
+    """Plans of a run by name, its own among them, and the choice of a plan for each iteration.
 
-    Phases of the recipe are counted in iterations, as `RecipeConfig.in_steps` does.
+    Phases of the recipe are counted in iterations, as `RecipeConfig.in_steps` returns them.
     """
 
     recipe: RecipeConfig
     plans: Mapping[str, Plan]
 
     def name(self, iteration: int) -> str:
-        """Return the name of the plan that an iteration takes; iterations count from 0."""
+        """Return the name of the plan of an iteration; iterations count from 0."""
         recipe = self.recipe
         if recipe.full_every is not None and (iteration + 1) % recipe.full_every == 0:
             return FULL
@@ -55,17 +55,17 @@ class Schedule:
         return redrawn[iteration // recipe.redraw_every % len(redrawn)]
 
     def plan(self, iteration: int) -> Plan:
-        """Return the plan that an iteration takes; iterations count from 0."""
+        """Return the plan of an iteration; iterations count from 0."""
         return self.plans[self.name(iteration)]
 
     def visited_shares(self, steps: int) -> Float[np.ndarray, " stages"]:
-        """Return the share of microbatches in the first `steps` iterations that visit a stage."""
+        """Return the share of the first `steps` iterations' microbatches that visit each stage."""
         taken = Counter(map(self.name, range(steps)))
         shares = [stage_shares(self.plans[name]) for name in taken]
         return np.average(shares, axis=0, weights=list(taken.values()))
 
     def total_s(self, steps: int, averaging: AveragingConfig) -> float:
-        """Predict the seconds of the first `steps` iterations, each by the plan that it takes."""
+        """Predict the seconds of the first `steps` iterations, each by its plan."""
         kinds = Counter(
             (self.name(step), averaging.is_outer and averaging.is_exact(step + 1))
             for step in range(steps)
@@ -77,7 +77,7 @@ class Schedule:
         )
 
     def longest_s(self, averaging: AveragingConfig) -> float:
-        """Return the seconds that no iteration takes longer than, by its plan."""
+        """Return the predicted seconds of the longest iteration."""
         seconds = [plan.predicted.iteration_s for plan in self.plans.values()]
         if averaging.is_outer and averaging.exact_steps > 0:
             exact = map(with_exact_averaging, self.plans.values())
@@ -86,23 +86,23 @@ class Schedule:
 
 
 def with_exact_averaging(plan: Plan) -> Plan:
-    """Return the plan of an iteration in which replicas average gradients."""
+    """Return the plan for an iteration in which replicas average gradients."""
     return replace(plan, case=replace(plan.case, averaging=EXACT))
 
 
 def timeline_of(plan: Plan, averaging: AveragingConfig, step: int) -> Timeline:
-    """Simulate the iteration that leads to a step, by its plan."""
+    """Simulate the iteration of a step by its plan; steps count from 1."""
     is_exact = averaging.is_outer and averaging.is_exact(step)
     return simulate_plan(with_exact_averaging(plan) if is_exact else plan)
 
 
 def best_plan(cases: Sequence[Case], method: str, search: Search) -> Plan:
-    """Make a plan of one of the cases, as `plan_best` does.
+    """Plan one of the cases, as `plan_best` does.
 
     Raises:
         InputError: if no case has a plan under its rules.
     """
-    # What searches needs SciPy, and whoever only reads a schedule does not.
+    # Imported here, as the search needs SciPy and a reader of schedules does not.
     from skippipe_sched.methods.planning import plan_best
 
     return plan_best(cases, method, search)
@@ -123,12 +123,12 @@ def make_schedule(
     budget_s: float,
     say: Callable[[str], None],
 ) -> Schedule:
-    """Make the schedule of a run with this plan; search for others in `budget_s` each.
+    """Make the schedule of a run with this plan; search for each other plan for `budget_s` seconds.
 
-    `say` is told what takes time, and what is left out.
+    `say` receives messages about long searches and about plans that are dropped.
 
     Raises:
-        InputError: naming the part of the recipe that has no plan.
+        InputError: naming the part of the recipe for which there is no plan.
     """
     if recipe.most_searches:
         say(f"planning for the recipe: {recipe.most_searches} plans, {budget_s:g} s each at most")
@@ -146,9 +146,9 @@ def make_schedule(
 
 
 class _Part(NamedTuple):
-    """A kind of iteration: the plan's name, where the recipe asks for it, and what is asked for.
+    """Kind of iteration: name of its plan, and the field and value of the recipe that require it.
 
-    `changes` are the path length and the rules that are not those of the run's own case.
+    `changes` has the path length and the rules that differ from the run's own case.
     """
 
     name: str
@@ -200,7 +200,7 @@ def _planned(part: _Part, case: Case, method: str, search: Search, recipe: Recip
 def _redrawn(
     name: str, drawn: Sequence[Plan], longest: float | None, say: Callable[[str], None]
 ) -> dict[str, Plan]:
-    """Name the plans, each once, that take at most `longest` times as long as the best."""
+    """Name the distinct plans that take at most `longest` times as long as the best."""
     least_s = min(plan.predicted.iteration_s for plan in drawn)
     longest_s = math.inf if longest is None else longest * least_s
     kept = {
@@ -216,5 +216,5 @@ def _redrawn(
 
 
 def _redraw(name: str) -> str:
-    """Return how the names of the plans begin that are redrawn for the plan of this name."""
+    """Return the prefix of the names of plans that are redrawn for the plan of this name."""
     return f"{name}_draw_"

@@ -1,5 +1,5 @@
-"""Programs to iterations: jitted stage functions, state, dispatch, transfers, averaging.
+"""Execution of programs: jitted stage functions, state, dispatch, transfers, averaging.
 
-Others use `runtime.open_runtime` and `Runtime.run`, `state` for where stages come from,
-`transport` to open transfers, and `stage_functions`.
+Entry points: `runtime.open_runtime` and `Runtime.run`, `state` (origins of stages), `transport`
+(opens transfers) and `stage_functions`.
 """

@@ -1,4 +1,4 @@
-"""Averaging as it happens: rings and collectives over the replicas of the stages, as events."""
+"""Event-driven gradient averaging: rings and collectives over the replicas of the stages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from skippipe_jax.runtime.ring import RingPart
 
 
 class LiveAveraging:
-    """One averaging of all stages, each begun by itself and done when its sum is there.
+    """Gradient averaging of all stages in one iteration, each stage begun separately.
 
     Attributes:
-        left: the replicas here whose sums are not there yet.
-        averagings: when each was made.
+        left: local replicas whose sums are not complete.
+        averagings: stage, start and end of each complete averaging.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class LiveAveraging:
         emulation: Emulation | None,
         when_done: Callable[[], None],
     ):
-        """Rings pass on sums of `dtype`, by default float32; `when_done` is called at the end."""
+        """Begin no stage yet; rings send sums as `dtype`, by default float32.
+
+        `when_done` is called when all stages are averaged.
+        """
         self.exchange = exchange
         self.loop = exchange.loop
         self.topology = exchange.topology
@@ -47,7 +50,7 @@ class LiveAveraging:
         self.averagings: list[Averaging] = []
 
     def begin_collective(self, stage: int) -> None:
-        """Begin the sum over a stage, unless a ring makes it."""
+        """Begin the collective sum of a stage, unless the stage has a ring."""
         if stage in self.topology.rings:
             return
         start_s = time.perf_counter()
@@ -57,7 +60,7 @@ class LiveAveraging:
                 self._when_summed(replica, start_s)
 
     def begin_ring(self, replica: int) -> None:
-        """Begin with a replica's part in the ring of its stage, if there is one, and only once."""
+        """Begin a replica's part in the ring of its stage, if there is one and it has not begun."""
         ring = self.topology.rings.get(self.replicas.stage_of(replica))
         if ring is None or replica in self.begun:
             return
@@ -75,7 +78,7 @@ class LiveAveraging:
         self.exchange.go_round(part, self.iteration, ended)
 
     def waits(self) -> Iterator[str]:
-        """Return what is waited for of the averagings that have begun."""
+        """Yield descriptions of the sums that are waited for."""
         for part in self.parts.values():
             source = part.ring.nodes[part.position - 1]
             whence = f"node {source} on host {self.topology.host_of[source]}"
@@ -85,7 +88,7 @@ class LiveAveraging:
             yield f"the average of stage {stage}"
 
     def _when_summed(self, replica: int, start_s: float) -> None:
-        # All arrays of a sum come at once.
+        # All arrays of a sum are ready at the same time.
         array = self.replicas.summed_array(replica)
         self.loop.when_computed(array, lambda at_s: self._summed(replica, start_s, at_s))
 

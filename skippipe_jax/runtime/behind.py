@@ -1,8 +1,8 @@
-"""What goes on behind the iterations of replicas that are apart, in a thread of its own.
+"""Background communication of `outer` mode, in a separate thread.
 
-Their changes go round the rings of their stages, and totals are summed up over all hosts, whatever
-the host is about meanwhile: computing, validating, or saving. A step counts once all hosts have
-made it and have all that was sent after it; only then is what was sent applied anywhere.
+The messages of replicas pass round the rings of their stages, and totals are summed over all hosts,
+while the host computes, validates or saves. A step is committed once all hosts have made it and
+have received all messages sent after it. Only then may a host apply these messages.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from skippipe_jax.runtime.iteration import told
 from skippipe_jax.runtime.state import UnderWay
 
 T = TypeVar("T")
-# So often who waits looks whether anything has come.
+# Interval at which a waiting thread checks for errors and for the deadline.
 LOOK_S = 1.0
 Summed = Future[Float[np.ndarray, " all"]]
-"""The sum over all hosts of what `totals.add_up` makes on each, some iterations later."""
+"""Future sum over all hosts of the vectors of `totals.add_up`, ready some iterations later."""
 
 
 @dataclass
 class _Made:
-    """A step that this host has made, and what it adds to the totals of all."""
+    """Step that this host has made, with its contribution to the totals."""
 
     step: int
     local: jax.Array
@@ -49,7 +49,7 @@ class _Made:
 
 @dataclass
 class _Part:
-    """What a replica does in the ring of its stage; where that is emulated, it `takes_s` longer."""
+    """Part of a replica in the ring of its stage; an emulated ring `takes_s` seconds longer."""
 
     replica: int
     step: int
@@ -61,19 +61,21 @@ class _Part:
 
 @dataclass
 class _Round:
-    """What the replicas of a host do about what was sent after a step."""
+    """Unfinished rings of this host for the messages sent after a step, by replica."""
 
     left: dict[int, _Part] = field(default_factory=dict)
     since_s: float = field(default_factory=time.perf_counter)
 
 
 class Behind:
-    """Gathers messages and sums up totals. Others call its public methods, from one thread.
+    """Background thread that gathers messages and sums totals.
+
+    One other thread calls the public methods.
 
     Attributes:
-        topology: who serves what.
-        group: the hosts with whom steps count.
-        counted: the last step that counts, as far as this host knows.
+        topology: assignment of nodes, replicas and devices to hosts.
+        group: the hosts that commit steps together.
+        counted: the last committed step that this host has been notified of.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Behind:
         group: Group,
         step: int,
     ):
-        """Begin after `step`, which counts, behind the iterations of an exchange."""
+        """Begin after `step`, which is committed, with the links of `exchange`."""
         self.counted = step
         self.group = group
         self.topology, self._tell = exchange.topology, exchange.loop.post
-        # Who waits for anything of this has a deadline, and names what is waited for.
+        # The loop itself has no deadline: `wait_for` and the iterations check it.
         self._deadline_s = exchange.loop.deadline_s
         self._loop = EventLoop(deadline_s=0.0)
         self._exchange = Exchange(self._loop, exchange.topology, exchange.links)
@@ -97,7 +99,7 @@ class Behind:
         self._error: Exception | None = None
         self._is_over = False
         self._when_counted: list[tuple[int, Then]] = []
-        # What both threads read and write.
+        # Guards the fields that both threads use.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="skippipe-behind", daemon=True)
         self._thread.start()
@@ -105,13 +107,13 @@ class Behind:
     def send(
         self, replica: int, step: int, own: UnderWay, emulation: Emulation | None = None
     ) -> None:
-        """Have a replica's message about what it sends after a step go round, and get the others.
+        """Send a replica's message of a step round its ring, and gather the other messages.
 
-        All replicas of a host that send after a step do so before `end` is called for it.
+        For each step, call this for all sending replicas of the host before `end`.
         """
         ring = self.topology.gatherings[self.topology.stage_of[replica]]
         gathering = Gathering(ring, replica, own.message)
-        # Asked now, from 0 on: when all has come, another iteration is emulated.
+        # Computed now, from 0 on: when the ring ends, `emulation` is in a later iteration.
         takes_s = emulation.averaging_end_s(ring.stage, 0.0) if emulation else 0.0
         part = _Part(replica, step, own, gathering, takes_s)
         with self._lock:
@@ -119,7 +121,7 @@ class Behind:
         self._loop.post(partial(self._begin, part))
 
     def end(self, step: int, local: jax.Array) -> Summed:
-        """End a step of this host: add its part to the totals of all, which come later."""
+        """Contribute a step of this host; return the future sum of all hosts."""
         made = _Made(step, local, Future())
         with self._lock:
             if self._is_over:
@@ -130,16 +132,16 @@ class Behind:
         return made.summed
 
     def when_counted(self, step: int, then: Then) -> None:
-        """Have `then` called once a step counts, so that what was sent after it may be applied."""
+        """Call `then` once a step is committed, so that its messages may be applied."""
         with self._lock:
             self._when_counted.append((step, then))
         self._tell_what_counts()
 
     def wait_for(self, future: Future[T], step: int) -> T:
-        """Wait for the result of what depends on the totals of a step.
+        """Return the result of a future that depends on the totals of a step.
 
         Raises:
-            PeerTimeout: if nothing has come from other hosts for as long as the deadline says.
+            PeerTimeout: if nothing has arrived from other hosts within the deadline.
         """
         since_s = time.perf_counter()
         while not future.done():
@@ -152,7 +154,7 @@ class Behind:
         return future.result()
 
     def waits(self, step: int) -> Iterator[tuple[str, float]]:
-        """Return what is waited for until a step counts, and since when."""
+        """Yield a description of each wait for the commit of a step, and its start time."""
         with self._lock:
             rounds = [(since, own) for since, own in sorted(self._rounds.items()) if since <= step]
             hosts = self.topology.host_of
@@ -171,29 +173,29 @@ class Behind:
 
     @property
     def last_event_s(self) -> float:
-        """When something came or was done last."""
+        """Time of the last event of the background loop."""
         return self._loop.last_event_s
 
     def at(self, time_s: float, then: Then) -> None:
-        """Have something done at a moment, whatever the host is about then."""
+        """Call `then` in the background thread at a given time."""
         self._loop.post(lambda _: self._loop.at(time_s, then))
 
     def take_averagings(self) -> list[Averaging]:
-        """Return the rings that have been done since the last call."""
+        """Return the averagings that have ended since the last call."""
         with self._lock:
             done, self._averagings = self._averagings, []
             return done
 
     def stop(self) -> None:
-        """Have nothing go on any more; totals that have not come raise `GenerationEnded`."""
+        """Stop the thread; pending totals raise `GenerationEnded`."""
         self._loop.post(_end)
 
     def close(self) -> None:
-        """Stop, and return when the thread has ended."""
+        """Stop the thread and join it."""
         self.stop()
         self._thread.join()
 
-    # What follows happens in the thread.
+    # The methods below run in the background thread.
 
     def _run(self) -> None:
         while True:
@@ -206,7 +208,7 @@ class Behind:
                     own.summed.set_exception(error)
                 return
             except Exception as error:
-                # A step that was made by all may still come to count.
+                # The thread continues, as a step that all hosts have made may still be committed.
                 self._error = error
                 self._tell(partial(_raise, error))
 
@@ -230,7 +232,7 @@ class Behind:
         self._contribute()
 
     def _contribute(self) -> None:
-        """Add this host's part to the next step that counts, once it is all there."""
+        """Contribute to the next step once its totals and all its messages are complete."""
         with self._lock:
             if not self._made or self._contributed == self._made[0].step:
                 return

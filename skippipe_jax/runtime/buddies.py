@@ -1,13 +1,13 @@
-"""Copies of each stage's state, which a host of another stage keeps should all others be lost.
+"""Buddy checkpoints: in-memory copies of each stage's state on a host of another stage.
 
-The buddy of a stage is the first host, of those that serve the next stages, that does not serve the
-stage itself. It follows from the placement, so all hosts know it.
+The buddy of a stage is the first host, in the order of the following stages, that does not serve
+the stage itself. It follows from the placement, so all hosts agree on it.
 
-A copy is made of the state after a step, and is on its way during the next `recovery.buddy_every`
-iterations: in each a part of it, piece by piece, beside the hops of that iteration. A host holds
-the gradients of an iteration, as the others hear of it, once its part of the copies has come, too.
-So when a step counts, the parts of that iteration are where they belong, and what a host keeps it
-has told before anybody could ask for it.
+A copy is made of the state after a step, and is sent during the next `recovery.buddy_every`
+iterations: one part in each, in pieces, beside the hops of that iteration. A host contributes to
+the commit of an iteration only once that iteration's parts of copies have arrived, too. When a step
+is committed, its parts are therefore complete, and every host has reported its copies before any
+other host could request them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.topology import Topology
 
-# So many pieces of a copy are asked for at once: one is on the link, and the next one is due.
+# Pieces of a copy that are requested at once: one on the link, and the next one.
 AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Way:
-    """How copies of a stage go: from its first replica to a node of its buddy."""
+    """Route of the copies of a stage: from its first replica to a node of its buddy."""
 
     stage: int
     size: int
@@ -44,7 +44,7 @@ class Way:
     hops: tuple[Hop, ...]
 
     def part(self, turn: int, every: int) -> Iterator[tuple[Hop, slice]]:
-        """Return the pieces that go in one of so many iterations, each by its hop."""
+        """Return the pieces that are sent in iteration `turn` of `every`, and their hops."""
         length = -(-self.size // every)
         begin = min(turn * length, self.size)
         here = pieces(min(length, self.size - begin))
@@ -55,7 +55,7 @@ class Way:
 
 
 def ways_of(topology: Topology, config: Config) -> list[Way]:
-    """List the ways of all stages that have a buddy: hosts that serve all stages have none."""
+    """Return the routes of all stages with a buddy: a stage that all hosts serve has none."""
     plan, host_of = topology.plan, topology.host_of
     sizes = copied_bytes(config, len(plan.stages))
     numbers = iter(topology.copies)
@@ -75,10 +75,10 @@ def ways_of(topology: Topology, config: Config) -> list[Way]:
 
 
 class Buddies:
-    """What this host gives and keeps of copies, from iteration to iteration.
+    """Sender and keeper of this host's buddy checkpoints, iteration by iteration.
 
     Attributes:
-        copies: all that it keeps.
+        copies: all copies that it keeps.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Buddies:
         first: int,
         copies: Collection[Copy],
     ):
-        """Begin with what was kept before, after step `first`; without `ways` nothing is copied.
+        """Begin after step `first` with the `copies` kept so far; without `ways` send none.
 
-        A copy is on its way during `every` iterations.
+        Sending a copy takes `every` iterations.
         """
         self.copies = [*copies]
         self._exchange, self._replicas = exchange, replicas
@@ -107,8 +107,8 @@ class Buddies:
         self._then: Callable[[Copies], None] | None = None
 
     def begin(self, iteration: int) -> None:
-        """Give this iteration's part of copies, and ask for that of those that are kept here."""
-        # The step before counts, so all that was told then is known.
+        """Send this iteration's parts of copies, and request those of the copies kept here."""
+        # The previous step is committed, so all hosts know the copies reported with it.
         self.copies = [copy for copy in self.copies if copy.name in self._told]
         turn = (iteration - self._first) % self._every
         for way in self._giving:
@@ -116,7 +116,7 @@ class Buddies:
                 self._pack(iteration, way)
             else:
                 self._offer(iteration, way, turn)
-        # Hosts that have been buddies of other stages are so no longer once all have their copies.
+        # Copies by an earlier placement are kept until the first copies by this one are complete.
         self._is_settled = iteration - self._first >= self._every
         self._is_last_part = turn == self._every - 1
         for way in self._keeping:
@@ -129,9 +129,9 @@ class Buddies:
                 self._ask_next(iteration, way.stage, unasked)
 
     def _pack(self, iteration: int, way: Way) -> None:
-        """Pack the state of a stage while nodes compute, and offer the first part of it.
+        """Pack the state of a stage while nodes compute, and offer its first part.
 
-        The step counts only when that is done, so nothing writes over the state before.
+        The step is committed only after that, so nothing overwrites the state before.
         """
         self._given.pop(way.stage, None)
         state = self._replicas.states[way.source].to_save()
@@ -148,14 +148,14 @@ class Buddies:
         self._exchange.loop.when_done(pack, go_on)
 
     def when_there(self, then: Callable[[Copies], None]) -> None:
-        """Call `then` with what is kept, once all is packed and has come in this iteration."""
+        """Call `then` with the names of kept copies, once this iteration's parts are complete."""
         self._then = then
         self._look()
 
     def _tell(self) -> Copies:
-        """Tell what is kept here, now that all has come: of each stage the newest copy."""
+        """Return the names of the copies kept here, the newest of each stage."""
         if self._is_last_part:
-            # One that an iteration has brought which is run again comes again.
+            # An iteration that is run again brings its copy again.
             coming = {copy.name: copy for copy in self._coming.values()}
             self.copies = [*(c for c in self.copies if c.name not in coming), *coming.values()]
         newest = {copy.stage: copy for copy in sorted(self.copies, key=lambda copy: copy.step)}
@@ -168,7 +168,7 @@ class Buddies:
         return self._told
 
     def waits(self) -> Iterator[str]:
-        """Return what is waited for."""
+        """Yield descriptions of the copies that are waited for."""
         if self._then is not None and self._left:
             host_of = self._exchange.topology.host_of
             for way in self._keeping:
@@ -176,7 +176,7 @@ class Buddies:
 
     def _offer(self, iteration: int, way: Way, turn: int) -> None:
         here = self._exchange.topology.spread(way.source).first
-        # What is offered may share its memory, which stays as it is until the next copy.
+        # The arrays may share the memory of the copy, which is not changed.
         own = (
             (hop, jax.device_put(self._given[way.stage][piece], here))
             for hop, piece in way.part(turn, self._every)

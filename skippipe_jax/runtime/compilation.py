@@ -1,4 +1,4 @@
-"""Where the programs that XLA compiles are kept from run to run."""
+"""Cache of compiled XLA programs that runs share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skippipe_jax import log
 
 
 def keep_programs(cache: str | None) -> None:
-    """Let JAX keep compiled programs in a folder; one that cannot be used costs time only."""
+    """Make JAX cache compiled programs in a folder; warn if the folder cannot be used."""
     if cache is None:
         return
     cache = os.path.expanduser(cache)
@@ -19,7 +19,7 @@ def keep_programs(cache: str | None) -> None:
         os.makedirs(cache, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
             jax.config.update("jax_compilation_cache_dir", cache)
-            # All of them: a run has many that compile quickly.
+            # No minimum time, as a run has many programs that compile fast.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     except OSError as error:
         log.warning(

@@ -1,9 +1,9 @@
-"""Compiles what nodes will run, before they do: in an iteration nothing is traced or compiled.
+"""Compilation of all functions of a session in advance, so that no iteration traces or compiles.
 
-Who waits for a host in an iteration waits for what it computes, and hosts that open a session
-compile side by side. What takes parameters is traced, lowered and compiled for arrays that are only
-described: it needs no room, and changes no state. What sums up gradients, which are zeros before an
-iteration, is run on them. What is compiled is kept, too, where JAX keeps programs (see
+A host that compiled during an iteration would delay the others; in advance, hosts compile in
+parallel. Functions of parameters are traced, lowered and compiled for shapes and shardings only,
+which needs no device memory and changes no state. Functions that sum gradients are run on the
+gradients, which are zeros before an iteration. JAX also caches the compiled programs (see
 `compilation`).
 """
 
@@ -42,21 +42,21 @@ from skippipe_jax.runtime.wire_format import with_targets, without_targets
 
 
 class Ahead:
-    """Compiles jitted functions for arrays that are described, or given.
+    """Compiler of jitted functions for arrays or their shapes.
 
     Attributes:
-        count: how many programs were asked for.
+        count: number of programs that were requested.
     """
 
     def __init__(self):
-        """Begin with none."""
+        """Begin with a count of 0."""
         self.count = 0
 
     def __call__(self, function: Any, *arguments: Any, **static: Any) -> Any:
-        """Compile a function for these arguments; describe its results, and where they lie.
+        """Compile a function for these arguments; return shapes and shardings of its results.
 
-        What takes them is compiled for those of the same call: what a forward pass saves holds its
-        trace.
+        A consumer must be compiled for the results of the same call: the residuals of a forward
+        pass hold its trace.
         """
         self.count += 1
         traced = function.trace(*arguments, **static)
@@ -64,7 +64,7 @@ class Ahead:
 
 
 def _lying(shapes: Any, there: Any) -> Any:
-    """Describe arrays of these shapes, each where it lies."""
+    """Return these shapes with the shardings `there`."""
 
     def described(own: Any, lies: Any) -> jax.ShapeDtypeStruct:
         weak = own.weak_type
@@ -74,9 +74,9 @@ def _lying(shapes: Any, there: Any) -> Any:
 
 
 class Kind(NamedTuple):
-    """Operations that call one program: F, L or B, and whether hops bring and take what it is of.
+    """Kind of operations that share a program: F, L or B, and whether hops bring input or output.
 
-    None does where the operation before it, or after it, is on the same node.
+    `arrives` or `leaves` is False if the previous or next operation is on the same node.
     """
 
     letter: str
@@ -85,7 +85,7 @@ class Kind(NamedTuple):
 
 
 def _kinds_of(nodes: Collection[int], programs: Collection[Program]) -> frozenset[Kind]:
-    """Find the kinds of operations that programs have for some nodes."""
+    """Return the kinds of operations that programs have for some nodes."""
     return frozenset(
         Kind(step.operation.kind, step.arrives is not None, step.leaves is not None)
         for program in programs
@@ -95,7 +95,7 @@ def _kinds_of(nodes: Collection[int], programs: Collection[Program]) -> frozense
 
 
 def _usual_kinds(stage: int) -> frozenset[Kind]:
-    """Return the kinds on a node of a stage where each path visits more than one."""
+    """Return the kinds of operations on a node of a stage, if each path visits several stages."""
     if stage == 0:
         return frozenset({Kind("F", False, True), Kind("L", True, True), Kind("B", True, False)})
     return frozenset({Kind("F", True, True), Kind("B", True, True)})
@@ -103,13 +103,13 @@ def _usual_kinds(stage: int) -> frozenset[Kind]:
 
 @dataclass(frozen=True)
 class _Replica:
-    """A replica of a stage, whose state may be described only.
+    """Replica of a stage, whose state may consist of shapes only.
 
     Attributes:
-        of_stages: how many stages the model is cut into.
-        here: where it lies.
-        kinds: what its nodes do.
-        count: how many replicas the stage has; None where that is not known yet.
+        of_stages: number of stages of the model.
+        here: devices of the replica.
+        kinds: kinds of operations on its nodes.
+        count: number of replicas of the stage; None if unknown yet.
     """
 
     config: Config
@@ -121,7 +121,7 @@ class _Replica:
     count: int | None = None
 
     def compile(self, ahead: Ahead) -> None:
-        """Compile all that training and validation call, but for what sums up gradients."""
+        """Compile the functions of training and validation, except those that sum gradients."""
         state, functions = self.state, self.state.functions
         self._compile_operations(ahead)
         averaging = self.config.averaging
@@ -160,7 +160,7 @@ class _Replica:
             blocks = ahead(functions.gather, parameters["blocks"])
             parameters = {**parameters, "blocks": blocks}
         gauge, saved_ways = self._whole((2,), jnp.int32), []
-        # F first.
+        # F first, as B is compiled for the residuals of F.
         for letter, arrives, leaves in sorted(self.kinds, key=lambda kind: "FLB".index(kind[0])):
             way = wire.gradients if letter == "B" else wire.activations
             value = self._come(way.travelling if arrives else self._computed)
@@ -183,16 +183,16 @@ class _Replica:
                     ahead(functions.backward, parameters, *given, leaves=leaves)
 
     def _compile_counts(self, ahead: Ahead, outputs: Any) -> None:
-        """Compile what sends target tokens along with these outputs, and counts them."""
+        """Compile the functions that send the number of targets along with these outputs."""
         way, targets = wire_of_run(self.config).activations, self._whole((), jnp.int32)
         ahead(with_targets, outputs, targets)
         ahead(without_targets, self._come(way.with_targets), way.travelling)
         ahead(add_targets, targets, targets)
 
     def _compile_own_steps(self, ahead: Ahead) -> None:
-        """Compile what replicas that go apart call at the end of iterations.
+        """Compile the functions of `outer` mode at the end of iterations.
 
-        What applies the changes of all depends on how many they are.
+        `apply` depends on the number of replicas, so it is compiled only if that is known.
         """
         config, state = self.config, self.state
         cut = config.model.layers_of_stages(self.of_stages)
@@ -218,10 +218,10 @@ def compile_ahead(
     nodes: Collection[Spread],
     case: Case | None = None,
 ) -> int:
-    """Compile the functions of these stages, of so many, for some nodes; returns how many.
+    """Compile the functions of some of a run's stages for some nodes; return their number.
 
-    `case` is that of the plan, by which weights come together on meshes. What depends on who else
-    trains is left to `compile_session`.
+    `case` is the plan's; it decides whether weights are gathered on meshes. Functions that depend
+    on the other hosts are left to `compile_session`.
     """
     functions, ahead = functions_of_run(config, of_stages), Ahead()
     distinct = {functions[stage]: stage for stage in sorted(stages)}
@@ -246,10 +246,10 @@ def compile_session(
     *,
     counts_by_consensus: bool,
 ) -> None:
-    """Compile all that this host calls in iterations by these programs, and in validations.
+    """Compile all functions of this host for iterations of these programs and for validations.
 
-    Left out is what several processes have to run together (see `open_collectives`). Where steps
-    count by consensus, hosts tell each other their totals as numbers.
+    Excluded are functions that several processes run together (see `open_collectives`). With
+    `counts_by_consensus`, hosts exchange totals as numbers, not as device arrays.
     """
     replicas, topology, averaging = operations.replicas, operations.topology, config.averaging
     ahead, compiled = Ahead(), set()
@@ -275,7 +275,7 @@ def compile_session(
 
 
 def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
-    """Sum the gradients of a replica in the ring of its stage, if any, as if zeros came round."""
+    """Sum the gradients of a replica in the ring of its stage, if any, with zeros as input."""
     topology = replicas.topology
     ring = topology.rings.get(topology.stage_of[replica])
     if ring is None:
@@ -285,14 +285,14 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
     zeros = _zeros(part.travelling, here)
     next(part.begin())
     for step, chunk, *_ in part.unasked:
-        # One of each block: what is done with the others is the same.
+        # One chunk of each block, as the others call the same programs.
         if chunk % part.of_block == 0:
             part.arrive(step, chunk, zeros)
     replicas.take_sum(replica, part.result())
 
 
 def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
-    """Gather messages about each fragment of a replica, as if zeros came from the others."""
+    """Gather messages about each fragment of a replica, with zeros from the others."""
     topology, parameters = replicas.topology, replicas.states[replica].parameters
     stage, here = topology.stage_of[replica], topology.spread(replica)
     layers = config.model.layers_of_stages(len(topology.replicas))[stage]
@@ -311,7 +311,7 @@ def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
 def _add_up_zeros(
     operations: TrainingOperations, norms: Sequence[Any], *, are_numbers: bool
 ) -> None:
-    """Add up totals here, and over all hosts as if they had told theirs, as numbers or arrays."""
+    """Sum totals of this host, and of all hosts with copies of them, as numbers or arrays."""
     replicas, topology = operations.replicas, operations.topology
     operations.begin(0)
     parts = [*operations.totals.values(), *norms]

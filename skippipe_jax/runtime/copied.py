@@ -1,4 +1,4 @@
-"""The state of a stage as bytes: how hosts keep copies of stages of others, and cut them up."""
+"""Buddy checkpoints as bytes: packing of a stage's state, and its division into pieces."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from skippipe_jax.models.footprint import copied_bytes
 
 Bytes = UInt8[np.ndarray, " bytes"]
 
-# As much as a server copies at a time: larger pieces would only delay activations for longer.
+# The amount that a server copies at a time: larger pieces would only delay activations longer.
 PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """The state of a stage after a step, in this host's own memory."""
+    """State of a stage after a step, in the memory of this host."""
 
     stage: int
     step: int
@@ -29,12 +29,12 @@ class Copy:
 
     @property
     def name(self) -> tuple[int, int]:
-        """The stage and the step, by which hosts speak of it."""
+        """Stage and step, which identify the copy."""
         return self.stage, self.step
 
 
 def packed(state: PyTree) -> Bytes:
-    """Pack all arrays of a state, one after another; no more than one is held besides."""
+    """Pack all arrays of a state into bytes, with at most one additional array in memory."""
     leaves = jax.tree.leaves(state)
     whole, start = np.empty(sum(leaf.nbytes for leaf in leaves), np.uint8), 0
     for leaf in leaves:
@@ -45,7 +45,7 @@ def packed(state: PyTree) -> Bytes:
 
 
 def _fetched(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """Fetch an array from its devices; JAX would keep what was fetched as long as the array."""
+    """Fetch an array from its devices, without JAX's cache, which lives as long as the array."""
     if isinstance(leaf, np.ndarray):
         return leaf
     parts = [shard.data for shard in leaf.addressable_shards]
@@ -53,7 +53,7 @@ def _fetched(leaf: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
-    """Restore the state of these shapes from its bytes."""
+    """Restore a state of these shapes from its bytes."""
     leaves, structure = jax.tree.flatten(shapes)
     ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
     assert ends[-1] == len(given), "are the bytes of such a state"
@@ -64,13 +64,13 @@ def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
 
 
 def pieces(size: int, of: int | None = None) -> Iterator[slice]:
-    """Cut so many bytes into pieces, by default of `PIECE_BYTES`."""
+    """Cut `size` bytes into pieces of `of` bytes, by default `PIECE_BYTES`."""
     of = PIECE_BYTES if of is None else of
     return (slice(start, min(start + of, size)) for start in range(0, size, of))
 
 
 def pieces_of_copies(config: Config, stages: int) -> Sequence[range]:
-    """Return for each stage the pieces of its copy that travel in one iteration."""
+    """Return for each stage the range of pieces of its copy in one iteration; empty without any."""
     if config.recovery.lost_stage != BUDDY:
         return []
     every = config.recovery.buddy_every

@@ -1,4 +1,4 @@
-"""A program dispatched at once, where nothing has to be waited for: one host serves all nodes."""
+"""Dispatch of a whole program at once, without waits, on a host that serves all nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from skippipe_jax.runtime.operations import Operations
 def in_program_order(
     program: Program, operations: Operations, batches: Mapping[int, Batch]
 ) -> Iterator[int]:
-    """Dispatch all operations in the program's order, waiting for nothing: one host serves all.
+    """Dispatch all operations in the program's order, without waits, on the only host.
 
-    Where the program sums the replicas of a stage, the stage is yielded for the caller to do so.
-    A node's device runs its operations in order: each call takes what the call before it returned.
+    Yields each stage whose replicas the program sums, for the caller to sum them. The device of a
+    node runs its operations in order, as each call takes an output of the previous one.
     """
     carried: dict[int, jax.Array] = {}
     topology = operations.replicas.topology

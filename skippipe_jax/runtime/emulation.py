@@ -1,8 +1,8 @@
-"""A network, and slower nodes, that are not there: delays taken from the plan's case.
+"""Emulation of a network, and of slower nodes, by delays from the plan's case.
 
-Delays are those of the timing model (see `skippipe_sched.timing.simulate`), so that an iteration on
-one machine takes about as long as the plan predicts, as long as the machine computes quicker than
-the nodes that it stands for.
+The delays are those of the timing model (see `skippipe_sched.timing.simulate`). An iteration on one
+machine takes about as long as the plan predicts, if the machine computes faster than the emulated
+nodes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from skippipe_jax.config import NetworkConfig
 
 
 class Emulation:
-    """When things end that really end sooner. Times are seconds on the caller's clock."""
+    """Emulated times of operations, hops and averaging, in seconds on the caller's clock."""
 
     def __init__(self, plan: Plan, network: NetworkConfig, seed: int):
-        """`seed` draws the jitter of each iteration."""
+        """Begin at iteration 0; `seed` is that of the jitter."""
         self.plan = plan
         self.network = network
         self.seed = seed
@@ -34,19 +34,19 @@ class Emulation:
         self.begin(0)
 
     def begin(self, iteration: int) -> None:
-        """Draw the luck of an iteration."""
+        """Draw the jitter of an iteration."""
         size = len(self.plan.microbatches), len(self.plan.stages)
         self.stretch = draw_stretch(*size, self.network.jitter, self.seed, iteration)
 
     def operation_start_s(self, ready_s: float, start_s: float) -> float:
-        """Return when an operation starts that could at `ready_s` and really did at `start_s`.
+        """Return the start of an operation that was ready at `ready_s` and started at `start_s`.
 
-        Where compute is emulated, how late this machine is does not add up.
+        With emulated compute it is `ready_s`, so that delays of this machine do not accumulate.
         """
         return ready_s if self.network.emulate_compute else start_s
 
     def operation_end_s(self, operation: Operation, start_s: float, end_s: float) -> float:
-        """Return when an operation ends that really ran from `start_s` to `end_s`."""
+        """Return the emulated end of an operation that ran from `start_s` to `end_s`."""
         if not self.network.emulate_compute:
             return end_s
         node = operation.node
@@ -61,7 +61,7 @@ class Emulation:
         return end_s
 
     def averaging_end_s(self, stage: int, end_s: float) -> float:
-        """Return when the averaging of a stage ends, of which all replicas had come by `end_s`."""
+        """Return the end of the averaging of a stage whose replicas had all joined by `end_s`."""
         case, nodes = self.plan.case, self.plan.stages[stage]
         if case.leaves_location(nodes) and not case.averaging.is_outer:
             end_s = max(self.queues.all_left_s(node, end_s) for node in nodes)

@@ -1,8 +1,8 @@
-"""What happens on a host, one event after another, in the thread that asks for it.
+"""Event loop of a host, run by the thread of the caller.
 
-A thread waits for each array that is on its way or being computed, and puts what has to follow into
-a queue; all else happens in the thread that takes it out. Nothing is waited for longer than the
-deadline. The loop outlives an iteration.
+For each array in transit or in computation, a helper thread waits and then queues a callback; the
+thread that runs the loop calls all callbacks. No wait exceeds the deadline. A loop is used for many
+iterations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import jax
 from skippipe_jax.errors import PeerTimeout
 
 Then = Callable[[float], None]
-"""Called with the moment at which it was its turn."""
+"""Callback with the time of its event."""
 
 
 class EventLoop:
-    """Events in the order in which they happen. Times are of `time.perf_counter` [s].
+    """Queue of events in the order of their times, which are of `time.perf_counter` [s].
 
     Attributes:
-        last_event_s: when the event that was taken last happened.
-        events: how many have been taken.
+        last_event_s: time of the last handled event.
+        events: number of handled events.
     """
 
     def __init__(self, deadline_s: float):
-        """Allow `deadline_s` between two events, unless something is computed here."""
+        """Allow `deadline_s` between two events, unless this host computes."""
         self.deadline_s = deadline_s
         self.last_event_s = time.perf_counter()
         self.events = 0
@@ -42,20 +42,20 @@ class EventLoop:
         self._timer_count = itertools.count()
 
     def at(self, time_s: float, then: Then) -> None:
-        """Call `then` at a moment, or as soon as possible after it."""
+        """Call `then` at a given time, or as soon as possible after it."""
         heapq.heappush(self._timers, (time_s, next(self._timer_count), then))
 
     def post(self, then: Then) -> None:
-        """Call `then` in its turn. Any thread may call this."""
+        """Queue `then` as an event of now. Any thread may call this."""
         self._happened.put((time.perf_counter(), then))
 
     @property
     def is_at_work(self) -> bool:
-        """Whether an event is handled, or something is computed here. Any thread may ask."""
+        """True while an event is handled, or this host computes. Any thread may read this."""
         return self._computing > 0 or not self._is_waiting
 
     def when_computed(self, array: jax.Array, then: Then) -> None:
-        """Call `then` once an array is there that this host computes, as `when_ready` does."""
+        """Call `then` once an array that this host computes is ready, as `when_ready` does."""
 
         def computed(at_s: float) -> None:
             self._computing -= 1
@@ -65,11 +65,11 @@ class EventLoop:
         self.when_ready(array, computed)
 
     def when_ready(self, array: jax.Array, then: Then) -> None:
-        """Call `then` once an array is there; an error that comes in its place is raised."""
+        """Call `then` once an array is ready; an error of the array is raised in the loop."""
         self.when_done(array.block_until_ready, then)
 
     def when_done(self, work: Callable[[], object], then: Then) -> None:
-        """Do some work in a thread of its own, and call `then`; an error in the work is raised."""
+        """Run `work` in a new thread, then call `then`; an error is raised in the loop."""
 
         def raise_error(error: Exception, _: float) -> None:
             raise error
@@ -85,15 +85,16 @@ class EventLoop:
         threading.Thread(target=run, name="skippipe-wait", daemon=True).start()
 
     def begin(self) -> None:
-        """Count the deadline from now on."""
+        """Restart the deadline."""
         self.last_event_s = time.perf_counter()
 
     def run_one(self, what_is_waited_for: Callable[[], str | None]) -> None:
-        """Wait for the next event and do what follows.
+        """Wait for the next event and call its callback.
 
         Raises:
-            PeerTimeout: if none came in time, with what is waited for. That is None while
-                something is computed here, which may take as long as it likes.
+            PeerTimeout: if there was none within the deadline, with the message of
+                `what_is_waited_for`. If that returns None, as while this host computes, the
+                wait continues without a limit.
         """
         self.last_event_s, then = self._next(what_is_waited_for)
         self.events += 1
@@ -106,7 +107,7 @@ class EventLoop:
                 at_s, _, then = heapq.heappop(self._timers)
                 return at_s, then
             deadline = self.last_event_s + self.deadline_s
-            # What has come counts, however late this thread looks: the host may have slept.
+            # Queued events are handled even after the deadline: the host may have been suspended.
             is_late = now > deadline and self._happened.empty()
             if is_late and (waits := what_is_waited_for()) is not None:
                 raise PeerTimeout(waits)
@@ -121,5 +122,5 @@ class EventLoop:
 
 
 def seconds_since(moment_s: float) -> float:
-    """Return how long ago a moment of `time.perf_counter` is."""
+    """Return the seconds since a time of `time.perf_counter`."""
     return time.perf_counter() - moment_s

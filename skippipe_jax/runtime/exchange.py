@@ -1,4 +1,4 @@
-"""Giving and asking for what hops carry, as events: between hosts and between nodes of this one."""
+"""Event-driven sending and receiving of hops, between hosts and between nodes of this host."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
 Arrived = Callable[[float, jax.Array], None]
-"""Called with the moment at which something came, and with what came."""
+"""Callback with the time of arrival, and the array."""
 
 
 class RingMember(Protocol):
-    """What one replica sends and takes in a ring: `RingPart` of sums, `Gathering` of messages.
+    """Part of one replica in a ring: `RingPart` for sums, `Gathering` for messages.
 
     Attributes:
-        unasked: step, chunk, hop and shape of all that comes and has not been asked for, in the
-            order in which it is sent.
-        ahead: how many of these to ask for before they have come.
-        left: how much has yet to come.
+        unasked: step, chunk, hop and shape of all arrivals that have not been requested, in the
+            order in which they are sent.
+        ahead: number of chunks to request in advance.
+        left: number of chunks that have not arrived.
     """
 
     unasked: Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]
@@ -36,29 +36,29 @@ class RingMember(Protocol):
     left: int
 
     def begin(self) -> Iterator[tuple[Hop, jax.Array]]:
-        """Return what is sent first, chunk by chunk, as the caller takes it."""
+        """Yield the chunks that are sent first, and their hops."""
         ...
 
     def arrive(self, step: int, chunk: int, array: jax.Array) -> tuple[Hop, jax.Array] | None:
-        """Take in what came in a step; what is sent on because of it, if anything is."""
+        """Process a chunk that arrived in a step; return what to send next, if anything."""
         ...
 
 
 class Exchange:
-    """What this host gives to nodes and gets from them. Each hop of an iteration is given once."""
+    """Sender and receiver of this host's hops. Each hop of an iteration is sent once."""
 
     def __init__(self, loop: EventLoop, topology: Topology, links: Mapping[int, HostLink]):
-        """`links[h]` leads to host h."""
+        """Use `links`, where `links[h]` leads to host h, and the events of `loop`."""
         self.loop = loop
         self.topology = topology
         self.links = links
-        # Between nodes of this host: what was given before it was asked for, and the reverse.
+        # Between nodes of this host: arrays sent before they were requested, and the reverse.
         self.given: dict[tuple[int, Hop], jax.Array] = {}
         self.wanted: dict[tuple[int, Hop], Arrived] = {}
         self._connections: dict[Case, Queues] = {}
 
     def connections(self, case: Case) -> Queues | None:
-        """Return until when each node's connection is taken, if it is shared in this case."""
+        """Return the queues of the nodes' connections, or None if the case does not share any."""
         if not case.shares_connections:
             return None
         return self._connections.setdefault(case, Queues(case))
@@ -77,7 +77,7 @@ class Exchange:
             self.given[name] = array
 
     def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
-        """Call `then` with what a hop brings, and when it came."""
+        """Request the array of a hop; call `then` with its time of arrival and the array."""
         name = iteration, hop
         if not self.topology.is_here(hop.source):
             link = self.links[self.topology.host_of[hop.source]]
@@ -95,13 +95,13 @@ class Exchange:
             self.wanted[name] = then
 
     def give_in_turn(self, own: Iterator[tuple[Hop, jax.Array]], iteration: int) -> None:
-        """Give one array after another, and let what happens meanwhile have its turn between."""
+        """Send one array after another, with other events processed in between."""
         for hop, array in itertools.islice(own, 1):
             self.give(hop, iteration, array)
             self.loop.post(lambda _: self.give_in_turn(own, iteration))
 
     def go_round(self, member: RingMember, iteration: int, then: Then) -> None:
-        """Do a replica's part in a ring; call `then` when nothing is left to come."""
+        """Run a replica's part in a ring; call `then` when all chunks have arrived."""
 
         def ask() -> None:
             for step, chunk, hop, like in itertools.islice(member.unasked, 1):
@@ -121,7 +121,7 @@ class Exchange:
             ask()
 
     def _goes_as_it_lies(self, hop: Hop) -> bool:
-        """Tell whether both nodes of a hop have equal meshes; else it is sent whole."""
+        """Return whether both nodes of a hop have equal meshes; otherwise it is sent whole."""
         meshes = self.topology.meshes
         return meshes[hop.source] == meshes[hop.target]
 

@@ -1,8 +1,8 @@
-"""The operations of a program as they happen: each starts when its input has arrived.
+"""Event-driven execution of operations: each starts when its input has arrived.
 
-What goes to another host is offered the moment it is asked to be computed, and leaves while the
-node goes on with its next operation. Where the hops of a node share its connection, each is offered
-when that has taken those before it, as planned: side by side, all of them would arrive late.
+An output for another host is offered as soon as its operation is dispatched, and is sent while the
+node continues with its next operation. If the hops of a node share its connection, each is offered
+when the previous ones have been sent, as planned: sent in parallel, all of them would arrive late.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.operations import Operations
 from skippipe_jax.runtime.turns import Turns
 
-# So many inputs of a node are asked for ahead: enough that the other end always has a request, and
-# not so many that an iteration's arrays need room all at once.
+# Inputs that a node requests in advance: enough that the sender always has a request, and few
+# enough to bound the memory of arrays that have arrived.
 INPUTS_ASKED_AHEAD = 8
 
 
 @dataclass
 class NodeProgress:
-    """How far a node has come. `asked` counts inputs that have been asked for and not arrived."""
+    """Progress of a node. `asked` counts inputs that are requested and have not arrived."""
 
     turns: Turns
     unasked: deque[Compute]
@@ -45,17 +45,17 @@ class NodeProgress:
 
     @property
     def is_done(self) -> bool:
-        """Whether all operations of the node have ended."""
+        """True once all operations of the node have ended."""
         return not self.turns.left and self.idle_since_s is not None
 
 
 class Flow:
-    """The operations of one iteration on the nodes of this host.
+    """Execution of the operations of one iteration on the nodes of this host.
 
     Attributes:
-        nodes: how far each has come.
-        ended: the operations that have.
-        runs: when each ran.
+        nodes: progress of each node.
+        ended: operations that have ended.
+        runs: times of each ended operation.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Flow:
         when_ended: Callable[[Operation], None] = lambda _: None,
         send_at: Callable[[float, Then], None] | None = None,
     ):
-        """Begin with nothing; `memory(n)` microbatches may be in flight on node n.
+        """Begin without inputs; `memory(n)` microbatches may be in flight on node n.
 
-        Without `ready_first` every node keeps to the program's order, whatever comes late.
-        `when_ended` is called after each operation. `connections` tell when hops may be offered,
-        if they share some. `send_at` has something done later that sends what emulated links or
-        connections delay: by default the loop, which may be left before.
+        Without `ready_first` every node keeps to the program's order, even if inputs are late.
+        `when_ended` is called after each operation. `connections` determine when hops that share a
+        connection may be offered. `send_at` schedules sends that emulated links or `connections`
+        delay; by default it is the loop's timer, which may stop before the send.
         """
         self.exchange = exchange
         self.loop = exchange.loop
@@ -106,16 +106,16 @@ class Flow:
 
     @property
     def is_done(self) -> bool:
-        """Whether all nodes of this host are."""
+        """True once all nodes of this host are done."""
         return all(progress.is_done for progress in self.nodes.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing computes here."""
+        """True while no node of this host computes."""
         return all(progress.idle_since_s is not None for progress in self.nodes.values())
 
     def begin(self, batches: Mapping[int, Batch]) -> None:
-        """Give data nodes the batches of their microbatches, and ask for the first inputs."""
+        """Pass the batches to the data nodes, and request the first inputs from other nodes."""
         for operation, compute in self.computes.items():
             if operation.kind == "F" and compute.arrives is None:
                 first = self.operations.first_input(operation, batches[operation.microbatch])
@@ -124,13 +124,13 @@ class Flow:
             self._ask_ahead(progress)
 
     def start_what_can(self) -> None:
-        """Start an operation on every idle node whose turn has come."""
+        """Start an operation on every idle node that has a ready one."""
         for node, progress in self.nodes.items():
             if progress.idle_since_s is not None:
                 self._start_next(node, progress)
 
     def waits(self) -> Iterator[tuple[str, float]]:
-        """Return what idle nodes wait for, and since when."""
+        """Yield a description of the input that each idle node waits for, and since when."""
         for progress in self.nodes.values():
             if progress.turns.left and progress.idle_since_s is not None:
                 operation = progress.turns.left[0]
@@ -181,7 +181,7 @@ class Flow:
         )
 
     def _goes_at_once(self, hop: Hop) -> bool:
-        """Tell whether a hop may be offered while its array is still being computed."""
+        """Return whether a hop may be offered while its array is still being computed."""
         is_late = self.emulation is not None or self.connections is not None
         return not is_late and not self.exchange.topology.is_here(hop.target)
 
@@ -193,7 +193,7 @@ class Flow:
         self.loop.at(end_s, lambda _: self._end(ended, result))
 
     def _end(self, run: Run, result: jax.Array | None) -> None:
-        """End an operation: pass its result on, and free its node."""
+        """Pass on the result of an operation that has ended, and free its node."""
         self.runs.append(run)
         node, end_s = run.operation.node, run.end_s
         progress = self.nodes[node]
@@ -213,7 +213,7 @@ class Flow:
             self._give_input(following, end_s, result)
         elif self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
-            # What stays on this host is taken up before the loop is left.
+            # The loop receives local hops before it stops, so its own timer is enough for them.
             at = self.loop.at if self.exchange.topology.is_here(leaves.target) else self.send_at
             at(arrival_s, lambda _: self.exchange.give(leaves, self.iteration, result))
         elif self.connections is not None and not self.exchange.topology.is_here(leaves.target):

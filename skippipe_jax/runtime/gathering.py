@@ -1,8 +1,8 @@
-"""What replicas have changed goes round the ring of their stage as it is, until all have all of it.
+"""Ring all-gather of the messages of a stage's replicas in `outer` mode.
 
-Each replica has one message about a fragment. In n - 1 steps it passes on its own, and then what
-has come from the one before it, so every message is on every replica at the end, bit for bit. They
-are cut into chunks, each of which travels on as soon as it has come.
+Each of n replicas has one message about a fragment. In n - 1 steps it sends first its own message,
+then those received from its predecessor, so that every message reaches every replica unchanged.
+Messages are cut into chunks, each of which is sent on as soon as it has arrived.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_a
 
 @dataclass(frozen=True)
 class GatheringRing:
-    """Who passes messages to whom: `nodes` in order, each with a replica of its own.
+    """Ring of `nodes` in order, each with a separate replica.
 
-    `places` are those of these replicas among all of their stage, as the plan lists them. A chunk
-    has `chunk_length` numbers, the last one of a message fewer. The replica at each position asks
-    for so many chunks `ahead`. `numbers` are those of the ring's hops, enough for messages of
-    `most_chunks`.
+    `places` are the indices of their replicas in the stage, in the order of the plan. A chunk has
+    `chunk_length` numbers, the last one of a message possibly fewer. The replica at each position
+    requests `ahead` chunks in advance. `numbers` are those of the ring's hops, enough for messages
+    of `most_chunks`.
     """
 
     stage: int
@@ -51,9 +51,9 @@ class GatheringRing:
         *,
         hop_bytes: float = math.inf,
     ) -> GatheringRing:
-        """Find the quickest ring of these replicas, for messages of the `longest` and less.
+        """Find the fastest ring of these replicas over the links of `case`.
 
-        Its links are those of the `case`. If they carry anything but the ring, those are hops of
+        Messages have at most the size of `longest`. If the links also carry hops, these have
         `hop_bytes`.
         """
         nodes = best_ring(case, stage, sorted(replicas))
@@ -68,18 +68,18 @@ class GatheringRing:
         return cls(stage, nodes, places, hops, chunk_length, most_chunks, ahead)
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
-        """Return what the replica at `position` passes to the next one in a step."""
+        """Return the hop by which the replica at `position` sends a chunk in a step."""
         number = (step * self.most_chunks + chunk) * len(self.nodes) + position
         following = self.nodes[(position + 1) % len(self.nodes)]
         return Hop(self.numbers[number], self.nodes[position], following)
 
 
 class Gathering:
-    """What one replica does in a ring, about one fragment. The caller sends and asks.
+    """Part of one replica in the all-gather of a fragment. The caller sends and requests.
 
     Attributes:
-        ring: round which messages go.
-        position: of the replica in it.
+        ring: the ring of the messages.
+        position: position of the replica in it.
         unasked, ahead, left: see `RingMember`.
     """
 
@@ -93,7 +93,7 @@ class Gathering:
         self._steps = len(ring.nodes) - 1
         self.left = self._steps * len(self._starts)
         self.unasked = self._arriving()
-        # By the position of the replica that it is of, and in the order of its chunks.
+        # Received chunks by the position of their replica, and by their number.
         self._chunks: dict[int, dict[int, Array]] = {}
 
     def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
@@ -105,14 +105,14 @@ class Gathering:
                 yield step, chunk, self.ring.hop(before, step, chunk), like
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
-        """Return what is sent first, the own message: chunk by chunk, as the caller takes it."""
+        """Yield the chunks of the replica's own message, which are sent first, and their hops."""
         for chunk, start in enumerate(self._starts):
             length = min(self.ring.chunk_length, self._own.size - start)
             own = self._own if length == self._own.size else _taken(self._own, start, length)
             yield self.ring.hop(self.position, 0, chunk), own
 
     def arrive(self, step: int, chunk: int, array: Array) -> tuple[Hop, Array] | None:
-        """Take in what came in a step; what is sent on because of it, if anything is."""
+        """Store a chunk that arrived in a step; return it with its next hop, if there is one."""
         self.left -= 1
         source = (self.position - 1 - step) % len(self.ring.nodes)
         self._chunks.setdefault(source, {})[chunk] = array
@@ -121,7 +121,7 @@ class Gathering:
         return self.ring.hop(self.position, step + 1, chunk), array
 
     def messages(self) -> dict[int, Array]:
-        """Return the messages of all replicas, by index, when nothing is `left` to come."""
+        """Return the messages of all replicas by index, once no chunk is `left`."""
         places = self.ring.places
         others = {
             places[source]: _joined([chunks[chunk] for chunk in sorted(chunks)])

@@ -1,10 +1,10 @@
-"""Stages that only hosts apart hold are given to one that writes them, when the run is saved.
+"""Transfer of stages that only diskless hosts hold to the leader, for checkpoints.
 
-Hosts that are apart do not reach the folder of the run. As long as another replica of a stage is
-elsewhere, that one is saved; otherwise the leader, which reaches the folder, is given the state for
-as long as it takes to write it. All hosts wait for that, so it costs the bytes of the stage over
-the bandwidth between the two, at each checkpoint. Array by array, the leader keeps it beside its
-own states: in the memory of its machine, if JAX has a device for that, else on its device.
+Diskless hosts (`apart`) do not reach the folder of the run. If another host has a replica of the
+stage, it saves the stage. Otherwise the leader, which reaches the folder, receives the state and
+keeps it until it is written. All hosts wait for the transfer, so each checkpoint costs the bytes of
+the stage over the bandwidth between the two hosts. The leader stores each array beside its own
+states: in the memory of its machine, if JAX has a device for it, else on its device.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
 
 
 class GivenStages:
-    """Which stages of a group are given to its leader; all hosts make the same.
+    """Stages that a group transfers to its leader; equal on all hosts.
 
     Attributes:
-        source_of: the host that gives each of them.
-        numbers: of the hops by which they go.
+        source_of: the host that sends each of them.
+        numbers: numbers of the hops of their arrays.
     """
 
     def __init__(self, topology: Topology, config: Config, group: Group):
-        """Find the stages that only hosts apart hold."""
+        """Find the stages that only diskless hosts hold."""
         self._topology, self._group = topology, group
         given = [
             (stage, replicas[0])
@@ -65,10 +65,10 @@ class GivenStages:
     ) -> dict[int, dict[str, PyTree]]:
         """Return the states of these stages after a step, on the leader; all hosts call this.
 
-        `states` are those held here, by replica.
+        `states` are those of the local replicas. Hosts other than the leader return no states.
 
         Raises:
-            GenerationEnded: if the group ends before all is there.
+            GenerationEnded: if the group ends before all has arrived.
         """
         if not self._hops:
             return {}
@@ -86,7 +86,7 @@ class GivenStages:
                     for hop, shape in zip(hops, shapes, strict=True)
                 ]
                 own[stage] = jax.tree.unflatten(structure, arrays)
-        # Nobody updates a state that the leader still takes.
+        # No host may update a state that the leader still receives.
         barrier(self._group, f"given/{step}", self._group.timeout_s)
         return own
 
@@ -96,7 +96,7 @@ class GivenStages:
 
 
 def beside(array: jax.Array | np.ndarray) -> jax.Array:
-    """Copy an array beside those of the states that are held: see above."""
+    """Copy an array to the memory of the machine, or to the default device: see above."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and "cpu" not in platforms.split(","):
         return jax.device_put(array)

@@ -1,4 +1,4 @@
-"""A host takes the state of stages that it newly serves from others that hold it."""
+"""State transfer: hosts receive the states of stages that they newly serve from owners."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from skippipe_jax.runtime.state import MOMENTUM, Kept, Origin, StageState, State
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
-# So often a host that waits looks whether its group still goes on.
+# Interval at which a waiting host checks whether its group still exists.
 LOOK_S = 0.5
 
 
 class Handover(NamedTuple):
-    """The state of a stage goes from one host to a node of another, array by array."""
+    """Transfer of a stage's state from one host to a node of another, array by array."""
 
     stage: int
     source: int
@@ -33,12 +33,12 @@ class Handover(NamedTuple):
 
 
 class Handovers:
-    """Which states go from which hosts to which, in one group. All hosts make the same."""
+    """Transfers of states between the hosts of a group; equal on all of its hosts."""
 
     def __init__(self, topology: Topology, config: Config, holders: Sequence[Collection[int]]):
-        """`holders` are the hosts that hold the state of each stage, whether they serve it or not.
+        """Plan the transfers from the owners of each stage's state, which need not serve it.
 
-        With none at all, every host holds what it serves.
+        With empty `holders`, every host owns the stages that it serves.
         """
         self.topology = topology
         self.numbers = HopNumbers(topology.first_free_hop)
@@ -48,7 +48,7 @@ class Handovers:
 
     @cached_property
     def shapes(self) -> Sequence[State]:
-        """Those of what is given of each stage."""
+        """Shapes of the arrays that are sent for each stage."""
         stages = len(self.topology.plan.stages)
         cut = self._config.model.layers_of_stages(stages)
         return [
@@ -57,9 +57,9 @@ class Handovers:
         ]
 
     def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[Handover]:
-        """Plan a handover for each stage that a host serves and lacks, from holders by turns.
+        """Plan a transfer of each stage to each host that serves and lacks it, from owners in turn.
 
-        A stage that nobody holds is made anew by those who serve it.
+        A stage without owners has no transfer: the hosts that serve it rebuild it.
         """
         host_of, numbers = self.topology.host_of, self.numbers
         for stage, holding in enumerate(holders):
@@ -67,7 +67,7 @@ class Handovers:
                 continue
             replicas = self.topology.replicas[stage]
             targets = {host_of[node]: node for node in replicas if host_of[node] not in holding}
-            # Those that go on serving it first: the others may be about to leave.
+            # Prefer owners that continue to serve the stage: the others may be about to leave.
             serving = {host_of[node] for node in replicas}
             sources = sorted(holding, key=lambda host, serving=serving: host not in serving)
             for place, target in enumerate(targets.values()):
@@ -79,7 +79,7 @@ class Handovers:
 
     @property
     def taken(self) -> frozenset[int]:
-        """The stages whose state this host takes from others."""
+        """Stages whose state this host receives from others."""
         return frozenset(
             handover.stage
             for handover in self.handovers
@@ -87,9 +87,9 @@ class Handovers:
         )
 
     def give(self, states: Mapping[int, StageState], links: Mapping[int, HostLink]) -> None:
-        """Offer what others take from here, of the states that this host has by stage.
+        """Offer to other hosts the arrays that they receive from here; `states` are by stage.
 
-        It must not be donated before they have it.
+        The arrays must not be donated before the transfer.
         """
         for stage, source, hops in self.handovers:
             if source == self.topology.host:
@@ -99,10 +99,10 @@ class Handovers:
                     links[self.topology.host_of[hop.target]].send(hop, 0, whole(leaf))
 
     def origin(self, links: Mapping[int, HostLink], group: Group) -> Origin:
-        """Return the state of each stage that this host takes from others.
+        """Return the origin of the stages that this host receives from others.
 
         Raises:
-            GenerationEnded: when it is asked and the group ends before all is there.
+            GenerationEnded: when the origin is called, if the group ends before all has arrived.
         """
 
         def take(stage: int, _: State) -> State:
@@ -129,13 +129,13 @@ def exchanged(
     links: Mapping[int, HostLink],
     group: Group,
 ) -> Mapping[int, StageState]:
-    """Give and take all that moves; return the states of the replicas that a host goes on with.
+    """Run all transfers of states; return the states of the local replicas.
 
-    `make` makes those of some stages, from an origin and those that are kept. What others take from
-    here is offered before anything is taken, as two may take from each other.
+    `make` makes the states of some stages, from an origin and from states that are kept. A host
+    offers its arrays before it receives any, as two hosts may send to each other.
 
     Raises:
-        GenerationEnded: if the group ends before all is there.
+        GenerationEnded: if the group ends before all has arrived.
     """
     topology, taken = handovers.topology, handovers.taken
     own = dict(make(origin, kept, set(topology.stage_of) - taken))
@@ -149,7 +149,7 @@ def exchanged(
 def shapes_of_state(
     functions: StageFunctions, first_layer: int, *, with_momentum: bool = False
 ) -> State:
-    """Return the shapes of what is saved of a stage, or `with_momentum` of what a replica gives."""
+    """Return the shapes of a stage's saved state, or `with_momentum` of a transferred one."""
     parameters, optimizer_state, _ = jax.eval_shape(
         functions.create, jax.random.key(0), first_layer
     )
@@ -158,7 +158,7 @@ def shapes_of_state(
 
 
 def arrived(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
-    """Wait for the arrays; a host that sends them may be lost, or stopped for ever."""
+    """Wait for the arrays, and raise `GenerationEnded` if the group ends meanwhile."""
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def wait() -> None:

@@ -1,8 +1,8 @@
-"""Held-out microbatches go forward through every stage in order, over the nodes that hold them.
+"""Validation: held-out microbatches pass forward through every stage in order.
 
-No host needs more of the model than it has, only activations travel, and all replicas take part.
-That is about a third of the work of training on as many microbatches. Hosts without a data node go
-on with training as soon as they have passed on their last activation.
+The nodes use the stages that they hold, only activations are sent, and all replicas take part. This
+is about a third of the work of training on as many microbatches. Hosts without a data node continue
+with training as soon as they have sent their last activation.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from skippipe_jax.runtime.operations import HeldOutOperations
 
 
 class HeldOut:
-    """The same held-out microbatches, again and again; all hosts make one, with one count.
+    """Repeated evaluation of `count` held-out microbatches; equal on all hosts.
 
     Attributes:
-        microbatches: those whose batches, and losses, belong to this host.
+        microbatches: the microbatches with a local data node, which has their batches and losses.
     """
 
     def __init__(
         self, exchange: Exchange, operations: HeldOutOperations, count: int, *, waits: bool
     ):
-        """Lay out the ways of `count` microbatches; `waits` if what they need may come late."""
+        """Compile the paths of `count` microbatches; `waits` if inputs may arrive late."""
         topology = exchange.topology
         numbers = HopNumbers(topology.first_free_hop)
         programs = compile_held_out(topology.plan.stages, topology.host_of, count, numbers)
@@ -51,12 +51,12 @@ class HeldOut:
         ]
 
     def sums(self, step: int, batches: Mapping[int, Batch]) -> dict[int, Float[np.ndarray, " 2"]]:
-        """Token losses [nats] and target tokens of each of this host's microbatches after `step`.
+        """Return token losses [nats] and target tokens of each local microbatch after `step`.
 
         All hosts call this together, between two iterations.
 
         Raises:
-            PeerTimeout: if nothing came from another host for `network.deadline_s`.
+            PeerTimeout: if nothing arrived from another host for `network.deadline_s`.
         """
         if self.waits:
             self._as_it_happens(step, batches)
@@ -74,7 +74,7 @@ class HeldOut:
             self.operations,
             self.program,
             step,
-            # Their order bounds how many are under way.
+            # The order of the operations bounds the microbatches in flight.
             lambda _: math.inf,
             ready_first=False,
         )

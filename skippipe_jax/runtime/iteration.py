@@ -1,4 +1,4 @@
-"""One iteration on the nodes of a host, as it happens: what all kinds of them have in common."""
+"""Base class of event-driven iterations on the nodes of a host."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from skippipe_jax.runtime.operations import TrainingOperations
 from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage.recording import Recording
 
-# Of what a host waits for when the deadline has passed, so much is named, the oldest first.
+# Number of waits that a timeout message names, the oldest first.
 WAITS_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What to add to `time.perf_counter()` for seconds since the epoch by host 0's clock."""
+    """Offset from `time.perf_counter()` to seconds since the epoch by host 0's clock."""
 
     offset_s: float
 
     @classmethod
     def with_offset(cls, host_offset_s: float) -> Clock:
-        """Make a clock from what is to be added to this host's `time.time()`."""
+        """Make a clock from the offset of host 0's clock to the local `time.time()`."""
         return cls(time.time() - time.perf_counter() + host_offset_s)
 
 
 @dataclass(frozen=True)
 class IterationSetup:
-    """What an iteration of either kind runs: its number, and the `program` of its `plan`.
+    """Inputs of an iteration of either kind: its number, and the `program` of its `plan`.
 
     Every node keeps to the plan's order, unless `ready_first`.
     """
@@ -56,13 +56,13 @@ class Iteration(ABC):
     """One iteration on the nodes of this host. Times are of `time.perf_counter` [s].
 
     Attributes:
-        flow: its operations.
-        stop: whether this host was asked to stop.
-        outcome: once it has ended here.
+        flow: progress of its operations.
+        stop: whether this host has a request to stop.
+        outcome: result, or None until the iteration has ended on this host.
     """
 
     def __init__(self, setup: IterationSetup, send_at: Callable[[float, Then], None] | None = None):
-        """`send_at` is as `Flow` takes it."""
+        """Begin without batches; `send_at` is passed to `Flow`."""
         self.exchange = exchange = setup.exchange
         self.loop = exchange.loop
         self.topology = exchange.topology
@@ -90,14 +90,13 @@ class Iteration(ABC):
     def run(
         self, batches: Mapping[int, Batch], stop: bool = False, clock: Clock | None = None
     ) -> Outcome:
-        """Run the iteration; `batches` are those of the microbatches whose data nodes are here.
+        """Run the iteration; `batches` are the batches of microbatches with a local data node.
 
-        `stop` tells all hosts, through the totals, that this one was asked to stop. Returns when
-        this host has nothing left to do in it; with a `clock`, what happened when is part of the
-        outcome.
+        `stop` adds to the totals that this host has a request to stop. Returns when this host has
+        no work left in the iteration. With a `clock`, the outcome includes a recording.
 
         Raises:
-            PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
+            PeerTimeout: if nothing arrived from other hosts for `network.deadline_s`.
         """
         self.stop = stop
         if self.emulation is not None:
@@ -113,22 +112,22 @@ class Iteration(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Begin what does not wait for an operation."""
+        """Begin work that does not depend on any operation."""
 
     @abstractmethod
     def _operation_ended(self, operation: Operation) -> None:
-        """Go on with what has waited for an operation."""
+        """Continue with work that depends on an operation, which has ended."""
 
     @abstractmethod
     def _waits(self) -> Iterator[tuple[str, float]]:
-        """Return what is waited for, and since when."""
+        """Yield a description of each pending wait, and its start time."""
 
     @abstractmethod
     def _averagings(self) -> list[Averaging]:
-        """Return what was averaged meanwhile."""
+        """Return the averagings of this iteration."""
 
     def _recording(self, clock: Clock) -> Recording:
-        """Return what happened on this host's nodes, in epoch seconds by host 0's clock."""
+        """Return the operations and averagings of this host, in epoch seconds by host 0's clock."""
         by = clock.offset_s
         return Recording(
             tuple(
@@ -139,7 +138,7 @@ class Iteration(ABC):
         )
 
     def _what_is_waited_for(self) -> str | None:
-        """Say what is waited for, from whom and since when, once the deadline has passed."""
+        """Describe the pending waits for a timeout message; return None while a node computes."""
         if not self.flow.is_idle:
             return None
         during = f"iteration {self.iteration + 1}"
@@ -147,7 +146,7 @@ class Iteration(ABC):
 
 
 def told(during: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:
-    """Write the message of what a host has waited for, and since when, the oldest first."""
+    """Return the timeout message that names the waits of a host, the oldest first."""
     waits = sorted(found, key=lambda wait: wait[1])
     named = ", ".join(what for what, _ in waits[:WAITS_NAMED])
     more = f" and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""

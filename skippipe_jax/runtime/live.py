@@ -1,4 +1,4 @@
-"""One exact iteration as it happens: operations, averaging, totals, update, each in its time."""
+"""Event-driven iteration with gradient averaging: operations, averaging, totals, update."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collectiv
 
 
 class LiveIteration(Iteration):
-    """One iteration in which replicas average gradients: it ends on all hosts at once.
+    """Iteration in which replicas average gradients, synchronous over all hosts.
 
-    It returns when the totals of all hosts are known, and the updates have been dispatched.
+    It returns when the totals of all hosts have arrived, and the updates are dispatched.
     """
 
     def __init__(
@@ -36,9 +36,10 @@ class LiveIteration(Iteration):
         group: Group,
         averaging_dtype: str | None = None,
     ):
-        """Where hosts may be lost, it counts once all of the `group` hold their gradients.
+        """Begin without batches.
 
-        By then they also hold what goes to `buddies` in this iteration.
+        In an elastic run, the step is committed once all hosts of the `group` hold their averaged
+        gradients and this iteration's parts of the copies for `buddies`.
         """
         super().__init__(setup)
         self.group = group
@@ -71,7 +72,7 @@ class LiveIteration(Iteration):
         self._begin_collectives()
 
     def _begin_ring_of(self, node: int) -> None:
-        """Begin the ring of a node's stage, unless others share the replica and are not done."""
+        """Begin the ring of a node's stage once all nodes that share the replica are done."""
         replica_of = self.topology.replica_of
         sharing = [other for other in self.flow.nodes if replica_of[other] == replica_of[node]]
         if not all(self.flow.nodes[other].is_done for other in sharing):
@@ -79,16 +80,16 @@ class LiveIteration(Iteration):
         replica, connections = replica_of[node], self.flow.connections
         if connections is None:
             self.averaging.begin_ring(replica)
-        else:  # When all that these nodes have sent has left.
+        else:  # Wait until these nodes' connections have sent all hops.
             now_s = self.loop.last_event_s
             left_s = max(connections.all_left_s(other, now_s) for other in sharing)
             self.loop.at(left_s, lambda _: self.averaging.begin_ring(replica))
 
     def _begin_collectives(self) -> None:
-        """Begin the collectives before which nothing is left in this host's program.
+        """Begin each collective whose preceding operations in this host's program have ended.
 
-        A collective keeps its device until all replicas have come to it. Hosts that then lack
-        nothing that comes before it in the one order of all programs do not wait in a circle.
+        A collective blocks its device until all replicas have joined it. As all programs follow one
+        global order, and nothing before the collective is left, hosts cannot deadlock.
         """
         while self.instructions:
             step = self.instructions[0]
@@ -99,10 +100,10 @@ class LiveIteration(Iteration):
                 self.averaging.begin_collective(step.stage)
             self.instructions.popleft()
 
-    # Totals.
+    # Totals over all hosts.
 
     def _sum_totals(self) -> None:
-        """Sum over all hosts what every update needs to know."""
+        """Sum the totals over all hosts."""
         self.waits_for_totals = True
         norms = [n for stage in self.replicas.stages for n in self.replicas.squared_norms(stage)]
         busy_s = {node: progress.busy_s for node, progress in self.flow.nodes.items()}
@@ -127,9 +128,9 @@ class LiveIteration(Iteration):
             self.exchange.ask(hop, self.iteration, like, lambda _, summed: self._finish(summed))
 
     def _contribute(self, totals: Float[np.ndarray, " all"]) -> None:
-        """Tell the group that this host holds all averaged gradients, with totals.
+        """Contribute totals to the group, as this host holds all averaged gradients.
 
-        It does so once what comes of copies of other stages in this iteration is here too.
+        Waits for this iteration's parts of the copies that this host keeps for other stages.
         """
 
         def counted(outcome: tuple[float, ...]) -> None:
@@ -149,7 +150,7 @@ class LiveIteration(Iteration):
         return Hop(number, first_nodes[0], first_nodes[host])
 
     def _hear(self, host: int, at_s: float, totals: jax.Array) -> None:
-        """Host 0 has the totals of another host; with those of all, it tells them the sum."""
+        """Store the totals of a host on host 0; once all have arrived, send the sum to all."""
         self.totals_of_hosts[host] = totals
         hosts = self.topology.hosts
         if len(self.totals_of_hosts) == len(hosts):
@@ -165,7 +166,7 @@ class LiveIteration(Iteration):
         gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
         self.outcome = Outcome(lambda: sums, gauges)
 
-    # The deadline.
+    # Waits, for timeout messages.
 
     def _waits(self) -> Iterator[tuple[str, float]]:
         yield from self.flow.waits()

@@ -1,4 +1,4 @@
-"""Which hops of an iteration this host may be asked for by which other."""
+"""Hops of an iteration that each other host may request from this host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from skippipe_jax.runtime.topology import Topology
 
 
 def offered(topology: Topology, programs: Iterable[Program]) -> Mapping[int, set[int]]:
-    """List the numbers of the hops from here to each other host, by any of its `programs`.
+    """Return the numbers of the hops from this host to each other host, in any of its `programs`.
 
-    Those of copies are among them, wherever they go.
+    The hops of all buddy checkpoints are included for every host.
     """
     numbers: defaultdict[int, set[int]] = defaultdict(set)
 

@@ -1,4 +1,4 @@
-"""How what stage functions return lies on a mesh, and the mesh that they are traced for."""
+"""Shardings of the results of stage functions, and the mesh that these are traced for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skippipe_jax.runtime.wire_format import Wire
 
 @dataclass(frozen=True)
 class Results:
-    """How what functions return lies on a mesh; all None on one device, where JAX needs no word.
+    """Shardings of results on a mesh; all None on one device, where JAX needs none.
 
     Attributes:
-        whole: counters and totals.
-        activations: what stages hand on, and its gradient.
-        gradients: of parameters.
-        state: parameters, and the optimizer's state where it waits.
-        gathered: what blocks are computed with.
+        whole: of counters and totals.
+        activations: of activations between stages, and of their gradients.
+        gradients: of the gradients of parameters.
+        state: of parameters, and of the optimizer's state between updates.
+        gathered: of the gathered parameters of blocks.
     """
 
     whole: NamedSharding | None = None
@@ -36,7 +36,7 @@ class Results:
 
     @classmethod
     def over(cls, mesh: Mesh, shapes: Any, wire: Wire, state_memory: str | None) -> Results:
-        """Describe results over a mesh, for a stage whose state is of these `shapes`."""
+        """Return the shardings over a mesh, for a stage whose state has these `shapes`."""
         parameters, state, _ = shapes
         own = named(mesh, specs(parameters))
         return cls(
@@ -49,14 +49,14 @@ class Results:
 
 
 def jitted(function: Callable, lies: Any, **how: Any) -> Callable:
-    """Jit a function, and say how what it returns lies, if that is given."""
+    """Jit a function, with the shardings of its results if they are not None."""
     return (
         jax.jit(function, **how) if lies is None else jax.jit(function, out_shardings=lies, **how)
     )
 
 
 def within(mesh: Mesh | None) -> Any:
-    """Trace what is in this context for the devices of a mesh."""
+    """Return a context in which functions are traced for the devices of a mesh."""
     if mesh is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

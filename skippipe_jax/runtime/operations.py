@@ -1,4 +1,4 @@
-"""What the operations of a program compute: in training, and for held-out microbatches."""
+"""Operations of a program, for training and for held-out microbatches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from skippipe_jax.runtime.wire_format import Wire, with_targets, without_targets
 
 
 class Operations(ABC):
-    """Dispatches operations on the nodes of this host; nothing is waited for.
+    """Asynchronous dispatch of operations on the nodes of this host.
 
     Attributes:
-        replicas: those of this host.
-        names_dispatches: whether each dispatch bears the name of its operation, for JAX's profiler.
+        replicas: the replicas of this host.
+        names_dispatches: whether each dispatch has the name of its operation in JAX's profiler.
     """
 
     def __init__(self, replicas: Replicas):
@@ -34,11 +34,11 @@ class Operations(ABC):
 
     @abstractmethod
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """Return what a hop brings to an operation."""
+        """Return shape and dtype of the array that a hop brings to an operation."""
 
     @abstractmethod
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """Return the tokens of a microbatch, on its data node, which keeps its targets."""
+        """Put the tokens of a microbatch on its data node and return them; keep its targets."""
 
     @abstractmethod
     def _dispatch(
@@ -48,10 +48,10 @@ class Operations(ABC):
     def dispatch(
         self, operation: Operation, value: jax.Array, *, leaves: bool
     ) -> tuple[Any, jax.Array]:
-        """Dispatch an operation on its input, as it came from another node or from the same one.
+        """Dispatch an operation on its input, which is encoded if it came from another node.
 
-        Returns its output, as it travels if it `leaves` the node and None where there is none, and
-        an array that is there when the operation has ended.
+        Returns its output (encoded if it `leaves` the node, None if there is none), and an array
+        that is ready when the operation has ended.
         """
         if not self.names_dispatches:
             return self._dispatch(operation, value, leaves)
@@ -67,18 +67,18 @@ class Operations(ABC):
 
 
 class TrainingOperations(Operations):
-    """Forward, loss and backward, which add to gradients and totals.
+    """Operations of training: forward, loss and backward, which add to gradients and totals.
 
     Attributes:
-        targets: the target tokens of the microbatches that have visited each replica in this
-            iteration, where these tell them.
+        targets: number of target tokens of the microbatches that have visited each replica in this
+            iteration, if `tells_targets`.
     """
 
     def __init__(self, replicas: Replicas, wire: Wire, seed: int, *, tells_targets: bool = False):
-        """Begin with nothing in flight; call `begin` before an iteration.
+        """Start with nothing in flight; call `begin` before each iteration.
 
-        The replicas' functions are those for this `wire`; `seed` draws stochastic roundings. With
-        `tells_targets`, activations bring the number of their microbatch's target tokens along.
+        The replicas' functions are made for this `wire`; `seed` is that of stochastic rounding.
+        With `tells_targets`, activations carry the number of their microbatch's target tokens.
         """
         super().__init__(replicas)
         self.wire = wire
@@ -90,7 +90,7 @@ class TrainingOperations(Operations):
         self.totals: dict[Spread, Totals] = {}
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration."""
+        """Reset totals and targets for an iteration."""
         self.iteration = iteration
         topology = self.replicas.topology
         if self.tells_targets:
@@ -105,14 +105,14 @@ class TrainingOperations(Operations):
         }
 
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """Return what a hop brings to an operation: a gradient for B, else an activation."""
+        """Return shape and dtype of a hop's array: a gradient for B, else an activation."""
         if operation.kind == "B":
             return self.wire.gradients.travelling
         way = self.wire.activations
         return way.with_targets if self.tells_targets else way.travelling
 
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """Return the tokens of a microbatch, on its data node, which keeps its targets."""
+        """Put the tokens of a microbatch on its data node and return them; keep its targets."""
         own = self.nodes[operation.node]
         own.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
         if self.tells_targets:
@@ -166,7 +166,7 @@ class TrainingOperations(Operations):
         return result, own.gauge
 
     def _draw(self, operation: Operation, leaves: bool) -> np.ndarray | None:
-        """Return what the rounding of a sent gradient is drawn by, if it is drawn."""
+        """Return the seed for the rounding of a sent gradient, or None if it is not stochastic."""
         if not (leaves and self.wire.gradients.is_drawn):
             return None
         stage = self.replicas.topology.stage_of[operation.node]
@@ -174,25 +174,25 @@ class TrainingOperations(Operations):
 
 
 class HeldOutOperations(Operations):
-    """Forward through every stage, and the loss at the end.
+    """Operations of validation: forward through every stage, and the loss at the end.
 
     Attributes:
-        losses: of each microbatch: the sum of its token losses [nats], and its target tokens.
+        losses: for each microbatch, the sum of its token losses [nats] and its target tokens.
     """
 
     def __init__(self, replicas: Replicas, activation: jax.ShapeDtypeStruct):
-        """Activations travel as they are: they are for the loss of the model as it is."""
+        """Use unencoded hops of shape `activation`, so that the loss is that of the exact model."""
         super().__init__(replicas)
         self.activation = activation
         self.targets: dict[int, jax.Array] = {}
         self.losses: dict[int, jax.Array] = {}
 
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """Return what a hop brings to an operation: an activation."""
+        """Return shape and dtype of an activation."""
         return self.activation
 
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """Return the tokens of a microbatch, on its data node, which keeps its targets."""
+        """Put the tokens of a microbatch on its data node and return them; keep its targets."""
         self.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
         return self._put(marked_tokens(batch), operation.node)
 
@@ -212,5 +212,5 @@ class HeldOutOperations(Operations):
 
 @jax.jit
 def add_targets(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Add the target tokens of a microbatch to those before it."""
+    """Add two numbers of target tokens."""
     return first + second

@@ -1,8 +1,9 @@
-"""One iteration of replicas that are apart: nobody waits for all hosts in it.
+"""Iteration of `outer` mode, in which no host waits for all others.
 
-A replica takes its own step once its node has done all that the plan has for it, sends what is due,
-and applies what was sent `delay` iterations before. The host goes on with the next iteration when
-all of its nodes have come so far; what it has sent, and totals, travel behind (see `behind`).
+A replica takes a local step once its node has run all its operations of the plan. It then sends the
+fragment that is due, and applies the messages sent `delay` iterations before. The host continues
+with the next iteration when all of its nodes have done so. Messages and totals are transferred in
+the background (see `behind`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from skippipe_jax.runtime.totals import Outcome, add_up, apart
 
 
 class OuterIteration(Iteration):
-    """One iteration on the nodes of this host, each of which has a replica of its own."""
+    """Iteration of `outer` mode on the nodes of this host, each with a separate replica."""
 
     def __init__(self, setup: IterationSetup, *, steps: OuterSteps, behind: Behind):
-        """Take the steps that are due, and send by what goes on behind the iterations."""
+        """Begin without batches; `steps` makes local and outer steps, `behind` sends."""
         super().__init__(setup, send_at=behind.at)
         self.steps, self.behind = steps, behind
         self.step = setup.iteration + 1
         self.norms: list[Totals] = []
         self.not_stepped = set(self.replicas.states)
-        # What each replica has yet to apply, by the step after which it was sent.
+        # For each replica with messages to apply, the step after which they were sent.
         self.to_apply: dict[int, int] = {}
         self.averaged: list[Averaging] = []
 
@@ -45,7 +46,7 @@ class OuterIteration(Iteration):
             self._take_step(operation.node)
 
     def _take_step(self, node: int) -> None:
-        """Take the step of a replica whose node has done all, and send what is due."""
+        """Take the local step of a replica whose node is done, and send the due fragment."""
         self.norms.append(self.steps.step(node, self.operations.targets[node]))
         own = self.steps.send(node, self.step)
         if own is not None:
@@ -66,7 +67,7 @@ class OuterIteration(Iteration):
             self._end()
 
     def _apply(self) -> None:
-        """Apply what is due, now that it counts: all of it was sent after one step."""
+        """Apply the due messages, which are committed and were all sent after one step."""
         for replica, sent_after in self.to_apply.items():
             self.steps.apply(replica, sent_after)
         self.to_apply.clear()
@@ -85,7 +86,7 @@ class OuterIteration(Iteration):
         return self.averaged
 
     def _what_is_waited_for(self) -> str | None:
-        # What comes round the rings is progress, too.
+        # Arrivals in the background rings are progress, too.
         if self.to_apply and seconds_since(self.behind.last_event_s) <= self.loop.deadline_s:
             return None
         return super()._what_is_waited_for()
@@ -96,6 +97,6 @@ class OuterIteration(Iteration):
             yield from self.behind.waits(self._counts_with())
 
     def _counts_with(self) -> int:
-        """Return the step that has to count before what is due is applied."""
+        """Return the step that must be committed before the due messages are applied."""
         states = self.replicas.states
         return max(states[own].under_way[of].counts_with for own, of in self.to_apply.items())

@@ -1,8 +1,8 @@
-"""The steps of replicas that go apart: their own, and those by what all of a stage have changed.
+"""Local steps and outer steps of replicas at the end of iterations.
 
-With `averaging.mode: outer` replicas are alone on their nodes. docs/training.md has the formulas;
-`skippipe_jax.optim.outer` computes them, and here is which replica does what at the end of which
-iteration. Steps are counted as iterations are, from 1.
+With `averaging.mode: outer` every node has a separate replica. docs/training.md has the formulas
+and `skippipe_jax.optim.outer` computes them; this module decides what each replica does after which
+step. Step s is the end of the s-th iteration, from 1.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from skippipe_jax.storage.loading import load_replica
 
 InnerStep = Callable[..., tuple[Any, Any, Any, Float[Array, ""]]]
 """(parameters, optimizer state, gradients, targets) -> parameters, optimizer state, zero gradients,
-and the squared norm of the mean gradient over these targets"""
+squared norm of the mean gradient over these targets"""
 
 
 class OuterSteps:
-    """What the replicas of a host do at the end of iterations. All arrays stay on their devices.
+    """Local and outer steps of the replicas of a host. All arrays stay on their devices.
 
     Attributes:
-        averaging: when, and how.
+        averaging: settings of the averaging.
     """
 
     def __init__(
         self, config: Config, topology: Topology, states: Mapping[int, StageState], step: int
     ):
-        """Go on after `step` with the states of the replicas held here."""
+        """Continue after `step` with the states of the local replicas."""
         self.averaging = config.averaging
         self._topology = topology
         self._states = states
@@ -64,7 +64,7 @@ class OuterSteps:
         self.begin(step)
 
     def begin(self, step: int) -> None:
-        """Let replicas go apart after the last exact step, unless they have before."""
+        """Begin outer averaging of replicas after the last exact step, unless it has begun."""
         for replica, state in self._states.items():
             if step < self.averaging.exact_steps or self._is_only(replica):
                 state.outer, state.under_way = None, {}
@@ -72,10 +72,10 @@ class OuterSteps:
                 state.outer = begin(state.parameters)
 
     def step(self, replica: int, targets: Int[Array, ""]) -> Totals:
-        """Take a step by what a replica has added up, if any targets have; what totals gain by it.
+        """Take a local step by a replica's gradients; return its contribution to the totals.
 
-        The squared norm of all replicas together is the mean over those of a stage, summed over
-        the stages.
+        Without any target, the step changes nothing. The squared norm in the totals is the mean
+        over the replicas of a stage, summed over the stages.
         """
         state, stage = self._states[replica], self._topology.stage_of[replica]
         state.parameters, state.optimizer_state, state.gradients, norm = self._inner[stage](
@@ -84,7 +84,7 @@ class OuterSteps:
         return share_of_norm(norm, len(self._topology.replicas[stage]))
 
     def send(self, replica: int, step: int) -> UnderWay | None:
-        """Return the fragment that a replica sends after a step, if it sends one."""
+        """Return the fragment that a replica sends after a step, or None."""
         fragment, state = self.averaging.sent_after(step), self._states[replica]
         if fragment is None or state.outer is None:
             return None
@@ -94,12 +94,12 @@ class OuterSteps:
         return state.under_way[step]
 
     def due(self, replica: int, step: int) -> int | None:
-        """Return the step after which a replica sent what it applies after `step`, if any."""
+        """Return the step after which the messages due after `step` were sent; None without any."""
         sent_after = step - self.averaging.delay
         return sent_after if sent_after in self._states[replica].under_way else None
 
     def apply(self, replica: int, sent_after: int) -> None:
-        """Apply the mean change to a replica, when it has the messages of all."""
+        """Apply the mean of all messages to a replica, once they have arrived."""
         state = self._states[replica]
         own = state.under_way.pop(sent_after)
         assert own.messages is not None, "all have come"
@@ -113,15 +113,15 @@ class OuterSteps:
         return self._fragments[self._topology.stage_of[replica]][fragment]
 
     def _is_only(self, replica: int) -> bool:
-        """Tell whether a replica is the only one of its stage, which averages nothing."""
+        """Return whether a replica is the only one of its stage, and thus averages nothing."""
         return len(self._topology.replicas[self._topology.stage_of[replica]]) == 1
 
 
 def settle(config: Config, layers: int, state: StageState, step: int) -> None:
-    """Apply what counts of a replica's fragments under way, when hosts were lost or have come.
+    """Apply or take back a replica's fragments in transit, when the hosts of the run have changed.
 
-    What counts with `step`, or one before, has all its messages on every replica that goes on. All
-    else is taken back: it is sent again.
+    A fragment committed with `step`, or before, has all its messages on every remaining replica. It
+    is applied. All others are taken back, and sent again later.
     """
     functions = functions_of_fragments(config, layers)
     for sent_after in sorted(state.under_way):
@@ -138,7 +138,7 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
 
 
 def inner_steps(config: Config, stages: int) -> list[InnerStep]:
-    """Make the steps of its own that a replica of each of so many stages takes."""
+    """Make the local step of each stage's replicas, for a model with `stages` stages."""
     shapes = stage_shapes(config.model, stages)
     sizes = [parameter_count(own) for own in shapes]
     optimizers = [inner_optimizer(config.optimizer, size / sum(sizes)) for size in sizes]
@@ -164,18 +164,18 @@ def _inner_step(functions: StageFunctions, microbatch_tokens: int) -> InnerStep:
 
 @jax.jit
 def share_of_norm(squared_norm: Float[Array, ""], replicas: int) -> Totals:
-    """Return totals that hold what one of so many replicas adds to the mean squared norm."""
+    """Return totals with the contribution of one of `replicas` to the mean squared norm."""
     return jnp.zeros(TOTALS).at[SQUARED_NORM].set(squared_norm / replicas)
 
 
 def functions_of_fragments(config: Config, layers: int) -> list[FragmentFunctions]:
-    """Make the functions of each fragment of a stage of so many blocks."""
+    """Make the functions of each fragment of a stage of `layers` blocks."""
     fragments = fragments_of(config.averaging, layers)
     return [fragment_functions(config.averaging, fragment) for fragment in fragments]
 
 
 def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int]) -> OwnOrigin:
-    """Read the own states that a checkpoint holds of replicas averaged as they are now."""
+    """Return the origin of local states in a checkpoint with the same settings of averaging."""
     averaging = config.averaging
 
     def read(stage: int, place: int, of_stage: State) -> State:
@@ -191,7 +191,7 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
         under_way: dict[int, int | None] = {}
 
         def abstract_of(names: Collection[str]) -> State:
-            # Where hosts were lost or came just before, what had been sent was applied at once.
+            # The saved names decide: a change of hosts just before had settled all fragments.
             parts = [name.split("/") for name in names]
             steps = {int(own[1]) for own in parts if own[0] == "under_way"}
             under_way.update({step: averaging.sent_after(step) for step in sorted(steps)})

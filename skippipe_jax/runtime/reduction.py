@@ -1,4 +1,4 @@
-"""Summing trees of arrays over devices: the replicas of a stage, or one device of each host."""
+"""Sums of trees of arrays over the replicas of a stage, or over one device of each host."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AXIS = "replica"
 
 
 def sum_over_nodes(spreads: Sequence[Spread], local: Mapping[Spread, Tree]) -> dict[Spread, Tree]:
-    """Sum one tree per node, on every node: a jitted collective.
+    """Sum one tree per node, on every node, by a jitted collective.
 
-    `local` holds the trees of those that belong to this process, cut over their meshes; they are
-    given up. The processes of all nodes call this with the same nodes in the same order. Every node
-    gets the same bits. Nodes of equal meshes on devices of their own add up each device's part
-    where it is; all others must be of one process, where one device adds up the whole. With one
-    node its tree is returned as it is.
+    `local` has the trees of this process's nodes, sharded over their meshes; they may be donated.
+    The processes of all nodes call this with the same nodes in the same order. Every node gets the
+    same bits. Nodes with equal meshes on distinct devices sum each shard in place. All other nodes
+    must belong to one process, where one device sums whole trees. The tree of a single node is
+    returned unchanged.
     """
     if len(spreads) == 1:
         return dict(local)
@@ -39,7 +39,7 @@ def sum_over_nodes(spreads: Sequence[Spread], local: Mapping[Spread, Tree]) -> d
 
 @jax.jit
 def sum_of_trees(trees: Sequence[Tree]) -> Tree:
-    """Add up trees of arrays on one node, in their order."""
+    """Sum trees of arrays on one node, in their order."""
     return jax.tree.map(lambda first, *others: sum(others, start=first), *trees)
 
 
@@ -53,7 +53,7 @@ def _sum_over_meshes(
     trees = [structure.flatten_up_to(local[spread]) for spread in spreads if spread in local]
 
     def joined(spec: PartitionSpec, *parts: jax.Array) -> jax.Array:
-        # The parts of all nodes, end to end, are one array; no data moves to make it.
+        # The shards of all nodes, end to end, form one array without any copy.
         shape = (len(spreads) * parts[0].shape[0], *parts[0].shape[1:])
         split = NamedSharding(mesh, _of_all(spec))
         shards = [shard.data for part in parts for shard in part.addressable_shards]
@@ -77,13 +77,13 @@ def _sum_over_meshes(
 
 
 def _spec(leaf: jax.Array) -> PartitionSpec:
-    """Return how an array is cut, axis by axis: not at all on one device."""
+    """Return the partition of an array, axis by axis: none on one device."""
     spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
     return PartitionSpec(*spec, *[None] * (leaf.ndim - len(spec)))
 
 
 def _of_all(spec: PartitionSpec) -> PartitionSpec:
-    """Return how the arrays of all nodes are cut, end to end."""
+    """Return the partition of the arrays of all nodes, end to end."""
     first, *others = spec
     within = () if first is None else first if isinstance(first, tuple) else (first,)
     return PartitionSpec((AXIS, *within), *others)

@@ -1,15 +1,15 @@
-"""A stage that nobody holds any more is made anew by those who serve it, see `Generation.remade`.
+"""Reconstruction of lost stages by the hosts that serve them, see `Generation.remade`.
 
-Every host that serves it makes its own, from the same numbers by the same operations, so replicas
-are equal bit by bit. By `buddy` the state is that of a copy that a host of another stage has kept,
-by `skip` of one that a host has read from the last checkpoint, for a stage that was left out.
-By `average` (CheckFree, arXiv 2506.15461) the parameters of stage i are
+Every host that serves a lost stage rebuilds it from the same numbers by the same operations, so the
+replicas are equal bit by bit. With `buddy` the state is that of a buddy checkpoint on a host of
+another stage. With `skip` it is that of the last checkpoint, read by one host, for a stage that was
+bypassed. With `average` (CheckFree, arXiv 2506.15461) the parameters of stage i are
 
     W_i = (a W_(i+1) + b W_(i-1)) / (a + b)
 
 where a and b are the norms of the gradients of the blocks of stages i + 1 and i - 1 at the last
-step, over all replicas and before clipping; the optimizer's moments are zero. In all ways the
-optimizer counts as many updates as it does elsewhere, so that all stages learn at one rate.
+step, over all replicas and before clipping; the optimizer's moments are zero. In all cases the
+optimizer's update counter is that of the other stages, so that all stages learn at one rate.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from skippipe_jax.runtime.state import Kept, Origin, State
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
-# Of a copy that is given whole, while nothing else is sent.
+# Chunks of a buddy checkpoint that is sent whole, while the links are idle.
 PIECE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Remains:
-    """What hosts have, beside the states that they hold, to make a stage from that is lost.
+    """Sources of this host for lost stages, beside the states of its replicas.
 
     Attributes:
-        copies: those of stages of others that this host keeps, or has read for others.
-        squared_norms: of the gradients of each stage's blocks at the last step; None if unknown.
-        updates: how many the optimizer has made; None if unknown.
+        copies: states of stages that this host keeps as a buddy, or has read from a checkpoint.
+        squared_norms: squared norms of the gradients of each stage's blocks at the last step; None
+            if unknown.
+        updates: number of updates that the optimizer has made; None if unknown.
     """
 
     copies: Collection[Copy] = field(default=(), compare=False)
@@ -55,9 +56,10 @@ NO_REMAINS = Remains()
 
 
 class Gift(NamedTuple):
-    """What a source has of a stage that is made anew goes to a host that serves it.
+    """Transfer from a source of a rebuilt stage to a host that serves the stage.
 
-    `number` says which of the sources it comes from; hosts are counted as their group does.
+    `number` is the index of the source in `made.sources`; `source` and `target` are indices of
+    hosts in the group.
     """
 
     made: Remade
@@ -68,7 +70,7 @@ class Gift(NamedTuple):
 
 
 class Remaking:
-    """Makes the stages anew that a group has lost. All of its hosts make the same one."""
+    """Reconstruction of the lost stages of a group; equal on all of its hosts."""
 
     def __init__(
         self,
@@ -79,9 +81,9 @@ class Remaking:
         kept: Kept,
         remains: Remains,
     ):
-        """Begin with states that are `kept` here, and what `remains`, for these `shapes`.
+        """Plan the transfers, with hops from `numbers`.
 
-        Transfers take their numbers from `numbers`.
+        `kept` and `remains` are the sources on this host; `shapes` are those of each stage's state.
         """
         self.topology, self.group, self.shapes = topology, group, shapes
         self.kept, self.remains = kept, remains
@@ -99,7 +101,7 @@ class Remaking:
                     yield Gift(made, number, source, target, hops)
 
     def _shapes(self, made: Remade) -> list[jax.ShapeDtypeStruct]:
-        """Return what a source gives for a stage, array by array."""
+        """Return the shapes of the arrays that a source sends for a stage."""
         shapes = self.shapes[made.stage]
         if made.by == AVERAGE:
             return jax.tree.leaves(shapes["parameters"]["blocks"])
@@ -110,7 +112,7 @@ class Remaking:
         ]
 
     def _own(self, gift: Gift) -> list[np.ndarray]:
-        """Return what this host has for a stage, array by array."""
+        """Return the arrays that this host sends, or uses, for a stage."""
         made = gift.made
         if made.by == AVERAGE:
             stage = made.stage + (-1, 1)[gift.number]
@@ -121,7 +123,7 @@ class Remaking:
         return [copy.state[piece] for piece in pieces(len(copy.state), PIECE_BYTES)]
 
     def give(self, links: Mapping[int, HostLink]) -> None:
-        """Offer what others make stages from; it must not be donated before they have it."""
+        """Offer the arrays that other hosts need; they must not be donated before the transfer."""
         for gift in self.gifts:
             if self.topology.host == gift.source and gift.hops:
                 here = self.topology.spread(gift.hops[0].source).first
@@ -129,10 +131,10 @@ class Remaking:
                     links[gift.target].send(hop, 0, jax.device_put(array, here))
 
     def origin(self, links: Mapping[int, HostLink], others: Origin | None) -> Origin:
-        """Return the state of each stage made anew here; that of `others` has its own origin.
+        """Return the origin of the stages rebuilt here; other stages come from origin `others`.
 
         Raises:
-            GenerationEnded: when it is asked and the group ends before all is there.
+            GenerationEnded: when the origin is called, if the group ends before all has arrived.
         """
 
         def make(stage: int, shapes: State) -> State:
@@ -166,10 +168,10 @@ def averaged(
     squared_norms: tuple[float, float],
     updates: int,
 ) -> State:
-    """Average two stages into the one between them, by the formula above, in float32.
+    """Average two stages into the stage between them, by the formula above, in float32.
 
-    `beside` are the arrays of the blocks of the stage before and of the one after. Where the norms
-    are both zero, or one is no finite number, both stages count alike.
+    `beside` are the arrays of the blocks of the previous and the next stage. If both norms are
+    zero, or one is not finite, both stages have equal weights.
     """
     before, after = (np.sqrt(np.float32(squared)) for squared in squared_norms)
     whole = before + after
@@ -189,7 +191,7 @@ def averaged(
 
 
 def with_count(optimizer_state: PyTree, updates: int) -> PyTree:
-    """Set the counters of an optimizer's state to so many updates; its moments stay."""
+    """Return an optimizer's state with its counters set to `updates`; the moments stay."""
     return jax.tree.map(
         lambda leaf: (
             np.full(leaf.shape, updates, leaf.dtype)

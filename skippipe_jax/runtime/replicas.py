@@ -1,4 +1,4 @@
-"""What replicas hold in common: the gradients that they sum up, and the update that all make."""
+"""Replicas of this host: the sums of their gradients, and their updates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from skippipe_jax.runtime.totals import add_up, sum_by_collective
 
 
 class Replicas:
-    """The replicas that this host holds, by their names.
+    """Replicas that this host holds, by their names.
 
     Attributes:
-        states: of each.
+        states: state of each replica.
     """
 
     def __init__(
         self, topology: Topology, states: Mapping[int, StageState], *, notes_norms: bool = False
     ):
-        """`notes_norms` says whether anybody asks for the norms of stages."""
+        """Use the `states` of the local replicas; record the norms of stages if `notes_norms`."""
         self._notes_norms = notes_norms
         self.topology = topology
         self.states = states
@@ -37,13 +37,13 @@ class Replicas:
 
     @property
     def stages(self) -> list[int]:
-        """The stages that have a replica here, in order."""
+        """Stages with a local replica, in order."""
         return sorted({self.stage_of(replica) for replica in self.states})
 
     def owned_stages(self, apart: Collection[int] = ()) -> dict[int, dict[str, PyTree]]:
-        """Return what is saved here: the states of stages whose first replica is here.
+        """Return the states that this host saves: of stages whose first replica it holds.
 
-        Replicas on hosts that are `apart` do not count.
+        Replicas on diskless hosts (`apart`) are ignored.
         """
         host_of = self.topology.host_of
         counted = [
@@ -57,7 +57,7 @@ class Replicas:
         }
 
     def sum_by_collective(self, stage: int) -> None:
-        """Sum the gradients of the replicas of a stage; all hosts that hold some call this."""
+        """Sum the gradients of the replicas of a stage; all hosts with a replica call this."""
         if len(self.topology.replicas[stage]) == 1:
             return
         own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
@@ -72,38 +72,38 @@ class Replicas:
         taken: set[Spread] = set()
         for replica in own:
             here = self.topology.spread(replica)
-            # Each is written over by the update of its replica.
+            # Each replica needs its own array, as its update donates it.
             self.take_sum(replica, _copied(summed[here]) if here in taken else summed[here])
             taken.add(here)
 
     def to_sum(self, replica: int) -> PyTree:
-        """Return the gradients of a replica, which gives them up until `take_sum`."""
+        """Remove and return the gradients of a replica, which has none until `take_sum`."""
         state = self.states[replica]
         gradients, state.gradients = state.gradients, {}
         return gradients
 
     def take_sum(self, replica: int, summed: PyTree) -> None:
-        """Go on with the sum over a replica's stage."""
+        """Set the gradients of a replica to the sum over its stage."""
         self.states[replica].gradients = summed
 
     def summed_array(self, replica: int) -> jax.Array:
-        """Return an array of a replica that is there when the sum over its stage is."""
+        """Return an array of a replica that is ready when the sum over its stage is."""
         return jax.tree.leaves(self.states[replica].gradients)[0]
 
     def squared_norms(self, stage: int) -> list[Totals]:
-        """Return what the gradients of a stage add here to the squared norm over all stages.
+        """Return totals with the squared norm of a stage's gradients, if this host adds it.
 
-        They count where the first replica is held.
+        That is the host with the first replica of the stage.
         """
         counted = self.topology.replicas[stage][:1]
         own = [self.states[replica] for replica in counted if replica in self.states]
         return [state.functions.squared_norm(state.gradients) for state in own]
 
     def squared_norms_of_blocks(self) -> dict[int, Float[Array, ""]]:
-        """Return squared norms of the summed gradients of blocks whose first replica is here.
+        """Return squared norms of the summed gradients of blocks, by stage.
 
-        Embedding and head, which the data stage alone has, are no part of it. There are none where
-        norms are not noted.
+        Only stages whose first replica is local are included, and none if norms are not recorded.
+        Embedding and head, which only the data stage has, are excluded.
         """
         return {
             stage: _squared_norm(self.states[replicas[0]].gradients["blocks"])
@@ -112,7 +112,7 @@ class Replicas:
         }
 
     def update(self, totals: Totals) -> None:
-        """Update all replicas held here, by the totals of all hosts."""
+        """Update all local replicas, by the totals of all hosts."""
         for replica, state in self.states.items():
             state.gathered = None
             state.parameters, state.optimizer_state, state.gradients = state.functions.update(
@@ -125,10 +125,10 @@ class Replicas:
 
 
 def open_collectives(replicas: Replicas) -> None:
-    """Sum over every group of devices that training sums over: gradients, which are zeros.
+    """Sum the gradients, which are zeros, over every group of devices that training sums over.
 
-    Processes have 30 seconds to come to the first sum of a group (gloo's limit, which JAX does not
-    let one change), and compiling the stages can keep one of them longer. Call this on all hosts at
+    All processes must join the first sum of a group within 30 seconds (a limit of Gloo that JAX
+    does not let one change), and compiling the stages can take longer. Call this on all hosts at
     about the same time.
     """
     topology = replicas.topology

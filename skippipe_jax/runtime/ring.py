@@ -1,13 +1,13 @@
-"""Averaging over slow links: the replicas of a stage pass sums of their gradients round a ring.
+"""Ring all-reduce of the gradients of a stage's replicas, for slow links.
 
-The gradients are cut into one segment for each replica, and each segment into chunks. In the first
-n - 1 steps a replica passes on the sum of its own chunk and of what has come; after them each
-segment is summed up on one replica. In n - 1 more steps the sums go round, so that all replicas
-have the same bits. Of replicas on equal meshes each device's part of the gradients goes round as it
-lies: a chunk then has a row for each device. A chunk travels on as soon as it has come, so sending,
-receiving and adding overlap, and every link of the ring is busy all the time, as
-`skippipe_sched.timing.averaging` predicts. `skippipe_jax.runtime.pace` says how large chunks are,
-and how many are asked for ahead.
+The gradients are cut into one segment for each of n replicas, and each segment into chunks. In the
+first n - 1 steps a replica sends the sum of its chunk and the received one; then each segment is
+summed on one replica. In n - 1 more steps the sums go round the ring, so that all replicas have the
+same bits. If the replicas have equal meshes, the shards of each device go round as they are: a
+chunk then has a row for each device. A chunk is sent on as soon as it has arrived, so sending,
+receiving and adding overlap, and every link of the ring is always busy, as
+`skippipe_sched.timing.averaging` predicts. `skippipe_jax.runtime.pace` determines the size of
+chunks, and the number that is requested in advance.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_a
 from skippipe_jax.runtime.rows import blocks_of, cut_rows, joined_blocks, joined_rows
 from skippipe_jax.runtime.spread import Spread
 
-# Of a segment, so that adding hides behind sending: so few where little is averaged, and of much so
-# many, even where a link is so quick that chunks could be larger.
+# Chunks of a segment, so that adding overlaps with sending: the fewest for small gradients, and
+# enough for large ones, even if a link is so fast that chunks could be larger.
 FEWEST_CHUNKS, ENOUGH_CHUNKS = 4, 32
-# A segment is so many arrays at most: what cuts it has no more results, however many chunks go.
+# Most arrays of a segment, which limits the results of the function that cuts the gradients.
 MOST_BLOCKS = 32
 
 Block = Float[Array, "*rows chunks_numbers"]
@@ -39,12 +39,11 @@ Chunk = Float[Array, "*rows numbers"]
 
 @dataclass(frozen=True)
 class Ring:
-    """Who passes gradients to whom: `nodes` in order, each serving a replica on its own devices.
+    """Ring of `nodes` in order, each with a replica on separate devices.
 
-    A segment has `chunks` chunks of `chunk_length` numbers, which lie in `blocks` of equally many.
-    With more than one of `rows`, each device of a node has so many of all these for itself.
-    The replica at each position asks for so many chunks `ahead`. `numbers` are those of the ring's
-    hops.
+    A segment has `chunks` chunks of `chunk_length` numbers, stored in `blocks` arrays of equally
+    many chunks. With several `rows`, a node has these once for each of its devices. The replica at
+    each position requests `ahead` chunks in advance. `numbers` are those of the ring's hops.
     """
 
     stage: int
@@ -71,8 +70,8 @@ class Ring:
     ) -> Ring:
         """Make the ring for gradients of `rows` of `length`, with hops of the next `numbers`.
 
-        Its links are those of the `case`, and each number takes `width` bytes on them. If they
-        carry anything but the ring, those are hops of `hop_bytes`.
+        Its links are those of the `case`, and each number takes `width` bytes on them. If the links
+        also carry hops, these have `hop_bytes`.
         """
         segment, width = math.ceil(length / len(nodes)), width * rows
         largest = math.ceil(segment * width / LARGEST_CHUNK_BYTES)
@@ -90,17 +89,17 @@ class Ring:
 
     @property
     def steps(self) -> int:
-        """How often each replica passes something on: 2(n - 1)."""
+        """Number of steps, in each of which a replica sends one segment: 2(n - 1)."""
         return _steps(self.nodes)
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
-        """Return what the replica at `position` passes to the next one in a step."""
+        """Return the hop by which the replica at `position` sends a chunk in a step."""
         number = (step * self.chunks + chunk) * len(self.nodes) + position
         following = self.nodes[(position + 1) % len(self.nodes)]
         return Hop(self.numbers[number], self.nodes[position], following)
 
     def segment_sent(self, position: int, step: int) -> int:
-        """Return which segment the replica at `position` passes on in a step."""
+        """Return the segment that the replica at `position` sends in a step."""
         return (position - step) % len(self.nodes)
 
 
@@ -109,11 +108,11 @@ def _steps(nodes: Sequence[int]) -> int:
 
 
 class RingPart:
-    """What one replica does in a ring. The caller sends what it is given, and tells what arrives.
+    """Part of one replica in a ring. The caller sends the returned chunks, and passes in arrivals.
 
     Attributes:
         unasked, ahead, left: see `RingMember`.
-        travelling: what every hop carries.
+        travelling: shape and dtype of the array of each hop.
     """
 
     def __init__(
@@ -124,9 +123,9 @@ class RingPart:
         dtype: jnp.dtype,
         here: Spread | None = None,
     ):
-        """Begin with the gradients of the replica on `node`; sums travel as `dtype`.
+        """Begin with the gradients of the replica on `node`; hops carry sums as `dtype`.
 
-        They lie as `here` has it, where that is a mesh.
+        If `here` is a mesh, the gradients are sharded over it.
         """
         self.ring = ring
         self._here = None if here is None or here.mesh is None else here
@@ -137,8 +136,8 @@ class RingPart:
         self.unasked = self._arriving()
         self.left = ring.steps * ring.chunks
         self.like = jax.eval_shape(lambda tree: tree, gradients)
-        # In which sums take the place of what was summed. What is sent is taken out when it is its
-        # turn, so that there is never much besides.
+        # In `blocks`, sums replace the gradients. A chunk is copied out only when it is sent, so
+        # that little memory is used in addition.
         self.of_block = ring.chunks // ring.blocks
         length = self.of_block * ring.chunk_length
         blocks = len(ring.nodes) * ring.blocks
@@ -161,26 +160,26 @@ class RingPart:
                 yield step, chunk, self.ring.hop(before, step, chunk), self.travelling
 
     def begin(self) -> Iterator[tuple[Hop, Array]]:
-        """Return what is sent first, the own segment: chunk by chunk, as the caller takes it."""
+        """Yield the chunks of the replica's own segment, which are sent first, and their hops."""
         for chunk in range(self.ring.chunks):
             yield self.ring.hop(self.position, 0, chunk), self._own(chunk)
 
     def arrive(self, step: int, chunk: int, array: Array) -> tuple[Hop, Array] | None:
-        """Take in what came in a step; what is sent on because of it, if anything is."""
+        """Add or store a chunk that arrived in a step; return what to send next, if anything."""
         self.left -= 1
         block, start = self._place(self.ring.segment_sent(self.position - 1, step), chunk)
         last_sum = len(self.ring.nodes) - 2
         if step <= last_sum:
             array = _added(self.blocks[block], start, array)
         if step >= last_sum:
-            # The sum of all: whoever makes it keeps it as the others get it.
+            # The complete sum: its replica also keeps it in the rounded form that it sends.
             self._keep(block, start, array)
         if step + 1 == self.ring.steps:
             return None
         return self.ring.hop(self.position, step + 1, chunk), array
 
     def result(self) -> PyTree:
-        """Return the sum of all replicas' gradients, when nothing is `left` to come."""
+        """Return the sum of all replicas' gradients, once no chunk is `left`."""
         if self._is_cut:
             assert self._here is not None, "is a mesh"
             return joined_rows(self.blocks, self._here, self.like)
@@ -190,7 +189,7 @@ class RingPart:
         return whole if self._here is None else self._here.put(whole)
 
     def _place(self, segment: int, chunk: int) -> tuple[int, int]:
-        """In which block a chunk is, and where in it."""
+        """Return the block of a chunk, and its start in the block."""
         block, chunks_before = divmod(chunk, self.of_block)
         return segment * self.ring.blocks + block, chunks_before * self.ring.chunk_length
 

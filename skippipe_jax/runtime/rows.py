@@ -1,6 +1,7 @@
-"""Gradients that are cut over a mesh, as rows of numbers: each device has a row of its own part.
+"""Gradients sharded over a mesh, as rows of numbers: each device has a row with its shards.
 
-What is not cut over some axis of the mesh is in the row of each device along it. No data moves.
+An array that is replicated along an axis of the mesh is in the rows of all devices along it. No
+data moves.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ Rows = Float[Array, "devices numbers"]
 
 
 def cut_rows(tree: PyTree, here: Spread, blocks: int, length: int) -> list[Rows]:
-    """Cut a tree that lies as `here` into so many blocks of so many columns."""
+    """Cut a tree sharded over `here` into blocks of `length` columns and a row for each device."""
     assert here.mesh is not None, "is a mesh"
     leaves, structure = jax.tree.flatten(_described(tree))
     return _cutting(here.mesh, structure, tuple(leaves), blocks, length)(tree)
 
 
 def joined_rows(blocks: Sequence[Rows], here: Spread, like: PyTree) -> PyTree:
-    """Join the rows to the tree again, shaped as `like`, in float32."""
+    """Join the blocks of rows to a tree with the shapes of `like`, in float32."""
     assert here.mesh is not None, "is a mesh"
     leaves, structure = jax.tree.flatten(_described(like))
     return _joining(here.mesh, structure, tuple(leaves), len(blocks))(list(blocks))
 
 
 def blocks_of(tree: PyTree, blocks: int, length: int) -> list[Float[Array, " length"]]:
-    """Cut the numbers of a tree into so many blocks of one `length`, the last filled with zeros."""
+    """Cut the numbers of a tree into blocks of one `length`, the last padded with zeros."""
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
     flat = jnp.pad(flat, (0, blocks * length - flat.size))
     return [flat[block * length : (block + 1) * length] for block in range(blocks)]
@@ -45,7 +46,7 @@ def blocks_of(tree: PyTree, blocks: int, length: int) -> list[Float[Array, " len
 def joined_blocks(
     blocks: Sequence[Float[Array, " length"]], shapes: Sequence[tuple[int, ...]]
 ) -> list[Array]:
-    """Join the blocks to arrays of these shapes again, in float32."""
+    """Join the blocks to arrays of these shapes, in float32."""
     flat = jnp.concatenate(blocks).astype(jnp.float32)
     starts = itertools.accumulate(map(math.prod, shapes), initial=0)
     return [

@@ -1,8 +1,8 @@
-"""The runtime of one host: state, transfers, and one iteration after another.
+"""Runtime of one host: state, transfers, and one iteration after another.
 
-`Runtime.run` takes one of three ways. Where nothing has to be waited for, on a host that is alone,
-everything is dispatched in the program's order at once (`dispatch`). Otherwise every operation
-starts when its input has arrived (`live`); and where replicas go apart, no host waits for all
+`Runtime.run` executes an iteration in one of three ways. On a single host without any waits, it
+dispatches all operations at once in the program's order (`dispatch`). Otherwise every operation
+starts when its input has arrived (`live`). In `outer` mode, in addition, no host waits for all
 others in an iteration (`outer_iteration`).
 """
 
@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 
 class Runtime:
-    """Runs the programs of one host over the nodes that it serves.
+    """Executor of the programs of one host on the nodes that it serves.
 
     Attributes:
-        topology: who serves what.
-        replicas: those held here.
-        operations: what operations compute in training.
-        given: the stages that others save than those that hold them.
+        topology: assignment of nodes, replicas and devices to hosts.
+        replicas: the local replicas.
+        operations: the operations of training.
+        given: the stages that diskless hosts send to the leader for checkpoints.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Runtime:
         copies: Collection[Copy] = (),
         step: int = 0,
     ):
-        """Go on after `step` with the `states` of the replicas held here, or draw them.
+        """Continue after `step` with the `states` of the local replicas, or with initial ones.
 
-        `programs` are this host's, by the names of the plans of `schedule`; `links[h]` leads to
-        host h. `clock_offset` is what to add to this host's clock for host 0's. Steps count
-        as they do in the `group`, and `copies` of stages of others are gone on with.
+        `programs` are those of this host, by the names of the plans of `schedule`; `links[h]`
+        leads to host h. `clock_offset` is the difference of host 0's clock to the local one [s].
+        The `group` commits steps. `copies` are the buddy checkpoints that this host holds.
         """
         self.group = group
         self.config = config
@@ -104,7 +104,7 @@ class Runtime:
             config.seed,
             tells_targets=config.averaging.is_outer,
         )
-        # By the names of plans, and whether replicas average gradients.
+        # By the name of the plan, and whether replicas average gradients.
         self.emulations = {
             (name, is_exact): Emulation(of_kind, config.network, config.seed)
             for name, plan in schedule.plans.items()
@@ -112,7 +112,7 @@ class Runtime:
             if config.network.mode == "emulate"
         }
         self.ready_first = config.execution == "ready-first"
-        # On one host nothing is ever late, unless it is made so.
+        # On one host nothing arrives late, unless delays are emulated.
         self.waits = bool(
             len(topology.hosts) > 1
             or self.emulations
@@ -133,15 +133,15 @@ class Runtime:
         group.when_ended(self._end_group)
 
     def compile(self) -> None:
-        """Compile all that iterations and validations call, but for `open_collectives`."""
+        """Compile all functions of iterations and validations, except for `open_collectives`."""
         programs, counts = [*self.programs.values()], self.group.is_elastic
         compile_session(self.config, self.operations, programs, counts_by_consensus=counts)
 
     def _go_apart(self, step: int) -> None:
-        """Have replicas take steps of their own, after `step`."""
+        """Begin local steps of the replicas after `step`."""
         self._apart = OuterSteps(self.config, self.topology, self.states, step)
         self._behind = Behind(self.exchange, self.group, step)
-        # Of a run that was resumed, what was under way goes round once more.
+        # In a resumed run, messages in transit at the checkpoint are sent again.
         for replica, state in self.states.items():
             for sent_after, own in state.under_way.items():
                 self._behind.send(replica, sent_after, own)
@@ -153,15 +153,15 @@ class Runtime:
 
     @property
     def states(self) -> Mapping[int, StageState]:
-        """The state of each replica held here, by the first of its nodes."""
+        """State of each local replica, by the first of its nodes."""
         return self.replicas.states
 
     def checkpoint_items(self, step: int) -> CheckpointItems:
-        """Gather what this host saves after a step; all hosts call this together.
+        """Collect the items that this host saves after a step; all hosts call this together.
 
-        It saves the stages whose first replica it holds, those that it is given by hosts that do
-        not reach the folder of the run, and, where replicas differ, the states of its own. These
-        are left out where some cannot be saved.
+        It saves the stages whose first replica it holds, the stages that it receives from diskless
+        hosts, and, if replicas differ, the local state of each. Local states are omitted if some
+        hosts are diskless.
         """
         stages = self.replicas.owned_stages(self.group.apart)
         stages |= self.given.after(step, self.states, self.exchange.links)
@@ -177,35 +177,35 @@ class Runtime:
         return CheckpointItems(stages, own, ReplicaStates.of(replicas, asdict(averaging)))
 
     def let_go(self) -> None:
-        """Keep nothing of an iteration that was not ended."""
+        """Drop the microbatches of an iteration that did not end."""
         self.operations.nodes.clear()
 
     def wait_for(self, future: Future[T], step: int) -> T:
-        """Wait for the result of what depends on the totals of a step.
+        """Return the result of a future that depends on the totals of a step.
 
         Raises:
-            PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
+            PeerTimeout: if nothing arrived from other hosts for `network.deadline_s`.
         """
         return future.result() if self._behind is None else self._behind.wait_for(future, step)
 
     def counts(self, step: int) -> bool:
-        """Tell whether a step that this host has made counts for all, as far as it knows."""
+        """Return whether a step is committed, as far as this host has been notified."""
         if self.config.averaging.is_exact(step):
             return True
         return self._behind is not None and self._behind.counted >= step
 
     def close(self) -> None:
-        """Have nothing go on behind the iterations any more."""
+        """Stop the background thread, if there is one."""
         if self._behind is not None:
             self._behind.close()
 
     @property
     def copies(self) -> Collection[Copy]:
-        """Those of stages of others that are kept here."""
+        """Buddy checkpoints of other hosts' stages that this host holds."""
         return self.buddies.copies
 
     def held_out(self, count: int) -> HeldOut:
-        """Open `count` held-out microbatches; all hosts call this with the same count."""
+        """Set up `count` held-out microbatches; all hosts call this with the same count."""
         computed = activation(self.config.model, self.config.data)
         operations = HeldOutOperations(self.replicas, computed)
         return HeldOut(self.exchange, operations, count, waits=self.waits)
@@ -220,12 +220,12 @@ class Runtime:
     ) -> Outcome:
         """Run one iteration by its plan.
 
-        `batches` are those of the microbatches whose data nodes are served here, by their numbers
-        in the iteration. `stop` tells all hosts, through the totals, that this one was asked to
-        stop. With `record`, what happened when is part of the outcome.
+        `batches` are the batches of microbatches with a local data node, by their numbers in the
+        iteration. `stop` adds to the totals that this host has a request to stop. With `record`,
+        the outcome includes a recording of the times of all events.
 
         Raises:
-            PeerTimeout: if nothing came from other hosts for `network.deadline_s`.
+            PeerTimeout: if nothing arrived from other hosts for `network.deadline_s`.
         """
         name = self.schedule.name(iteration)
         self.operations.begin(iteration)
@@ -261,7 +261,7 @@ class Runtime:
         return outcome
 
     def _dispatch(self, program: Program, batches: Mapping[int, Batch], stop: bool) -> Outcome:
-        """Dispatch one iteration in the program's order, waiting for nothing."""
+        """Dispatch one iteration in the program's order without waits."""
         norms = []
         for stage in in_program_order(program, self.operations, batches):
             self.replicas.sum_by_collective(stage)
@@ -301,7 +301,7 @@ def _states_of_run(
 
 
 class Ready(NamedTuple):
-    """What hosts tell each other when their stages are open, and who compares it."""
+    """Message that hosts exchange when their stages are open, and the check of all messages."""
 
     tell: Callable[[], Any] = lambda: None
     compare: Callable[[Mapping[int, Any]], None] = lambda _: None
@@ -322,12 +322,12 @@ def open_runtime(
     step: int = 0,
     ready: Ready | None = None,
 ) -> Runtime:
-    """Open the runtime of this host, of which each has told the `kinds` of its devices.
+    """Open the runtime of this host; all hosts of the `group` call this together.
 
-    All of the `group` call this together. States that are `kept` are gone on with, and those of
-    stages that a host newly serves come from others; those of stages that were lost are made from
-    what others hold, and from what `remains` of them. Replicas that are apart go on after `step`.
-    When all is `ready`, hosts may tell each other more.
+    `kinds[h]` are the kinds of host h's devices. The host continues with the states that it has
+    `kept`, and receives the states of stages that it newly serves from other hosts. Lost stages are
+    rebuilt from the states of other hosts and from what `remains`. In `outer` mode, replicas
+    continue after `step`. At the end, hosts exchange and compare `ready`.
     """
     plan = schedule.plans[OWN]
     cut = config.model.layers_of_stages(len(plan.stages))
@@ -352,24 +352,24 @@ def open_runtime(
         remaking = Remaking(topology, group, *given)
         for link in links.values():
             link.expect(range(topology.first_free_hop, handovers.numbers.free), once=True)
-        # Before this host waits for anything, so that no two wait for each other.
+        # Send before the first wait, so that two hosts cannot wait for each other.
         remaking.give(links)
         remade = remaking.origin(links, origin)
-        # A group that has ended before it began may have made some otherwise.
+        # An earlier group, ended during its start, may have rebuilt a stage from other sources.
         anew = {made.stage for made in group.generation.remade}
         own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
         states = exchanged(handovers, make, remade, own, links, group)
     else:
         states = make(origin, kept, own_origin=own_origin, step=step)
     given = schedule, programs, topology, links, group, states, clock_offset
-    # Others are of stages that come back from a checkpoint, and have been given.
+    # Other copies are of stages restored from a checkpoint, and no longer needed.
     copies = remains.copies if config.recovery.lost_stage == BUDDY else ()
     runtime = Runtime(config, *given, copies=copies, step=step)
     runtime.compile()
     if not topology.in_one_jax:
         open_collectives(runtime.replicas)
-    # Nobody waits in a collective, or for activations, of a host that still reads or compiles; and
-    # nobody updates a state that another still takes.
+    # No host may wait in a collective, or for activations, for a host that still reads or compiles,
+    # and no host may update a state that another host still receives.
     ready = ready or Ready()
     ready.compare(gather(group, "ready", ready.tell, group.timeout_s))
     if topology.in_one_jax:
@@ -378,7 +378,7 @@ def open_runtime(
 
 
 def _clock_offset(group: Group) -> Future[float]:
-    """Measure what to add to this host's clock for host 0's, beside training."""
+    """Measure the offset of host 0's clock to the local one in the background [s]."""
     offset: Future[float] = Future()
 
     def measure() -> None:

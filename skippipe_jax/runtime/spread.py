@@ -1,4 +1,4 @@
-"""How the arrays of a node lie on its devices: on the only one, or cut over a mesh of them."""
+"""Sharding of a node's arrays: on its only device, or over a mesh of its devices."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from skippipe_jax.models.sharding import AXES, FSDP, activation_spec, specs
 
 @dataclass(frozen=True)
 class Spread:
-    """The devices of a node of this host, in the order of its mesh.
+    """Devices of a node of this host, in the order of its mesh.
 
     Attributes:
-        devices: of the node.
-        mesh: None where there is one device: its arrays are not cut, and nothing knows of a mesh.
+        devices: devices of the node.
+        mesh: mesh of the devices; None if there is only one, whose arrays are not sharded.
     """
 
     devices: tuple[jax.Device, ...]
@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def over(cls, devices: Sequence[jax.Device], mesh: NodeMesh) -> Spread:
-        """Spread over as many devices as the mesh has."""
+        """Make the spread over the devices of a mesh."""
         if len(devices) == 1:
             return cls(tuple(devices))
         grid = np.array(devices).reshape(mesh.fsdp, mesh.tensor)
@@ -46,31 +46,31 @@ class Spread:
 
     @property
     def shape(self) -> NodeMesh:
-        """How many devices there are along each axis."""
+        """Number of devices along each axis."""
         return NodeMesh() if self.mesh is None else NodeMesh(*np.shape(self.mesh.devices))
 
     @property
     def first(self) -> SingleDeviceSharding:
-        """On the first device alone: what goes to nodes of other meshes, and what hosts sum up."""
+        """Sharding of whole arrays on the first device: hops between different meshes, and sums."""
         return SingleDeviceSharding(self.devices[0])
 
     @property
     def whole(self) -> Sharding:
-        """On every device: tokens, counters and totals."""
+        """Sharding of arrays replicated on every device: tokens, counters and totals."""
         return self.first if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def of_tree(self, tree: PyTree, memory_kind: str | None = None) -> PyTree:
-        """Return how parameters, gradients or an optimizer's state lie, in memory of some kind."""
+        """Return shardings of parameters, gradients or optimizer state, in a kind of memory."""
         if self.mesh is None:
             here = self.whole if memory_kind is None else self.whole.with_memory_kind(memory_kind)
             return jax.tree.map(lambda _: here, tree)
         return named(self.mesh, specs(tree), memory_kind)
 
     def of_hop(self, shape: Sequence[int]) -> Sharding:
-        """Return how something lies that comes to this node from one that has an equal mesh.
+        """Return the sharding of an array that arrives from a node with an equal mesh.
 
-        Activations, which have three axes, are cut as they are between blocks. What has two is of
-        a ring, and has a row for each device. All else is on the first device.
+        Activations, which have three axes, are sharded as between blocks. Arrays of rings have two
+        axes, with a row for each device. All others are on the first device.
         """
         if self.mesh is None or len(shape) not in (2, 3):
             return self.first
@@ -79,21 +79,21 @@ class Spread:
         return activations(self.mesh, shape[0])
 
     def put(self, tree: PyTree, *, may_alias: bool | None = None) -> PyTree:
-        """Parameters, gradients or an optimizer's state, where they belong."""
+        """Put parameters, gradients or an optimizer's state on the devices of the node."""
         return jax.device_put(tree, self.of_tree(tree), may_alias=may_alias)
 
 
 ROWS = PartitionSpec(AXES)
-"""How [devices, numbers] is cut: each device has the row that is its own."""
+"""Partition of [devices, numbers]: a row on each device."""
 
 
 def activations(mesh: Mesh, batch: int) -> NamedSharding:
-    """Return how [batch, time, channels] lies between blocks."""
+    """Return the sharding of [batch, time, channels] between blocks."""
     return NamedSharding(mesh, activation_spec(batch, mesh.shape[FSDP]))
 
 
 def named(mesh: Mesh, tree_of_specs: PyTree, memory_kind: str | None = None) -> PyTree:
-    """Make the shardings over a mesh that specs describe."""
+    """Return the shardings over a mesh for a tree of partition specs."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec, memory_kind=memory_kind),
         tree_of_specs,
@@ -102,7 +102,7 @@ def named(mesh: Mesh, tree_of_specs: PyTree, memory_kind: str | None = None) -> 
 
 
 def numbers_of_device(tree: PyTree, mesh: NodeMesh) -> int:
-    """Count the numbers of a tree of parameters, or of their shapes, on each device."""
+    """Return how many numbers of a tree of parameters, or of their shapes, each device has."""
     sizes = {FSDP: mesh.fsdp, AXES[1]: mesh.tensor}
 
     def of_array(leaf: Any, spec: PartitionSpec) -> int:
@@ -114,7 +114,7 @@ def numbers_of_device(tree: PyTree, mesh: NodeMesh) -> int:
 
 
 def devices_of(sharding: Sharding) -> Sequence[jax.Device]:
-    """List the devices on which an array of this host lies, in the order of its parts."""
+    """Return the devices of an array of this host, in the order of its shards."""
     if isinstance(sharding, NamedSharding):
         devices = sharding.mesh.devices
         assert devices is not None, "is no abstract mesh"
@@ -123,7 +123,7 @@ def devices_of(sharding: Sharding) -> Sequence[jax.Device]:
 
 
 def parts_of(array: jax.Array) -> list[jax.Array]:
-    """Return what each device has of an array, in their order; one of them if all have the same."""
+    """Return the shards of an array in the order of devices; only one if it is replicated."""
     if len(array.sharding.device_set) == 1:
         return [array]
     parts = [shard.data for shard in array.addressable_shards]
@@ -131,7 +131,7 @@ def parts_of(array: jax.Array) -> list[jax.Array]:
 
 
 def whole(array: jax.Array) -> jax.Array:
-    """Copy an array to one device: the first of those that it is cut over."""
+    """Copy an array to one device: the first of those that it is sharded over."""
     if len(array.sharding.device_set) == 1:
         return array
     return jax.device_put(array, SingleDeviceSharding(devices_of(array.sharding)[0]))
@@ -139,5 +139,5 @@ def whole(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def single(device: jax.Device) -> Spread:
-    """Spread over the one device of a node."""
+    """Make the spread of a single device."""
     return Spread((device,))

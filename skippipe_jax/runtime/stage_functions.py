@@ -1,13 +1,13 @@
-"""The jitted functions of one stage: forward, loss, backward and update.
+"""Jitted functions of one stage: forward, loss, backward and update.
 
-Each is compiled once and serves every microbatch: which one it is, and where it goes, never enters
-a trace. Two values travel through the calls on a node, so that its device runs them in order:
+Each is compiled once for all microbatches: neither the microbatch nor its path enters a trace. Two
+values are passed through the calls on a node, so that its device runs them in order:
 
-- `gradients`, to which every loss and every backward adds. They are of the sum of token losses over
-  the number of tokens in a microbatch; `update` turns them into the gradient of the mean over all
-  target tokens.
-- `gauge`, how many microbatches are in flight on the node now, and the most there ever were. It
-  goes through all calls, and it is never donated: who waits for it waits for the call's end.
+- `gradients`, to which every loss and every backward adds: the gradients of the sum of token losses
+  over the number of tokens in a microbatch. `update` scales them to the gradient of the mean over
+  all target tokens.
+- `gauge`, the number of microbatches in flight on the node, now and at most so far. All calls
+  return it and none donates it: a wait for the gauge is a wait for the end of the call.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Gradients = dict[str, Any]
 Gauge = Int[Array, "2"]
 
 HOST_MEMORY = "pinned_host"
-"""What JAX calls memory of the host that devices reach."""
+"""JAX's name for the memory of the host that devices can access."""
 
-# What an iteration sums over all nodes: token losses in nats, target tokens, the squared norm of
-# the gradients, how many hosts were asked to stop, and what z-loss adds to the token losses.
+# Sums of an iteration over all nodes: token losses [nats], target tokens, squared norm of the
+# gradients, number of hosts with a request to stop, and z-loss term of the token losses.
 Totals = Float[Array, "5"]
 LOSS, TOKENS, SQUARED_NORM, STOP, Z_LOSS = range(5)
 TOTALS = 5
@@ -53,10 +53,9 @@ TOTALS = 5
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Saved:
-    """What a forward pass leaves for its backward pass: the leaves of a function of `jax.vjp`.
+    """Residuals of a forward pass for its backward pass: the leaves of a function of `jax.vjp`.
 
-    Leaves that are parameters need no second copy: of them only the number is kept, and the
-    backward pass puts them back in.
+    Leaves that are parameters are not stored, only their numbers; `vjp` inserts them again.
     """
 
     arrays: list[Array]
@@ -65,7 +64,7 @@ class Saved:
 
     @classmethod
     def of(cls, vjp: Callable, parameters: Parameters) -> Saved:
-        """Take a function of `jax.vjp` apart."""
+        """Split a function of `jax.vjp` into its leaves."""
         leaves, structure = jax.tree.flatten(vjp)
         numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(parameters))}
         parameter_of_leaf = tuple(numbers.get(id(leaf)) for leaf in leaves)
@@ -73,7 +72,7 @@ class Saved:
         return cls(arrays, parameter_of_leaf, structure)
 
     def vjp(self, parameters: Parameters) -> Callable:
-        """Return the function of `jax.vjp` again."""
+        """Rebuild the function of `jax.vjp`."""
         own, shared = iter(self.arrays), jax.tree.leaves(parameters)
         leaves = [next(own) if n is None else shared[n] for n in self.parameter_of_leaf]
         return jax.tree.unflatten(self.structure, leaves)
@@ -81,19 +80,18 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFunctions:
-    """The jitted functions that stages of one shape share.
+    """Jitted functions that stages of one shape share.
 
     `inputs` are tokens [batch, time] on a data stage and activations [batch, time, width] on the
-    others, or with packed documents [batch, time, 2] and [batch, time, width + 1]; `saved` is
-    whatever the recomputation setting keeps.
+    others, or with packed documents [batch, time, 2] and [batch, time, width + 1]; `saved` has the
+    residuals, according to `model.recompute`.
 
-    In training, activations and gradients that come from other nodes are given as they have
-    travelled, and with `leaves=True` what is returned is as it travels from here; a stochastic
-    rounding takes what it is drawn by, `draw`, else None.
+    In training, activations and gradients from other nodes are passed in encoded, and with
+    `leaves=True` results are returned encoded. `draw` is the seed of stochastic rounding, or None.
     """
 
     state_memory: str | None
-    """of which kind the memory is in which the optimizer's state waits; None: the device's own"""
+    """kind of memory that holds the optimizer's state between updates; None: that of the device"""
     create: Callable[[PRNGKeyArray, int], tuple[Parameters, PyTree, Gradients]]
     """(key, first layer) -> parameters, optimizer state, zero gradients"""
     begin: Callable[[Parameters], PyTree]
@@ -106,26 +104,26 @@ class StageFunctions:
     """(parameters, gradients, totals, gauge, activations, targets, draw, leaves=) -> gradient of
     the activations, gradients, totals, gauge"""
     backward: Callable[..., tuple[Array | None, Gradients, Gauge]]
-    """(parameters, gradients, gauge, saved, gradient of outputs, draw, leaves=) -> of inputs,
-    gradients, gauge"""
+    """(parameters, gradients, gauge, saved, gradient of outputs, draw, leaves=) -> gradient of
+    inputs, gradients, gauge"""
     squared_norm: Callable[[Gradients], Totals]
-    """gradients -> totals that hold their squared norm alone"""
+    """gradients -> totals with only their squared norm"""
     update: Callable[..., tuple[Parameters, PyTree, Gradients]]
-    """(parameters, optimizer state, gradients, totals, draw) -> updated ones and zero gradients;
-    what is held in bfloat16 is rounded by `draw`"""
+    """(parameters, optimizer state, gradients, totals, draw) -> updated parameters and optimizer
+    state, zero gradients; `draw` is the seed for rounding bfloat16 arrays"""
     predict: Callable[[Parameters, Array], Array]
-    """(parameters, inputs) -> outputs, and nothing for a backward"""
+    """(parameters, inputs) -> outputs, without residuals"""
     held_out: Callable[[Parameters, Array, Array], Float[Array, 2]]
     """(parameters, activations, targets) -> sum of token losses in nats, target tokens"""
     gather: Callable[[PyTree], PyTree]
-    """the parameters of blocks -> what they are computed with, come together from the devices over
-    which `fsdp` cuts them: all that takes parameters to compute with may have these instead"""
+    """parameters of blocks -> the same, gathered from the devices over which `fsdp` shards them;
+    functions that compute with parameters also accept these"""
     on: Callable[[Mesh | None], StageFunctions]
-    """a mesh, or None for one device -> the functions of the same stage there"""
+    """mesh, or None for one device -> functions of the same stage on it"""
 
 
 def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
-    """Return what stages give to each other for a microbatch; its gradient has the same shape."""
+    """Return shape and dtype of a microbatch's activation between stages, and of its gradient."""
     channels = model.width + (data.packing == "documents")
     shape = (data.microbatch_size, data.sequence_length, channels)
     return jax.ShapeDtypeStruct(shape, model.compute_dtype)
@@ -144,8 +142,8 @@ def stage_functions(
 ) -> StageFunctions:
     """Make the functions of a stage of `layers` blocks in a run of `steps` iterations.
 
-    Without a `wire` nothing is rounded on its way. Without a `mesh` they are for one device,
-    whichever has what they are given.
+    Without a `wire`, hops are not encoded. Without a `mesh`, the functions run on one device: that
+    of their arguments.
     """
     kind = DataStage if is_data_stage else Stage
     activation_format = wire.activations if wire else None
@@ -169,7 +167,7 @@ def stage_functions(
         return stored(transformation.init(parameters))
 
     def stored(optimizer_state: PyTree) -> PyTree:
-        """Return the optimizer's state where it waits for the next update."""
+        """Move the optimizer's state to its memory between updates."""
         if optimizer.state_memory == "device":
             return optimizer_state
         return jax.device_put(optimizer_state, jax.memory.Space.Host)
@@ -179,7 +177,7 @@ def stage_functions(
         gauge = jnp.stack([in_flight, jnp.maximum(gauge[1], in_flight)])
         if model.recompute == "stage":
             computed = inputs if is_data_stage else _arrived(inputs, activation_format)
-            # Kept as they have come, in as many bytes.
+            # Saved encoded, which takes fewer bytes.
             outputs, saved = apply(parameters, computed), inputs
         else:
             outputs, vjp = linearized(parameters, inputs)
@@ -229,7 +227,7 @@ def stage_functions(
         )(parameters, _arrived(outputs, activation_format))
         totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(z_loss)
         of_outputs = _leaving(of_outputs, gradient_format if leaves else None, draw)
-        # Plus nothing: an output that is an input would be there before the rest.
+        # Plus 0: an unchanged input would be ready before the other outputs.
         return of_outputs, add(gradients, of_parameters), totals, gauge + 0
 
     def squared_norm(gradients: Gradients) -> Totals:
@@ -283,9 +281,9 @@ def stage_functions(
         shapes = jax.eval_shape(create, jax.random.key(0), 0)
         lies = Results.over(mesh, shapes, wire, state_memory)
 
-    # A cotangent can be overwritten by the gradient of the inputs, which has the same shape; a
-    # data stage's inputs are tokens, which have none. Activations can be by their gradient, if
-    # both travel alike.
+    # The gradient of the inputs can reuse the buffer of the cotangent, which has the same shape; on
+    # a data stage, whose inputs are tokens, there is none. The gradient of activations can reuse
+    # their buffer, if both have the same encoding.
     overwritten = (1,) if is_data_stage else (1, 4)
     is_alike = wire is None or wire.activations.travelling == wire.gradients.travelling
     return StageFunctions(
@@ -326,29 +324,29 @@ def stage_functions(
 
 
 def _arrived(array: Array, wire_format: WireFormat | None) -> Array:
-    """Convert what has come from another node, or from this one, to what is computed with."""
+    """Decode an input from another node; an input from the same node is not encoded."""
     return array if wire_format is None else wire_format.unpack(array)
 
 
 def _leaving(array: Array, wire_format: WireFormat | None, draw: Draw | None = None) -> Array:
-    """Convert what leaves the node, if a format says how."""
+    """Encode an output that leaves the node, if there is a format."""
     return array if wire_format is None else wire_format.pack(array, draw)
 
 
 def skips_update(
     optimizer: OptimizerConfig, totals: Totals | np.ndarray, microbatch_tokens: int
 ) -> Any:
-    """Tell whether the update of an iteration is left out: a bool.
+    """Return whether the update of an iteration is skipped: a bool.
 
-    It is where there is no target token, and so no loss, and by `optimizer.skip_above_norm`.
+    It is skipped if there is no target token, and so no loss, or by `optimizer.skip_above_norm`.
 
-    The gradients' norm is root(squared_norm) * microbatch_tokens / tokens. What is compared has
-    neither root nor quotient: products are rounded alike on all devices, so all replicas agree.
+    The gradients' norm is root(squared_norm) * microbatch_tokens / tokens. The comparison avoids
+    root and quotient: all devices round products equally, so all replicas agree.
     """
     squared_norm, tokens = totals[SQUARED_NORM], totals[TOKENS]
     if optimizer.skip_above_norm is None:
         return tokens == 0
-    # A large bound may overflow to infinity; an infinite norm is beyond that too.
+    # A large bound may overflow to infinity; an infinite norm exceeds it, too.
     with np.errstate(over="ignore"):
         bound = tokens * tokens * np.float32(optimizer.skip_above_norm**2)
         is_within = squared_norm * np.float32(microbatch_tokens**2) <= bound
@@ -363,7 +361,7 @@ def functions_of_stages(
     microbatch_tokens: int,
     wire: Wire | None = None,
 ) -> list[StageFunctions]:
-    """Jit the functions of each of so many stages; stages of one shape share them."""
+    """Jit the functions of each of `stages` stages; stages of one shape share them."""
     return [
         stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens, wire)
         for stage, count in enumerate(model.layers_of_stages(stages))
@@ -371,19 +369,19 @@ def functions_of_stages(
 
 
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
-    """Jit the functions of a run whose model is cut into so many stages."""
+    """Jit the functions of each stage of a run with `stages` stages."""
     tokens = config.data.microbatch_size * config.data.sequence_length
     steps, wire = config.train.steps, wire_of_run(config)
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
 
 
 def where_state_waits(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
-    """Return how the optimizer's state lies between updates, on a node with arrays as `here`."""
+    """Return the shardings of the optimizer's state between updates on the node `here`."""
     return here.of_tree(optimizer_state, functions.state_memory)
 
 
 def wire_of_run(config: Config) -> Wire:
-    """Return how a run's activations and their gradients travel."""
+    """Return the encodings of a run's activations and of their gradients."""
     computed, width = activation(config.model, config.data), config.model.width
     forward, back = travelling_dtypes(config)
     return Wire(
@@ -393,13 +391,13 @@ def wire_of_run(config: Config) -> Wire:
 
 
 def sum_of_squares(gradients: Gradients) -> Float[Array, ""]:
-    """Sum the squares of all numbers; each device of a mesh adds up its own."""
+    """Sum the squares of all numbers; each device of a mesh sums its shards."""
     squares = (jnp.tensordot(leaf, leaf, leaf.ndim) for leaf in jax.tree.leaves(gradients))
     return sum(squares, jnp.float32(0))
 
 
 def zero_gradients(parameters: Parameters) -> Gradients:
-    """Zeros to add gradients to, in float32 whatever the parameters are."""
+    """Return zero gradients, in float32 whatever the dtype of the parameters."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parameters)
 
 

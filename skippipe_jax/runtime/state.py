@@ -1,4 +1,4 @@
-"""The state of the stages and nodes served here, made in one place wherever it comes from."""
+"""State of the local stages and nodes, and its creation from all origins."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from skippipe_jax.storage.loading import load_stage_numpy
 
 MOMENTUM = "outer_momentum"
 State = Mapping[str, PyTree]
-"""What a checkpoint holds of a stage: "parameters" and "optimizer_state".
+"""State of a stage in a checkpoint: "parameters" and "optimizer_state".
 
-What one replica gives to another has the momentum of the outer optimizer, too, if there is one.
+In a transfer between replicas, it also has the momentum of the outer optimizer, if there is one.
 """
 
 Origin = Callable[[int, State], State]
-"""(stage, the shapes of its state) -> its state, or its parameters alone before the first update
+"""(stage, shapes of its state) -> its state, or only its parameters before the first update
 
-In this host's own memory, as NumPy arrays: replicas copy from there.
+The result is in NumPy arrays, from which each replica copies.
 """
 
 
 @dataclass
 class UnderWay:
-    """A fragment that a replica has sent and not applied yet.
+    """Fragment that a replica has sent and not applied yet.
 
     Attributes:
-        fragment: its number.
-        sent: the parameters that were sent.
-        message: what the replica has sent of its own.
-        counts_with: the step that counts only once all hosts have all messages.
-        messages: of all replicas, by their places in the stage, once they have come.
+        fragment: number of the fragment.
+        sent: parameters of the fragment when it was sent.
+        message: message that the replica has sent.
+        counts_with: step that is committed only once all hosts have all messages.
+        messages: messages of all replicas by their index in the stage; None until all have arrived.
     """
 
     fragment: int
@@ -61,15 +61,14 @@ class UnderWay:
 
 @dataclass
 class StageState:
-    """One replica of a stage. Nodes of a stage that share devices may share it.
+    """State of one replica of a stage. Nodes of a stage that share devices may share it.
 
     Attributes:
-        draw: what updates are rounded by that are rounded by chance.
-        outer: what a replica keeps that takes steps of its own beside others of its stage.
-        under_way: the fragments that it has sent and not applied, by the steps after which it sent
-            them.
-        gathers: whether weights that are cut over a mesh come together once an iteration.
-        gathered: what blocks are computed with in this iteration, if so.
+        draw: seed of the stochastic rounding of updates.
+        outer: state of outer averaging; None if the replica averages gradients or has no other.
+        under_way: fragments that it has sent and not applied, by the step after which it sent them.
+        gathers: whether weights that are sharded over a mesh are gathered once an iteration.
+        gathered: the gathered weights of blocks for this iteration, if so.
     """
 
     functions: StageFunctions
@@ -84,7 +83,7 @@ class StageState:
 
     @property
     def in_use(self) -> Parameters:
-        """The parameters as operations compute with them."""
+        """Parameters for computation: the blocks' are gathered, if `gathers`."""
         if not self.gathers:
             return self.parameters
         if self.gathered is None:
@@ -93,17 +92,17 @@ class StageState:
 
     @property
     def model(self) -> Parameters:
-        """The parameters that count: the outer ones, where there are any."""
+        """Parameters of the trained model: the outer ones, if there are any."""
         return self.parameters if self.outer is None else self.outer.anchor
 
     def to_save(self) -> dict[str, PyTree]:
-        """Return what a checkpoint holds of a stage."""
+        """Return the state of the stage for a checkpoint."""
         return {"parameters": self.model, "optimizer_state": self.optimizer_state}
 
     def to_give(self, *, with_momentum: bool) -> dict[str, PyTree]:
-        """Return what another replica goes on with; with the outer momentum, if there is one.
+        """Return the state for a transfer to another replica, optionally with outer momentum.
 
-        Without outer parameters the momentum is what it begins with.
+        The momentum is zero if there are no outer parameters yet.
         """
         if not with_momentum:
             return self.to_save()
@@ -114,7 +113,7 @@ class StageState:
         return {**self.to_save(), MOMENTUM: momentum}
 
     def own_to_save(self) -> dict[str, PyTree]:
-        """Return what a checkpoint holds of this replica beside what it holds of the stage."""
+        """Return the local state of this replica for a checkpoint, beside that of the stage."""
         assert self.outer is not None, "takes steps of its own"
         return {
             "parameters": self.parameters,
@@ -129,18 +128,18 @@ class StageState:
 
 
 OwnOrigin = Callable[[int, int, State], State]
-"""(stage, place among its replicas, shapes of the stage's state) -> what `own_to_save` has saved
+"""(stage, index of the replica, shapes of the stage's state) -> saved result of `own_to_save`
 
-Fragments under way are by the step after which they were sent, and their number.
+Its keys in "under_way" are pairs: the step after which a fragment was sent, and its number.
 """
 
 Kept = Mapping[tuple[int, Spread], StageState]
-"""States that a host has held before, by stage and where they lie."""
+"""States of a host from an earlier generation, by stage and devices."""
 
 
 @dataclass
 class NodeState:
-    """What one node holds during an iteration, by microbatch."""
+    """State of one node during an iteration, by microbatch."""
 
     gauge: Gauge
     saved: dict[int, PyTree] = field(default_factory=dict)
@@ -149,7 +148,7 @@ class NodeState:
 
 
 def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Origin:
-    """Read the state that a checkpoint holds, under any cut of the model."""
+    """Return the origin of states in a checkpoint, which may have another stage partition."""
     return lambda stage, shapes: load_stage_numpy(checkpoint, stage_layers, stage, shapes)
 
 
@@ -166,12 +165,12 @@ def make_states(
     step: int = 0,
     with_momentum: bool = False,
 ) -> dict[int, StageState]:
-    """Make the state of every replica held here, by name; with `stages`, of these only.
+    """Make the state of every local replica, by its name; with `stages`, of these only.
 
-    It is one of those that are `kept`, or a copy of one for another replica, or comes from
-    `origin`, which is asked once for each stage, or is drawn from `seed`. What each replica has of
-    its own comes from `own_origin`, as it was after `step`; or replicas that take steps of their
-    own begin with the momentum of others (`with_momentum`).
+    The state is taken from `kept`, or copied from a `kept` state of another replica, or read from
+    `origin`, which is called once for each stage, or initialized from `seed`. In `outer` mode the
+    local state of each replica, as after `step`, is read from `own_origin`, and a copy of another
+    replica includes the outer momentum if `with_momentum`.
     """
     states: dict[int, StageState] = {}
     replicas = [
@@ -182,11 +181,11 @@ def make_states(
     of_stages = {stage: state for (stage, _), state in (kept or {}).items()}
     left = dict(kept or {})
     for node in replicas:
-        # Where replicas are alone on nodes that share a device, one of them goes on with it.
+        # If several replicas of a stage lie on one device, only one of them takes the kept state.
         state = left.pop((topology.stage_of[node], topology.spread(node)), None)
         if state is not None:
-            # What was added up of an iteration that did not count is let go of first, so that there
-            # are never gradients beside gradients.
+            # Release the gradients of an iteration that was not committed first, so that two sets
+            # of gradients are never in memory.
             state.gradients = {}
             with jax.default_device(topology.device(node)):
                 gradients = state.functions.no_gradients(state.parameters)
@@ -233,10 +232,10 @@ def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw)
 def _placed(
     functions: StageFunctions, read: State, topology: Topology, node: int, draw: Draw
 ) -> StageState:
-    """Place a replica with its own copy of what was read, since updates write over it.
+    """Make a replica with a separate copy of the read state, as updates donate it.
 
-    What was not read is all that is allocated besides, so a device never holds more than what the
-    replicas there go on with.
+    Nothing else is allocated but the parts that were not read, so a device never holds more than
+    the states of its replicas.
     """
     here = topology.spread(node)
     functions = functions.on(here.mesh)
@@ -246,7 +245,7 @@ def _placed(
         shardings["optimizer_state"] = waits
     copy = jax.device_put(dict(read), shardings, may_alias=False)
     parameters = copy["parameters"]
-    # Zeros depend on no parameter, so they would not follow them to their device.
+    # Zeros do not depend on the parameters, so JAX would not place them on their device.
     with jax.default_device(topology.device(node)):
         gradients = functions.no_gradients(parameters)
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
@@ -260,19 +259,19 @@ def _placed(
 
 
 def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, step: int) -> None:
-    """Have a replica that has the outer parameters go on as one of its stage has been saved."""
+    """Restore the saved local state of a replica that has the outer parameters."""
     copy = topology.spread(node).put(dict(own), may_alias=False)
     state.outer = Outer(state.parameters, copy[MOMENTUM], copy["residual"])
     state.parameters, state.optimizer_state = copy["parameters"], copy["optimizer_state"]
     state.under_way = {
-        # Messages go round once more, while the next step is made.
+        # Messages are sent again, during the next step.
         sent_after: UnderWay(fragment, of_step["sent"], of_step["message"], step + 1)
         for (sent_after, fragment), of_step in copy["under_way"].items()
     }
 
 
 def make_nodes(topology: Topology) -> dict[int, NodeState]:
-    """Make the nodes served here, with nothing in flight."""
+    """Make the state of the local nodes, with nothing in flight."""
     return {
         node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.spread(node).whole))
         for node in topology.nodes

@@ -1,4 +1,4 @@
-"""How many threads XLA has on a CPU, which it creates when it is first used."""
+"""Number of XLA's threads on a CPU, which XLA creates at its first use."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from skippipe_sched.problem.case import Case
 from skippipe_jax.config import Config
 from skippipe_jax.config.hardware import ONE_DEVICE
 
-# Of a host whose nodes have all the devices that there are, which are not counted yet.
+# Upper bound for nodes that use all devices of a host, whose number is not known yet.
 MANY_DEVICES = 64
 
 
 def give_collectives_threads(
     config: Config, nodes: int, case: Case | None = None, *, is_distributed: bool
 ) -> None:
-    """Let XLA have more threads than cores, where so many nodes of a host need them.
+    """Give XLA more threads than cores, if the `nodes` of this host need them.
 
-    On a CPU a collective holds a thread until all devices have come to it, and so does a launch for
-    which the device has no room yet: with few threads, all may wait for work that has no thread
-    left. Rings need no such threads, and operations are quicker without. `case` is that of the
-    plan, once it is known; its nodes may have meshes of their own.
+    On a CPU a collective blocks a thread until all devices have joined it, as does a launch that
+    waits for room in the device's queue. With few threads, all may wait for work that has no
+    thread. Rings need no extra threads, and operations are faster without them. `case` is the
+    plan's, once it is known; its nodes may have their own meshes.
     """
     held = 2 * nodes if is_distributed and config.network.averaging != "ring" else 0
     meshes = [config.node.mesh] if case is None else config.node.meshes(case)

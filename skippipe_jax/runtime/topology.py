@@ -1,6 +1,6 @@
-"""Who serves what: the devices of nodes, the replicas of stages, and the rings between them.
+"""Topology of a run: the devices of nodes, the replicas of stages, and the rings between them.
 
-All of it follows from the plan and the configuration, so every host makes the same.
+It follows from the plan and the configuration, so all hosts compute the same topology.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from skippipe_jax.runtime.gathering import GatheringRing
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.spread import Spread, numbers_of_device
 
-# `network.averaging: auto` takes the collective where no link between replicas is slower.
+# `network.averaging: auto` uses the collective if no link between replicas is slower.
 FAST_LINK = GIBIBYTE
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device as all hosts know it, though it may be unknown to the JAX of most of them.
+    """Description of a device of any host, which need not be visible to the local JAX.
 
     Attributes:
-        host: whose it is.
-        number: which of the host's own it is, from 0.
-        kind: what JAX calls such a device.
+        host: host of the device.
+        number: number among the devices of the host, from 0.
+        kind: JAX's name for this kind of device.
     """
 
     host: int
@@ -51,11 +51,11 @@ class Device:
 
 
 NodeDevices = tuple[Device, ...]
-"""The devices of one host that a node consists of, in the order of its mesh."""
+"""Devices of a node, all of one host, in the order of its mesh."""
 
 
 def sharding_of(devices: Sequence[jax.Device]) -> Sharding:
-    """Return how an array lies that is whole on the first of some devices."""
+    """Return the sharding of a whole array on the first of some devices."""
     return SingleDeviceSharding(devices[0])
 
 
@@ -64,14 +64,14 @@ def devices_of_nodes(
     kinds: Sequence[Sequence[str]],
     meshes: Sequence[NodeMesh | None] | None = None,
 ) -> tuple[NodeDevices, ...]:
-    """Map nodes to devices: those of a host in turn over its own, whose `kinds` it has told.
+    """Map nodes to devices: the nodes of host h take its devices, of `kinds[h]`, in turn.
 
-    Nodes have as many as their `meshes` do, by default one each; where a mesh is None, as many as
-    the host has for each of its nodes.
+    A node has the devices of its mesh in `meshes`, by default one. If its mesh is None, the devices
+    of the host are divided evenly among its nodes.
 
     Raises:
-        InputError: if a host has not enough of them, or a mesh would begin at its last devices and
-            end at its first ones.
+        InputError: if a host has too few devices, or a mesh would wrap around from its last to its
+            first ones.
     """
     taken = [0] * len(kinds)
     devices: list[NodeDevices] = []
@@ -98,10 +98,11 @@ def devices_of_nodes(
 def meshes_of_nodes(
     config: Config, case: Case, devices: Sequence[NodeDevices]
 ) -> tuple[NodeMesh, ...]:
-    """Return the mesh of each node, whose devices are known.
+    """Return the mesh of each node, from its devices.
 
     Raises:
-        InputError: if the model, or a microbatch, cannot be cut evenly over one of them.
+        InputError: if the model, or a microbatch, cannot be sharded evenly over a mesh, or a mesh
+            has several devices in `outer` mode.
     """
     return tuple(_mesh_of_node(config, case, node, own) for node, own in enumerate(devices))
 
@@ -125,12 +126,12 @@ def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None
 
 
 def require_meshes(config: Config, case: Case) -> None:
-    """Refuse meshes in a case, or that of the configuration, over which something does not divide.
+    """Check the meshes of the case and of `config` as `meshes_of_nodes` does.
 
-    Where a mesh depends on the devices of hosts, that is known when these have told them.
+    A mesh that depends on the devices of hosts is not checked yet.
 
     Raises:
-        InputError: naming the mesh.
+        InputError: naming the mesh, or `averaging.mode`.
     """
     for node, mesh in enumerate(config.node.meshes(case)):
         if mesh is not None:
@@ -140,9 +141,9 @@ def require_meshes(config: Config, case: Case) -> None:
 def spreads_of_host(
     config: Config, case: Case, host_of: Sequence[int], host: int
 ) -> tuple[Spread, ...]:
-    """Return where nodes of this host will lie, each place once, before devices are told.
+    """Return the distinct spreads of this host's nodes, before hosts have exchanged their devices.
 
-    If it serves none yet, where the next one would.
+    If it serves no node yet, return the spread that its first node would have.
 
     Raises:
         InputError: as `devices_of_nodes` and `meshes_of_nodes` do.
@@ -158,7 +159,7 @@ def spreads_of_host(
 
 
 def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[Spread, ...]:
-    """Return where so many nodes of this host will lie that have no mesh of their own."""
+    """Return the spreads of `count` nodes of this host, all with the configured mesh."""
     places = _local_places(node, [node.mesh] * count, host)
     return tuple(_local_spread(*place) for place in places)
 
@@ -178,23 +179,23 @@ def _local_spread(devices: NodeDevices, mesh: NodeMesh) -> Spread:
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Nodes, replicas and rings of a run, and which of them are on this host.
+    """Nodes, replicas and rings of a run, as seen from one host.
 
     Attributes:
-        plan: the run's own; all plans of a run have its placement.
-        host: this one.
-        host_of: the host of each node.
+        plan: the run's own plan; all plans of a run have its placement.
+        host: index of this host.
+        host_of: host of each node.
         in_one_jax: whether one JAX has the devices of all hosts, so that collectives reach them.
-        devices: of each node.
-        meshes: what these are to it.
-        replica_of: the replica that each node holds, named after the first of its nodes: its own,
-            or that of other nodes of the stage on the same devices.
-        replicas: those of each stage.
-        rings: of the stages that are averaged by one.
-        gatherings: the rings round which the changes of replicas go that are apart.
-        totals: the numbers of the hops of totals, two for each host.
-        first_free_hop: the numbers from here on mean nothing yet.
-        copies: the numbers of the hops by which copies of stages go to their buddies.
+        devices: devices of each node.
+        meshes: mesh of each node over its devices.
+        replica_of: replica of each node, named after the first node that holds it; nodes of a stage
+            on the same devices share a replica.
+        replicas: replicas of each stage.
+        rings: ring all-reduce of each stage that is averaged by one.
+        gatherings: ring all-gather of each stage in `outer` mode.
+        totals: numbers of the hops of totals, two for each host.
+        first_free_hop: first hop number that is unused, as are all above it.
+        copies: numbers of the hops of buddy checkpoints.
     """
 
     plan: Plan
@@ -223,8 +224,8 @@ class Topology:
         *,
         in_one_jax: bool = False,
     ) -> Topology:
-        """Lay out the run of `plan`; `numbers` are those that its plans have left free."""
-        # Whose replicas go apart sooner or later has as many from the start.
+        """Lay out the run of `plan`; `numbers` are the hop numbers that its plans do not use."""
+        # In `outer` mode nodes have separate replicas from the start, even in exact iterations.
         meshes = meshes_of_nodes(config, plan.case, devices)
         places = [*zip(devices, meshes, strict=True)]
         replica_of = _replicas_of_nodes(plan, places, alone=config.averaging.is_outer)
@@ -236,7 +237,7 @@ class Topology:
         shapes_of_stages = stage_shapes(config.model, len(plan.stages))
         for stage, shapes in enumerate(shapes_of_stages):
             members = best_ring(plan.case, stage, sorted(replicas[stage]))
-            # Shards go round as they are where all have the same, else the whole of all.
+            # With equal meshes the ring carries shards, otherwise whole gradients.
             alike = {meshes[member] for member in members}
             if members and _averages_by_ring(
                 config.network, plan, host_of, members, len(alike) == 1, in_one_jax=in_one_jax
@@ -285,54 +286,54 @@ class Topology:
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
-        """The stage of each node."""
+        """Stage of each node."""
         return self.plan.stage_of
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """The nodes that this host serves."""
+        """Nodes that this host serves."""
         return tuple(node for node, host in enumerate(self.host_of) if host == self.host)
 
     @cached_property
     def own_replicas(self) -> tuple[int, ...]:
-        """The replicas that this host holds, in the order of its nodes."""
+        """Replicas that this host holds, in the order of its nodes."""
         return tuple(dict.fromkeys(self.replica_of[node] for node in self.nodes))
 
     @cached_property
     def hosts(self) -> range:
-        """All hosts."""
+        """Indices of all hosts."""
         return range(max(self.host_of) + 1)
 
     @cached_property
     def first_nodes(self) -> tuple[int, ...]:
-        """The first node of each host: its devices sum what all hosts need to know."""
+        """First node of each host, whose first device sums the totals of the host."""
         return tuple(self.host_of.index(host) for host in self.hosts)
 
     @property
     def host_devices(self) -> tuple[jax.Device, ...]:
-        """The device of each host that sums for it, where one JAX has them all."""
+        """Device of each host that sums its totals, if one JAX has all devices."""
         return tuple(map(self.device, self.first_nodes))
 
     @property
     def host_device(self) -> jax.Device:
-        """That of this host."""
+        """Device that sums the totals of this host."""
         return self.device(self.first_nodes[self.host])
 
     def is_here(self, node: int) -> bool:
-        """Tell whether this host serves a node."""
+        """Return whether this host serves a node."""
         return self.host_of[node] == self.host
 
     def device(self, node: int) -> jax.Device:
-        """Return the first device of a node: of this host, or where one JAX has all, of any."""
+        """Return the first device of a node: local, or any if one JAX has all devices."""
         return self.spread(node).devices[0]
 
     def spread(self, node: int) -> Spread:
-        """Return how arrays lie on the devices of such a node."""
+        """Return the spread of a node: local, or any if one JAX has all devices."""
         return self._spreads[node]
 
     @cached_property
     def _spreads(self) -> Mapping[int, Spread]:
-        # Only within one JAX is a host's index that of its process.
+        # A host's index is that of its process only within one JAX.
         own = jax.local_devices()
         others = {host: jax.local_devices(host) for host in self.hosts if self.in_one_jax}
         of_hosts = {**others, self.host: own}
@@ -343,19 +344,19 @@ class Topology:
         }
 
     def spreads_of_stage(self, stage: int) -> tuple[Spread, ...]:
-        """Return where replicas of a stage are that no ring averages, each place once."""
+        """Return the distinct spreads of the replicas of a stage, for its collective."""
         return tuple(dict.fromkeys(map(self.spread, self.replicas[stage])))
 
     @property
     def sums_totals_by_links(self) -> bool:
-        """Whether hosts send their totals to host 0: no collective reaches, or suits slow links."""
+        """True if hosts send totals to host 0: collectives do not reach all, or links are slow."""
         return len(self.hosts) > 1 and (bool(self.rings) or not self.in_one_jax)
 
 
 def _replicas_of_nodes(
     plan: Plan, places: Sequence[tuple[NodeDevices, NodeMesh]], *, alone: bool
 ) -> dict[int, int]:
-    """Map each node to the replica that it holds; with `alone`, each to its own."""
+    """Map each node to its replica; with `alone`, each has a separate one."""
     if alone:
         return {node: node for node in range(len(places))}
     first: dict[tuple[int, Any], int] = {}
@@ -367,14 +368,14 @@ def _replicas_of_nodes(
 
 
 def _hop_bytes(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> float:
-    """Return the bytes of hops that take the same links as a ring; infinite if none do."""
+    """Return the bytes of hops that share the links of a ring; infinite if none do."""
     if not _carry_hops(plan, host_of, ring):
         return math.inf
     return min(plan.case.activation_bytes, plan.case.gradient_bytes)
 
 
 def _carry_hops(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> bool:
-    """Tell whether hosts of a ring have nodes of other stages, whose hops take its links."""
+    """Return whether a host of a ring has nodes of several stages, so hops may share its links."""
     stages: dict[int, set[int]] = defaultdict(set)
     for node, host in enumerate(host_of):
         stages[host].add(plan.stage_of[node])

@@ -1,4 +1,4 @@
-"""What all hosts need to know of an iteration: its totals, and how long each node computed."""
+"""Sums over all hosts of an iteration: totals, compute time of each node, gradient norms."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from skippipe_jax.storage.recording import Recording
 
 @dataclass(frozen=True)
 class Sums:
-    """What is summed up over all hosts in an iteration.
+    """Sums over all hosts of an iteration.
 
-    `busy_s` is how long each node computed, where that was watched. `squared_norms` are those of
-    the gradients of each stage's blocks, where they are noted.
+    `busy_s` has the seconds that each node computed, if measured. `squared_norms` has the squared
+    norm of the gradients of each stage's blocks, if recorded.
     """
 
     totals: Totals
@@ -33,14 +33,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one iteration, still being computed.
+    """Result of one iteration, which may still be computed.
 
     Attributes:
-        sums: waits until the hosts have summed up, if they have not, and returns the sums. It
-            raises what has kept them from it.
-        gauges: of the nodes of this host.
-        recording: what happened when, where that was asked for.
-        ended_s: when this host went on, where others may still be at it.
+        sums: waits for the sums over all hosts and returns them, or raises the error that has
+            prevented them.
+        gauges: gauges of the nodes of this host.
+        recording: times of all events, if requested.
+        ended_s: when this host left the iteration, if other hosts may still be in it.
     """
 
     sums: Callable[[], Sums]
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def totals(self) -> Totals:
-        """Those over all nodes, once they are known."""
+        """Totals over all nodes; waits for them."""
         return self.sums().totals
 
 
@@ -61,9 +61,9 @@ def add_up(
     busy_s: Mapping[int, float],
     squared_norms: Mapping[int, Float[Array, ""]] | None = None,
 ) -> Float[Array, " all"]:
-    """Add up what this host adds to the sum over all.
+    """Return the contribution of this host to the sum over all hosts.
 
-    That are totals, then how long each node computed, then the squared norm of each stage.
+    It has totals, then the compute seconds of each node, then the squared norm of each stage.
     """
     nodes = len(topology.devices)
     own = np.zeros(TOTALS + nodes + len(topology.plan.stages), np.float32)
@@ -76,13 +76,13 @@ def add_up(
 
 
 def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
-    """Sum over all hosts, which call this together."""
+    """Sum over all hosts, which call this together, by a collective."""
     here = single(topology.host_device)
     return sum_over_nodes([*map(single, topology.host_devices)], {here: local})[here]
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:
-    """Separate what was summed up over so many nodes."""
+    """Split the summed vector of a run with `nodes` nodes."""
     return Sums(*_apart(summed, nodes))
 
 

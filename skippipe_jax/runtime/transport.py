@@ -1,6 +1,7 @@
-"""How an array gets from one host to another: by JAX's transfer server, which blocks nobody.
+"""Asynchronous transfer of arrays between hosts by JAX's transfer servers.
 
-What `receive` returns may still be on its way. Between nodes of one host `jax.device_put` does it.
+`HostLink.receive` returns before its array has arrived. Between the nodes of one host, arrays are
+copied by `jax.device_put` instead.
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ from skippipe_jax.connections.severing import sever
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.spread import devices_of, parts_of
 
-# What a server copies at a time, and how many copies it makes ahead of the network: with more of
-# either it holds several times what it sends, and is no quicker.
+# Bytes that a server copies at a time, and copies that it makes ahead of the network. With more of
+# either it holds several times the bytes that it sends, and is not faster.
 PIECE_BYTES = 1 << 20
 PARALLEL_COPIES = 2
 
-# The longest that the end of a server may take.
+# Longest wait for the end of a server.
 CLOSING_S = 5.0
 
 
-# What is given after a step is named by the step and this: no training gets so far.
+# Offset of the iteration number of transfers after a step; training never has so many iterations.
 AFTER_A_STEP = 1 << 48
 
 
 class Reached:
-    """The last iteration in which this host has sent anything, over whichever link.
+    """Last iteration in which this host has sent an array over any link.
 
-    Iterations and what goes on behind them send from threads of their own.
+    Thread-safe, as iterations and the background thread of `outer` mode both send.
     """
 
     def __init__(self, iteration: int):
-        """Begin with the iteration before the first in which anything is sent."""
+        """Begin with the iteration before the first one that sends."""
         self.iteration = iteration
         self._lock = threading.Lock()
 
     def note(self, iteration: int) -> None:
-        """Note that something was sent in an iteration."""
+        """Record that an array was sent in an iteration."""
         with self._lock:
             self.iteration = max(self.iteration, iteration)
 
 
 class HostLink:
-    """To and from one other host, which pulls what this one offers.
+    """Link to and from one other host, which pulls the arrays that this host offers.
 
     Each hop of an iteration is sent once and received once.
     """
@@ -72,47 +73,47 @@ class HostLink:
         reached: Reached,
         apart: int,
     ):
-        """Through our `server` and that at `address`, each for the other host alone.
+        """Use the local `server` and the remote one at `address`, both for this link alone.
 
-        What a server sends is named by its key. `shardings[n]` says where arrays come to that are
-        whole, of node n of ours. What this host has `reached` all its links know, and that the
-        other may be so many iterations `apart`.
+        The keys of the two servers determine the names of their transfers. `shardings[n]` is the
+        destination of whole arrays for local node n. `reached` is shared by all links of this host.
+        The other host may be up to `apart` iterations away.
         """
         self.server: transfer.TransferServer | None = server
         self.key, self.key_there = key, key_there
         self.address = address
         self.shardings = shardings
-        # Made when it is first needed: most hosts exchange nothing with most others.
+        # Opened at its first use, as most pairs of hosts exchange no arrays.
         self.connection: transfer.TransferConnection | None = None
         self._connecting = threading.Lock()
-        # By the number of each hop, the iteration in which it was sent last.
+        # The last iteration in which each hop was sent, by its number.
         self._sent: dict[int, int] = {}
         self._reached = reached
         self._apart = apart
         self._expected: list[tuple[Collection[int], int | None]] = []
 
     def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
-        """Expect the other host to ask for hops of these numbers, sent from here or not.
+        """Note that the other host may request hops of these numbers, even if none is sent.
 
-        It does so in each iteration, whose name comes after `after`; or `once`, in iteration 0.
+        It does so in each iteration, offset by `after`; or `once`, in iteration 0.
         """
         self._expected.append((numbers, None if once else after))
 
     def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Offer what the hop carries until it is pulled; it must not be donated before that.
+        """Offer the array of a hop until it is pulled; it must not be donated before that.
 
-        What is cut over a mesh goes in its parts, to one that is equal.
+        An array that is sharded over a mesh is sent by shards, to an equal mesh.
         """
         self._open_server.await_pull(_name(self.key, hop.number, iteration), parts_of(array))
         self._sent[hop.number] = iteration
         if iteration < AFTER_A_STEP:
-            # States are handed over in iteration 0, whatever came before.
+            # `reached` keeps its maximum, as state transfers use iteration 0.
             self._reached.note(iteration)
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Ask for what the hop carries, which may be offered later; it is shaped as `like`.
+        """Request the array of a hop, of shape and dtype `like`, which may be offered later.
 
-        It comes whole to a device of the node, or lies as `like` has it.
+        It has the sharding of `like`, or else that of the hop's target node.
         """
         with self._connecting:
             if self.connection is None:
@@ -129,25 +130,25 @@ class HostLink:
         return jax.make_array_from_single_device_arrays(like.shape, here, parts)
 
     def close(self) -> None:
-        """Let go of all that was offered and asked for; what this host still waits for fails.
+        """Release all offered and requested arrays; pending waits of this host fail.
 
-        Threads end and descriptors are closed, whether the other host lives, hangs or is gone.
+        Threads end and descriptors are closed, whether the other host lives, hangs or has failed.
         """
         if self.server is None:
             return
-        # An ask that nobody answers ends only with its connection.
+        # An unanswered pull ends only with its connection.
         own, other = (parse_address("address", at) for at in (self.server.address(), self.address))
         sever([own, other])
-        # The same ask holds the server that it came to, with all that is offered there, until what
-        # it asks for is offered.
+        # Such a pull keeps the server alive that has received it, with all offered arrays, until
+        # an array is offered under its name.
         nothing = jax.device_put(np.zeros(1, np.uint8))
         for number, iteration in self._names():
             self.server.await_pull(_name(self.key, number, iteration), [nothing])
         self.server = self.connection = None
 
     def _names(self) -> set[tuple[int, int]]:
-        """Whatever was offered here and may not have been pulled, or may have been asked for."""
-        # The other host may be ahead, and what goes behind the iterations was sent before.
+        """Return number and iteration of all transfers that may be offered or requested now."""
+        # The other host may be ahead, and background messages are of earlier iterations.
         back = 0 if self._apart == 1 else self._apart
         further, sent = range(-back, self._apart + 1), [*self._sent.items()]
         names = {(number, last + more) for number, last in sent for more in further}
@@ -164,7 +165,7 @@ class HostLink:
 
 
 def _wait_until_free(host: str, port: int) -> None:
-    """Return when a server that has been let go of listens no more, which another thread ends."""
+    """Wait until a released server, which another thread stops, no longer listens."""
     until_s = time.monotonic() + CLOSING_S
     while time.monotonic() < until_s:
         try:
@@ -174,16 +175,16 @@ def _wait_until_free(host: str, port: int) -> None:
 
 
 def _name(key: bytes, number: int, iteration: int) -> int:
-    """Names of transfers are numbers of 64 bits, which nobody guesses who has not the key."""
+    """Return the 64-bit name of a transfer, which cannot be guessed without the key."""
     what = struct.pack(">QQ", iteration, number)
     return int.from_bytes(hashlib.blake2b(what, digest_size=8, key=key).digest())
 
 
 class Transfers:
-    """JAX's transfer servers of this process, one for each other host, and where theirs are.
+    """JAX's transfer servers of this process, one for each other host, and the remote addresses.
 
-    One server sends, and receives, one array after another, whoever it is for: with one for all,
-    a slow link would hold up the quick ones. On a link of its own it keeps the order of offering.
+    A server sends, and receives, one array after another for all its peers: a single server would
+    delay fast links by slow ones. With one peer, it sends in the order of the offers.
     """
 
     def __init__(
@@ -193,21 +194,21 @@ class Transfers:
         requests: Mapping[int, str],
         arrays: str,
     ):
-        """Open them, for the client of JAX's `backend` that has this host's devices.
+        """Open the servers for JAX's `backend` client, which has this host's devices.
 
-        The server for host h takes requests at `requests[h]`, "IP:PORT", where port 0 means any,
+        The server for host h receives requests at `requests[h]`, "IP:PORT", where port 0 means any,
         and arrays on any port of the IP address `arrays`.
         """
         self._host = host
-        # Another in each generation of hosts: what was asked for in one means nothing in the next.
+        # A new key for each generation, so that requests of an earlier one match no transfer.
         self.key = secrets.token_bytes(16)
         self._opened: list[HostLink] = []
         self.servers = {
             other: transfer.start_transfer_server(
                 backend,
                 address,
-                # JAX ends the process where the port of arrays is a certain one: it is to be at
-                # once where it listens and where its connections begin.
+                # Any port: with a fixed one JAX ends the process, as it both listens on it and
+                # opens connections from it.
                 [join_address(arrays, 0)],
                 max_num_parallel_copies=PARALLEL_COPIES,
                 transfer_size=PIECE_BYTES,
@@ -219,12 +220,12 @@ class Transfers:
 
     @property
     def endpoint(self) -> dict[str, Any]:
-        """Where these servers are reached, by host, and the key of what they send: for JSON."""
+        """Addresses of these servers by host, and the key of their transfers, as JSON values."""
         reached = {str(other): server.address() for other, server in self.servers.items()}
         return {"key": self.key.hex(), "reached": reached}
 
     def connect(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
-        """Know the `endpoint` of every host, before `links` are made."""
+        """Store the `endpoint` of every host; call this before `links`."""
         others = {other: endpoints[other] for other in self.servers}
         here = str(self._host)
         self.addresses = {other: there["reached"][here] for other, there in others.items()}
@@ -235,8 +236,8 @@ class Transfers:
     ) -> dict[int, HostLink]:
         """Make a link to every other host; `shardings` are those of this host's nodes.
 
-        The iterations in which they are used begin with the `first`; hosts are so many `apart` at
-        most.
+        They are used from iteration `first` on; hosts are at most `apart` iterations from each
+        other.
         """
         reached = Reached(first)
         links = {
@@ -266,7 +267,7 @@ class Transfers:
 
 
 def open_servers(host: Group) -> Transfers:
-    """Open the transfer servers of this host, which does not know those of others yet."""
+    """Open the transfer servers of this host, not yet connected to those of other hosts."""
     backend = jax.local_devices()[0].client
     return Transfers(host.index, backend, host.transfer_addresses(), host.address)
 

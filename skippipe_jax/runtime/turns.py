@@ -1,14 +1,14 @@
-"""Which operation a node runs next.
+"""Ready queue: choice of the next operation on a node.
 
-A node keeps to its order in the plan (`strict`), or lets an operation whose input has arrived go
-ahead of one that still waits (`ready-first`). Then it looks no further than itself, and still no
-nodes ever wait for each other in a circle:
+A node keeps to its order in the plan (`strict`), or lets an operation whose input has arrived
+overtake one that still waits (`ready-first`). The choice is local to the node, and nodes still
+cannot deadlock:
 
 Take the order in which the simulator starts all operations of the plan. At any moment, let x be the
-first operation in it that has not been started anywhere. All that x needs has been started, so its
-input will arrive. It is the first of those that are left on its node. A node lets an operation go
-ahead only if those left can then still run in the plan's order within its memory, so x may start as
-soon as its node is free. Hence something always goes on until all is done.
+first operation in it that no node has started. All inputs of x come from operations that have been
+started, so its input will arrive. On its node, x is the first of the remaining operations. A node
+lets an operation overtake only if the remaining ones can still run in the plan's order within its
+memory, so x may start as soon as its node is free. Hence there is progress until all is done.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ IN_FLIGHT_CHANGE = {"F": 1, "L": 0, "B": -1}
 
 
 class Turns:
-    """The operations of one node in one iteration, each started once its turn has come."""
+    """Ready queue of the operations of one node in one iteration."""
 
     def __init__(self, order: Sequence[Operation], memory: float, *, ready_first: bool):
-        """Begin with nothing in flight; `memory` microbatches may be, and in `order` never more."""
+        """Begin with nothing in flight; `order` has at most `memory` microbatches in flight."""
         self.left = list(order)
         self.memory = memory
         self.ready_first = ready_first
@@ -32,14 +32,14 @@ class Turns:
         self.arrived: set[Operation] = set()
 
     def arrive(self, operation: Operation) -> None:
-        """Note that the input of an operation is there."""
+        """Note that the input of an operation has arrived."""
         self.arrived.add(operation)
 
     def take(self) -> Operation | None:
-        """Choose the operation to start now, on a free node; None if the node has to wait."""
+        """Return the operation to start now on a free node, or None if the node has to wait."""
         in_flight = most_in_flight = self.in_flight
         for position, operation in enumerate(self.left):
-            # A forward that goes ahead is in flight beside all that it passes.
+            # A forward that overtakes is in flight in addition to all that it passes.
             fits = operation.kind != "F" or most_in_flight < self.memory
             if fits and operation in self.arrived:
                 del self.left[position]
