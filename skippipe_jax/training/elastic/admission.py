@@ -38,7 +38,7 @@ class Admission:
     is_spare: bool
 
     def pays(self, horizon_s: float, *, anyway: bool = False) -> bool:
-        """Return whether to admit the host; with `anyway` a reachable host with the state suffices."""
+        """Return whether to admit the host; `anyway` only requires that its state is reachable."""
         is_asked = self.is_spare and not anyway
         return self.transfer_s < (self.saved * horizon_s if is_asked else math.inf)
 
