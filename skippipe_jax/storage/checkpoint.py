@@ -278,7 +278,7 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
 
 
 def digest(path: Path) -> str:
-    """Return size and sha1 of a file, to detect accidental damage; no other hash is as fast."""
+    """Return size and sha1 of a file, the fastest hash, to detect accidental damage."""
     with path.open("rb") as file:
         sha1 = hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest()
     return f"{path.stat().st_size} bytes, sha1 {sha1}"

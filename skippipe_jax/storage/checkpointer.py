@@ -84,7 +84,7 @@ class RetentionPolicy:
 
     Attributes:
         keep: number of the last checkpoints to keep.
-        keep_every: checkpoints of every such number of steps are kept permanently.
+        keep_every: checkpoints of steps divisible by this number are kept permanently.
     """
 
     keep: int

@@ -82,8 +82,7 @@ class HeldState:
     Attributes:
         step: number of completed iterations.
         microbatches_read: microbatches that the run has read before the next step.
-        replicas: the states that it holds, {} if it takes all from others; None at the start of a
-            run.
+        replicas: the states that it holds; None at the start of a run, before it has any.
         checkpoint: the checkpoint to load states from that are not held.
         restores_checkpoint: whether states come from the newest checkpoint that is intact on all
             hosts, which is still to be determined.

@@ -304,7 +304,7 @@ def _begin_run_dir(
 ) -> None:
     """Write the folder of a run on host 0, once all inputs are checked.
 
-    For a resumed run, write only the plans under which it continues.
+    For a resumed run, write its new plans if there are any.
     """
     require_trackers(config.log)
     if not resume:
@@ -366,7 +366,7 @@ def _agreed(
         log.on_leader(host.index, line, log.output)
     all_damaged = [own.damaged for own in agreed.reports]
     checkpoint = search.newest(steps, all_damaged)
-    # The reported positions are of the newest checkpoint, which another may have replaced.
+    # Positions reported for a damaged checkpoint are invalid, even if it was restored since.
     if any(parts is not None for parts in all_damaged):
         own = _microbatches_read(setup, checkpoint)
         told = gather(host, "checkpoint/read", lambda: own, timeout_s)

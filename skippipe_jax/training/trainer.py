@@ -166,7 +166,7 @@ class Trainer:
         SIGINT or SIGTERM asks a host to stop.
 
         Returns when the last checkpoint is written, or when the other hosts continue without this
-        one after SIGTERM told it to leave. A second signal ends the program as without a handler.
+        one after SIGTERM told it to leave. A second signal raises KeyboardInterrupt.
 
         Raises:
             InputError: before the first step, if the configuration, the plan, the data or the

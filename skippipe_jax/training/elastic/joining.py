@@ -42,7 +42,7 @@ def joined_by_address(
     *,
     anyway: bool = False,
 ) -> Iterator[tuple[Config, Membership]]:
-    """Join a run as an extra host, or in place of a lost one, for a block; log the steps.
+    """Join a run as an extra host, or in place of a lost one, for the length of a block.
 
     Yields the configuration with this host's own folder, and its membership, which `is_outside`
     until `Trainer` calls `Membership.ask_in`. The end of the block ends no other host. With
