@@ -1,4 +1,4 @@
-"""Runs that belong together: tasks with a DAG between them, in processes of their own, each once.
+"""Campaigns of runs: a DAG of tasks, each of which runs once in child processes.
 
-Others use `running.run_all` with tasks of their own, which say when they are done.
+Other packages call `running.run_all` with their own tasks, which report whether they are done.
 """

@@ -1,4 +1,4 @@
-"""Runs tasks as child processes, several at a time, each after the tasks that it needs."""
+"""Execution of tasks as child processes, several at a time, each after the tasks that it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from skippipe_jax.campaign.tries import Tries
 from skippipe_jax.storage.run_lock import flock
 
-# On two cores, two runs at once with one thread each are quicker than one by one with two threads.
+# On two cores, two parallel runs with one thread each are faster than two sequential runs with two.
 AT_ONCE = 2
 ONE_THREAD = {
     "JAX_PLATFORMS": "cpu",
@@ -32,11 +32,11 @@ SECONDS_BETWEEN_LOOKS = 0.2
 MOST_TRIES = 10
 
 Command = Sequence[str]
-"""A module and its arguments, as ``python -m`` takes them."""
+"""Module and its arguments, as for ``python -m``."""
 
 
 class Task(Protocol):
-    """Work for child processes, which is done once.
+    """Work for child processes that is done once.
 
     Attributes:
         name: unique; the log is named after it.
@@ -56,7 +56,7 @@ class Task(Protocol):
         ...
 
     def commands(self) -> Sequence[Callable[[], Command]]:
-        """List the commands, which run one after another; each is made when it starts."""
+        """Return functions that make the commands; each is called when its command starts."""
         ...
 
     def environment(self) -> Mapping[str, str]:
@@ -64,12 +64,12 @@ class Task(Protocol):
         ...
 
     def found(self) -> str:
-        """Summarize in a line what was found, once the task is done."""
+        """Summarize the result in a line, once the task is done."""
         ...
 
 
 def digest_of(whole: Any) -> str:
-    """Hash what defines a task, the same on every machine; dates of YAML count as written."""
+    """Return a hash of a task's definition, the same on every machine; YAML dates as written."""
     return hashlib.sha256(json.dumps(whole, default=str).encode()).hexdigest()[:16]
 
 
@@ -118,10 +118,10 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
 
 
 class _Process:
-    """A task that runs, one of its commands after another.
+    """Running task, which executes its commands one after another.
 
-    Its processes hold a lock on its log while one of them lives. If they outlive a parent that was
-    killed, the task waits for their end, and then does the rest.
+    Its processes hold a lock on its log while any of them lives. If they outlive a killed parent,
+    the task waits for their end and then does the rest.
     """
 
     def __init__(self, task: Task, logs: Path, where: Path | None):
@@ -139,7 +139,7 @@ class _Process:
             tqdm.write(f"{task.name} waits for processes that an earlier command has left behind")
 
     def _begin(self) -> None:
-        """Start the first command, unless processes of the task are left from before."""
+        """Start the first command, unless processes of an earlier call still run."""
         if not flock(self.log.fileno()):
             return
         if self.task.is_done():
@@ -150,7 +150,7 @@ class _Process:
 
     def _start(self) -> None:
         self.starts_s, self.started_s = None, time.monotonic()
-        # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
+        # A separate process group, so that only this process gets Ctrl-C and forwards it.
         self.process = subprocess.Popen(
             ["nice", sys.executable, "-m", *self.waiting[0]()],
             cwd=self.where,
@@ -161,7 +161,7 @@ class _Process:
         )
 
     def poll(self) -> bool:
-        """Start the next command if one has ended; return whether the task still runs."""
+        """Start the next command if the current one has ended; return whether the task runs."""
         if self.process is None and not self.is_done:
             self._begin()
         code = None if self.process is None else self.process.poll()
@@ -180,11 +180,11 @@ class _Process:
         return not self.is_done
 
     def _tries_again(self) -> bool:
-        """Start the same command again after a pause; return whether there is a try left."""
+        """Restart the same command after a pause; return whether an attempt is left."""
         now_s = time.monotonic()
         if self.starts_s is None:
             lived_s = now_s - self.started_s
-            # No other process does its work meanwhile.
+            # No other process takes over its work.
             pause_s = self.tries.pause_s(TRY_AGAIN_EXIT_CODE, lived_s, misses_others=True)
             if pause_s is None:
                 return False
@@ -196,7 +196,7 @@ class _Process:
         return True
 
     def terminate(self) -> None:
-        """Ask it to save its state and end; `wait` waits for that."""
+        """Send SIGTERM, so that the process saves its state and ends; `wait` waits for that."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
 
@@ -208,7 +208,7 @@ class _Process:
 
 
 class _Running:
-    """Runs the missing tasks, and estimates the remaining time."""
+    """Scheduler of the missing tasks, which also estimates the remaining time."""
 
     def __init__(self, missing: Sequence[Task], logs: Path, at_once: int, where: Path | None):
         self.logs, self.at_once, self.where = logs, at_once, where
@@ -244,7 +244,7 @@ class _Running:
             raise InputError("run", names, problem, f"{_last_words(first)}Look at {first}")
 
     def _ready(self) -> list[Task]:
-        """List the tasks whose needs are met."""
+        """Return the waiting tasks whose needs are met."""
         return [task for task in self.waiting if not any(name in self.left for name in task.needs)]
 
     def _start_what_can(self) -> None:
@@ -253,7 +253,7 @@ class _Running:
             self.live.append(_Process(task, self.logs, self.where))
 
     def _tell(self, process: _Process) -> None:
-        """Print what a task has found, and how long the others will take at the pace so far."""
+        """Print the result of a task, and the estimated time of the remaining tasks."""
         task = process.task
         self.work_done += self.left.pop(task.name)
         hours = sum(self.left.values()) / self.work_done * self._elapsed_s() / 3600
@@ -268,13 +268,13 @@ class _Running:
 
 
 def _last_words(log: str) -> str:
-    """Return the last line of a log if it is an error message."""
+    """Return the last line of a log if it is an error message, else ""."""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
     return f"It says: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
 
 
 def threads_each(at_once: int) -> Mapping[str, str]:
-    """Return variables that give each of so many processes its share of the cores."""
+    """Return environment variables that give each of `at_once` processes its share of the cores."""
     cores = max(1, (os.cpu_count() or 1) // at_once)
     shares = {"PJRT_NPROC": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}
     if cores == 1:

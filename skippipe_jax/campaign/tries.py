@@ -1,4 +1,4 @@
-"""Decides whether and when a process that has ended is restarted."""
+"""Restart policy of processes: whether and when an ended process is restarted."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from skippipe_sched.errors import (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Pauses before restarts: the first, doubled each time, up to the longest."""
+"""Pauses in seconds before restarts: the first, doubled each time, up to the longest."""
 
 SETTLED_S = 60.0
-"""After a life of this length the next pause is the first again."""
+"""Lifetime in seconds after which the next pause is the first again."""
 
 MOST_FAULTS = 5
-"""Restarts after faults of its own."""
+"""Maximum number of restarts after faults of the process itself."""
 
 FORGOTTEN_S = 3600.0
-"""Each such time that it has lived makes up for one fault."""
+"""Lifetime in seconds that cancels one fault."""
 
 HAS_LEFT = 128 + signal.SIGTERM
-"""Exit code of a host that left: the others continue without it, or have ended too."""
+"""Exit code of a host that left; the others continue without it or have ended too."""
 
 FOR_GOOD = (0, INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, HAS_LEFT)
-"""Exit codes without a restart: it is done, would fail again, or was told to stop."""
+"""Exit codes without a restart: done, would fail again, or told to stop."""
 
 
 class Tries:
-    """Counts the faults of one process, and decides how soon it is restarted."""
+    """Counter of the faults of one process, which decides how soon it is restarted."""
 
     def __init__(self, most: int = MOST_FAULTS) -> None:
-        """Allow `most` restarts after faults of its own."""
+        """Allow `most` restarts after faults of the process itself."""
         self._most = most
         self._last_s = 0.0
         self._faults = 0
 
     def pause_s(self, code: int, lived_s: float, *, misses_others: bool) -> float | None:
-        """Return the seconds until it is restarted; None if it is not.
+        """Return the seconds until the process is restarted; None if it is not.
 
         Args:
             code: its exit code, or minus the signal that ended it.
-            lived_s: how long it has lived.
-            misses_others: whether another process has ended for good, so that 75 counts as a
-                fault: the remaining ones may be too few.
+            lived_s: its lifetime in seconds.
+            misses_others: whether another process has ended for good, so that exit code 75 counts
+                as a fault: the remaining processes may be too few.
         """
         if shell_exit_code(code) in FOR_GOOD:
             return None
@@ -60,5 +60,5 @@ class Tries:
 
 
 def shell_exit_code(code: int) -> int:
-    """Return the exit code as a shell does: 128 and the number of a signal that ended it."""
+    """Return the exit code as in a shell: 128 plus the number of the signal that ended it."""
     return code if code >= 0 else 128 - code

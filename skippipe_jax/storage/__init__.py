@@ -1,6 +1,6 @@
-"""What a run leaves on disk: its folder, checkpoints, their copy elsewhere, recordings.
+"""Files of a run: its folder, checkpoints, their remote copy, recordings.
 
-Others use `run_dir`, `records` and `checkpoint`, which load no JAX; `checkpointer`, `loading` and
-`restore`, which write and read checkpoints; `mirror`, `recording`, `files`, `run_lock`; and
-`joined_folder` for what a host keeps that has none of these. All of Orbax is in `arrays`.
+Other packages use `run_dir`, `records` and `checkpoint`, which import no JAX; `checkpointer`,
+`loading` and `restore`, which write and read checkpoints; `mirror`, `recording`, `files`,
+`run_lock`; and `joined_folder` for the folder of a diskless host. Only `arrays` imports Orbax.
 """

@@ -1,7 +1,7 @@
-"""Arrays in files, as Orbax writes them: what is here is all that knows Orbax.
+"""Arrays in files, written and read by Orbax; no other module imports Orbax.
 
-A folder holds the leaves of a tree, each by its path. Every process writes and reads by itself, at
-the same time as others or not.
+A folder holds the leaves of a tree, each by its path. Every process writes and reads independently
+of other processes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 PyTree = Any
 
 Writing = ocp.AsyncCheckpointer
-"""What is being written: a context whose end waits for the files, and raises what went wrong."""
+"""Write in progress: a context manager whose exit waits for the files and raises their errors."""
 
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Filter what Orbax prints beside the errors that it raises; from the first write on."""
-    # It narrates each save, and prints the traceback of any error that it raises too, through a
-    # logger that it shares with other libraries.
+    """Filter the messages that Orbax prints in addition to the errors that it raises."""
+    # Orbax logs each save, and the traceback of each error that it also raises, through a logger
+    # that other libraries use too.
     logging.getLogger("absl").addFilter(
         lambda record: record.levelno == logging.WARNING or "/orbax/" not in record.pathname
     )
-    # On a full disk each file of a checkpoint may print such a traceback, or an unraisable error,
-    # beside the one error, which is raised.
+    # On a full disk each file of a checkpoint may print a traceback or an unraisable error, in
+    # addition to the one error that is raised.
     logging.getLogger("asyncio").addFilter(lambda record: not _is_of_another_file(record))
     before = sys.unraisablehook
 
@@ -46,35 +46,36 @@ def _silence_orbax() -> None:
 
 
 def _is_of_another_file(record: logging.LogRecord) -> bool:
-    """Tell whether asyncio reports an error that Orbax did not ask for, after an earlier one."""
+    """Return whether asyncio reports an error of Orbax that Orbax never retrieved."""
     if "exception was never retrieved" not in record.getMessage() or record.exc_info is None:
         return False
     return any("/orbax/" in frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
 
 
 def _is_late_for_orbax(unraisable: sys.UnraisableHookArgs) -> bool:
-    """Tell whether a write has ended on the event loop that Orbax closed when another failed."""
+    """Return whether a write ended after Orbax had closed its event loop because another failed."""
     error = unraisable.exc_value
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     return is_closed and unraisable.object is None
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves by path, such as "params/blocks/0/w": independent of container types."""
+    """Return the leaves by path, such as "params/blocks/0/w", independent of container types."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
 
 
 def begin_writing(folder: Path, tree: PyTree) -> Writing:
-    """Begin to write the jax.Array leaves of a tree, each of which is on devices of this process.
+    """Start writing the jax.Array leaves of a tree, which are on devices of this process.
 
-    Returns once they have left the devices or are held there, so that they may be donated.
+    Returns once they have been copied from the devices or are held there, so that the caller may
+    donate them.
     """
     _silence_orbax()
     writer = ocp.AsyncCheckpointer(
         _handler(),
-        # In the background, folders would be announced under keys that all processes share: one
-        # that saves at the same time takes or clears the other's announcement, which then hangs.
+        # Folders created in the background are announced under keys that all processes share:
+        # processes that save at the same time take each other's announcement, and one hangs.
         async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         multiprocessing_options=_this_process(),
     )
@@ -84,15 +85,15 @@ def begin_writing(folder: Path, tree: PyTree) -> Writing:
 
 
 class ArrayFiles:
-    """The arrays of a folder, open for reading for the length of a block."""
+    """Arrays of a folder, open for reading within a block."""
 
     def __init__(self, folder: Path):
-        """Open the folder, which `begin_writing` has written."""
+        """Create the reader of a folder that `begin_writing` has written."""
         self.folder = folder
         self._reader = ocp.Checkpointer(_handler(), multiprocessing_options=_this_process())
 
     def __enter__(self) -> ArrayFiles:
-        """Open the files; arrays are read later."""
+        """Return the open folder; arrays are read later."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,13 +101,13 @@ class ArrayFiles:
         self._reader.close()
 
     def described(self) -> Mapping[str, Any]:
-        """Describe all arrays by name, each with its `shape` and `dtype`."""
+        """Return a description of each array by name, with its `shape` and `dtype`."""
         found = self._reader.metadata(self.folder).item_metadata
         assert found is not None
         return found.tree
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-        """Read some arrays by name; shapes and types are those of the files."""
+        """Read some arrays by name, with the shapes and types of the files."""
         as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
         return self._reader.restore(
             self.folder,
@@ -117,7 +118,7 @@ class ArrayFiles:
 
 
 def _this_process() -> ocp.options.MultiprocessingOptions:
-    """Let this process save and restore by itself, with no barrier across processes."""
+    """Return options for saving and restoring in this process alone, without barriers."""
     index = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
@@ -125,14 +126,14 @@ def _this_process() -> ocp.options.MultiprocessingOptions:
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Return what writes a flat mapping of jax.Array, one copy of each, or reads it as NumPy's."""
+    """Return the handler that writes a flat mapping of jax.Array and reads it as NumPy arrays."""
     arrays = ocp.type_handlers.ArrayHandler(
         primary_host=jax.process_index(),
         use_replica_parallel=False,
         enable_write_sharding_file=False,
     )
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False,  # trained numbers shrink by 8%, and training needs the cores
+        use_compression=False,  # Saves only 8%, and training needs the cores.
         multiprocessing_options=_this_process(),
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
             (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
@@ -141,10 +142,10 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _as_global(array: jax.Array) -> jax.Array:
-    """Present an array of this process as the first copy of one that another process shares.
+    """Return an array of this process as the first copy of a global array.
 
-    Among several processes Orbax refuses arrays that only one can see. It writes the first copy
-    only, so the other process, which never hears of this, has nothing to do.
+    With several processes Orbax refuses arrays that only one process can access. It writes only the
+    first copy, so the other process does not take part.
     """
     if jax.process_count() == 1:
         return array
@@ -154,7 +155,7 @@ def _as_global(array: jax.Array) -> jax.Array:
     grid = np.asarray(mesh.devices)
     others = [d for d in jax.devices() if d.process_index != grid.flat[0].process_index]
     if len(others) < grid.size:
-        # All others together have not so many: they have only one, for a copy on one.
+        # Too few devices elsewhere for a second copy: gather the array on one device.
         return _as_global(jax.device_put(array, grid.flat[0]))
     elsewhere = np.array(others[: grid.size]).reshape(grid.shape)
     copies = Mesh(np.stack([grid, elsewhere]), ("copy", *mesh.axis_names))

@@ -1,20 +1,20 @@
-"""Where a run's checkpoints lie, and which of them are whole.
+"""Layout of a run's checkpoints on disk, and their commit.
 
 In the run folder, which all hosts share:
 
     checkpoints/00000020/     one step
         stage_0/ stage_1/ ..  an Orbax checkpoint of each stage's state, written by one host
-        replica_1_0/ ..       one of each replica's own state, where replicas go apart: of a stage,
-                              and of the place in it, written by the host that holds it
-        data.json             how far the data had been read
-        COMMITTED             written last: what the checkpoint holds, with a digest of every file
+        replica_1_0/ ..       in outer mode, one of each replica's own state, by stage and place in
+                              the stage, written by the host that holds it
+        data.json             the position in the data
+        COMMITTED             written last: the commit record, with a digest of every file
 
-It is written as 00000020.writing-G, where G counts generations of hosts (as .writing-G.2 where that
-failed and is tried again), and gets its name once it is whole: those who were cut off write another
-one than those who went on without them. A folder without COMMITTED is not a checkpoint. COMMITTED
-says how many blocks each stage held, so that `load_stage` can put the stages of any other cut
-together from those. It also says which stages the run went on without by then, and after which step
-their state is that the checkpoint holds, and which replicas have states of their own.
+It is written as 00000020.writing-G, where G is the number of the generation of hosts (a second
+attempt is .writing-G.2), and renamed once it is complete. So hosts in different generations, such
+as those on the two sides of a partition, never write to the same folder. A folder without COMMITTED
+is not a checkpoint. COMMITTED records the number of blocks of each stage, so that `load_stage` can
+assemble the stages of any other partition of the model. It also records the stages that the run had
+dropped, with the step of their saved state, and the replicas with states of their own.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from skippipe_jax.errors import CorruptCheckpoint
 from skippipe_jax.storage.files import atomic_write, safe_join, synchronize
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run that holds them."""
+"""Folder of a run that holds its checkpoints."""
 COMMITTED, DATA = "COMMITTED", "data.json"
-"""Of the files of a checkpoint, the mark that it is whole, and how far the data had been read."""
+"""Files of a checkpoint: the mark that it is complete, and the position in the data."""
 DAMAGED = ".damaged"
-"""What the name of a folder ends with whose step is damaged: it counts no more."""
+"""Suffix of the folder of a damaged step, which is ignored."""
 WRITING = ".writing-"
-"""What follows the number of the step in the name of a folder that is being written."""
+"""Infix after the step in the name of a folder that is being written."""
 FORMAT, VERSION = "skippipe-checkpoint", 2
 
 
 class ReplicaStates(msgspec.Struct, frozen=True):
-    """Which replicas a checkpoint has states of, beside those of their stages.
+    """Replicas of which a checkpoint has states in addition to those of their stages.
 
     Attributes:
-        counts: of each stage, how many: all of its replicas, or none.
-        averaging: how they are averaged, as the configuration says it.
+        counts: number of such replicas of each stage: all of its replicas, or 0.
+        averaging: the section `averaging` of the configuration.
     """
 
     counts: tuple[int, ...]
@@ -57,11 +57,11 @@ class ReplicaStates(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, replicas: Sequence[Sequence[int]], averaging: Mapping[str, Any]) -> ReplicaStates:
-        """Describe all replicas of each stage; a single one has no state beside its stage's."""
+        """Return all replicas of each stage; a single replica has no state of its own."""
         return cls(tuple(len(own) if len(own) > 1 else 0 for own in replicas), dict(averaging))
 
     def names(self) -> set[str]:
-        """Name the folders of all of them."""
+        """Return the names of their folders."""
         return {replica_name(s, p) for s, count in enumerate(self.counts) for p in range(count)}
 
 
@@ -72,16 +72,16 @@ class CommitRecord(
     omit_defaults=True,
     rename={"stale_stages": "left_out", "replica_states": "own"},
 ):
-    """What COMMITTED says of a checkpoint.
+    """Contents of COMMITTED.
 
     Attributes:
-        step: the iterations that were done.
-        stage_layers: the blocks of each stage.
+        step: number of completed iterations.
+        stage_layers: number of blocks of each stage.
         files: the digest of each file.
-        stale_stages: those that the run went on without by then, and after which step their state
-            is that the checkpoint holds.
-        replica_states: those of replicas that differ, if any do.
-        metrics: what was measured after the step. None in checkpoints of former versions.
+        stale_stages: the stages that the run had dropped, and the step of the state that the
+            checkpoint holds of each.
+        replica_states: the replicas with states of their own, if any.
+        metrics: metrics measured after the step. None in checkpoints of former versions.
     """
 
     step: int
@@ -92,24 +92,24 @@ class CommitRecord(
     metrics: dict[str, float] | None = None
 
     def stages(self) -> set[str]:
-        """Name the parts that hold stages."""
+        """Return the names of the parts that hold stages."""
         return set(map(stage_name, range(len(self.stage_layers))))
 
     def parts(self) -> set[str]:
-        """Name the parts that a whole checkpoint has: stages, replicas, the state of the data."""
+        """Return the parts of a complete checkpoint: stages, replicas, the state of the data."""
         replicas = set() if self.replica_states is None else self.replica_states.names()
         return {*self.stages(), *replicas, DATA}
 
 
 @dataclass(frozen=True)
 class CheckpointItems:
-    """What a host writes of a checkpoint: trees whose leaves are jax.Array of this process.
+    """Items of a checkpoint that a host writes: trees whose leaves are jax.Array of this process.
 
     Attributes:
-        stages: by index, the state of each stage, under a few top-level names.
-        replicas: the states of replicas that differ, by stage and place in it.
-        replica_states: which of them all hosts write together, if any.
-        stale_stages: on the leader, those that are as they were after an earlier step, and which.
+        stages: the state of each stage, by its index, under a few top-level names.
+        replicas: the states of diverged replicas, by stage and place in it.
+        replica_states: the replicas whose states all hosts together write, if any.
+        stale_stages: on the leader, the stages with a state of an earlier step, and that step.
     """
 
     stages: Mapping[int, Mapping[str, Any]]
@@ -120,7 +120,7 @@ class CheckpointItems:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint; the files of its `intact` parts were found as they were committed."""
+    """Committed checkpoint; the files of its `intact` parts have been verified."""
 
     folder: Path
     record: CommitRecord
@@ -128,11 +128,11 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The iterations that were done."""
+        """Number of completed iterations."""
         return self.record.step
 
     def staleness_warnings(self) -> list[str]:
-        """Say which stages are older than the checkpoint, a sentence for each."""
+        """Return a sentence for each stage that is older than the checkpoint."""
         return [
             f"stage {stage} of step {self.step} is {self.step - step} steps old: the run went on "
             f"without it after step {step}"
@@ -160,33 +160,33 @@ def steps_named(names: Collection[str]) -> list[int]:
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of a step, as an absolute path: Orbax takes no others."""
+    """Return the folder of a step as an absolute path, which Orbax requires."""
     return run_dir.absolute() / CHECKPOINTS / step_name(step)
 
 
 def pending_folder(run_dir: Path, step: int, generation: int, attempt: int = 1) -> Path:
-    """Return where the hosts of a generation write a checkpoint until it is whole."""
+    """Return the folder to which the hosts of a generation write a checkpoint until its commit."""
     folder = step_folder(run_dir, step)
     again = f".{attempt}" if attempt > 1 else ""
     return folder.with_name(f"{folder.name}{WRITING}{generation}{again}")
 
 
 def stage_name(stage: int) -> str:
-    """Return the name of the folder of a stage, in that of a step."""
+    """Return the name of the folder of a stage, within that of a step."""
     return f"stage_{stage}"
 
 
 def replica_name(stage: int, place: int) -> str:
-    """Return the name of the folder of what a replica has of its own, in that of a step."""
+    """Return the name of the folder of a replica's own state, within that of a step."""
     return f"replica_{stage}_{place}"
 
 
 def part_of(name: str) -> str:
-    """Return the part to which a file belongs: a folder of a stage or replica, or itself."""
+    """Return the part to which a file belongs: the folder of a stage or replica, or itself."""
     return name.split("/")[0]
 
 
-# What is there.
+# Reading.
 
 
 def committed_steps(run_dir: Path) -> list[int]:
@@ -206,15 +206,16 @@ def latest_step(run_dir: Path) -> int | None:
 
 
 def is_committed(folder: Path) -> bool:
-    """Tell whether the folder of a step holds a whole checkpoint."""
+    """Return whether the folder of a step holds a committed checkpoint."""
     return (folder / COMMITTED).exists()
 
 
 def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
     """Open the checkpoint of ``step``, by default the latest.
 
-    Raises InputError when there is none, or it was written by another version of this program;
-    CorruptCheckpoint when its COMMITTED does not describe a checkpoint.
+    Raises:
+        InputError: if there is none, or another version of this program wrote it.
+        CorruptCheckpoint: if its COMMITTED does not describe a checkpoint.
     """
     steps = committed_steps(run_dir)
     chosen = latest_step(run_dir) if step is None else step
@@ -257,12 +258,12 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
 
 
 def require_intact(checkpoint: Checkpoint, part: str) -> None:
-    """Raise CorruptCheckpoint unless every file of ``part`` is as it was committed."""
+    """Raise CorruptCheckpoint unless every file of ``part`` has its committed digest."""
     if part in checkpoint.intact:
         return
     files = checkpoint.record.files
     recorded = {name: told for name, told in files.items() if part_of(name) == part}
-    # A part without files is one that COMMITTED forgot: then its folder counts as missing.
+    # COMMITTED lists no file of this part: report its folder as missing.
     for name, told in (recorded or {part: "nothing"}).items():
         path = checkpoint.folder / name
         found = digest(path) if path.is_file() else "missing"
@@ -277,22 +278,22 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
 
 
 def digest(path: Path) -> str:
-    """Tell a file from any that was damaged by accident; sha1 is the fastest that does."""
+    """Return size and sha1 of a file, the fastest hash, to detect accidental damage."""
     with path.open("rb") as file:
         sha1 = hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest()
     return f"{path.stat().st_size} bytes, sha1 {sha1}"
 
 
-# What comes and goes.
+# Writing and removing.
 
 
 def commit(pending: Path, folder: Path, record: CommitRecord) -> None:
-    """Make what was written in `pending` the checkpoint in `folder`.
+    """Commit the checkpoint written in `pending` as `folder`.
 
-    If others have done so for that step meanwhile, theirs is the same, and stays.
+    If other hosts have committed that step meanwhile, their equal checkpoint stays.
     """
     described = {"format": FORMAT, "version": VERSION} | msgspec.to_builtins(record, str_keys=True)
-    # It may have become whole before what is done after that failed.
+    # On a retry it may already be committed, if a later operation failed.
     if pending.exists() or not is_committed(folder):
         atomic_write(pending / COMMITTED, json.dumps(described, indent=1), durably=True)
         _rename(pending, folder)
@@ -311,17 +312,17 @@ def _rename(pending: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of a step, whole or not."""
-    # The mark goes first: what an interruption leaves is then no checkpoint.
+    """Remove the folder of a step, committed or not."""
+    # Remove the mark first, so that an interruption does not leave a checkpoint with missing files.
     (folder / COMMITTED).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
 def remove_unfinished(run_dir: Path, up_to: tuple[int, int] | None = None) -> None:
-    """Remove what there is of checkpoints that were not finished.
+    """Remove unfinished checkpoints: all, or those `up_to` a step and a generation.
 
-    Of all, or of those `up_to` a step and a generation: what later ones write is not touched.
-    Whoever still writes there was cut off from those that call this.
+    Folders of later generations stay, as their hosts may be writing them. A host that still writes
+    in a removed folder is cut off from the hosts that call this.
     """
     for folder in (run_dir / CHECKPOINTS).glob(f"*{WRITING}*"):
         step, _, rest = folder.name.partition(WRITING)
@@ -333,7 +334,7 @@ def remove_unfinished(run_dir: Path, up_to: tuple[int, int] | None = None) -> No
 
 
 def quarantine(folder: Path) -> None:
-    """Rename the folder of a damaged step, in the place of one that was set aside before."""
+    """Rename the folder of a damaged step, replacing one that was quarantined before."""
     aside = folder.with_name(folder.name + DAMAGED)
     if aside.exists():
         shutil.rmtree(aside)
@@ -341,7 +342,7 @@ def quarantine(folder: Path) -> None:
 
 
 def _remedy(folder: Path) -> str:
-    """Return the remedy for a damaged checkpoint: the step before it, if there is one."""
+    """Return the remedy for a damaged checkpoint: the previous step, if there is one."""
     earlier = [step for step in committed_steps(folder.parent.parent) if step < int(folder.name)]
     if earlier:
         return f"Choose the checkpoint before: step {earlier[-1]}"

@@ -1,4 +1,4 @@
-"""A checkpoint that hosts write together, and commit once all of it is there."""
+"""Writing of checkpoints by all hosts together, committed once all parts are written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from skippipe_jax.storage.run_dir import RunDir
 
 T = TypeVar("T")
 
-# Why a file cannot be written that is no fault of this program's, as Orbax tells of it in a text.
+# Errors of the file system, which Orbax reports only as text.
 OF_THE_DISK = {
     os.strerror(number): number
     for number in (
@@ -61,39 +61,42 @@ OF_THE_DISK = {
 }
 
 BEST_METRIC = "validation_loss"
-"""The checkpoint with the lowest is the best."""
+"""Metric whose lowest value marks the best checkpoint."""
 
 MOST_FAILURES = 3
-"""A host ends after so many failed writes in a row, of one checkpoint or several."""
+"""Number of consecutive failed writes, of one checkpoint or several, after which a host ends."""
 
 
 SWEEPS, SWEEP_S = 5, 0.1
-"""Orbax raises its error while other writes of its own go on, which may create files once more."""
+"""Number and pause in seconds of removals after a failed write.
+
+Orbax raises an error while its other writes continue, which may create files again.
+"""
 
 
 class NotWritten(StorageError):
-    """A part of a checkpoint could not be written, as the file system has failed."""
+    """Error: the file system failed to write a part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints of a run are kept.
+    """Policy that decides which checkpoints of a run are kept.
 
     Attributes:
-        keep: how many of the last.
-        keep_every: those of every so many steps are kept for good.
+        keep: number of the last checkpoints to keep.
+        keep_every: checkpoints of steps divisible by this number are kept permanently.
     """
 
     keep: int
     keep_every: int | None = None
 
     def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
-        """Choose the step of lowest validation loss, if one has such a metric; it is kept, too."""
+        """Return the step of lowest validation loss, which is kept too; None without the metric."""
         losses = [(own[BEST_METRIC], step) for step, own in metrics.items() if BEST_METRIC in own]
         return min(losses)[1] if losses else None
 
     def retained(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Choose from the steps that have checkpoints, each with its metrics."""
+        """Return the steps to keep, given the metrics of each step with a checkpoint."""
         steps = sorted(metrics)
         every = self.keep_every
         regular = () if every is None else (step for step in steps if step % every == 0)
@@ -101,7 +104,7 @@ class RetentionPolicy:
 
 
 class Checkpointer:
-    """Writes the parts that this host owns and, with its peers, commits each checkpoint once."""
+    """Writer of this host's parts of checkpoints, each committed once together with its peers."""
 
     def __init__(
         self,
@@ -117,17 +120,17 @@ class Checkpointer:
     ):
         """Write below ``run_dir``; on host 0, remove what the ``policy`` does not keep.
 
-        On host 0, ``mirror`` is brought up to date after a checkpoint; where that takes longer than
-        until the next one, after the last that is there by then. What is being copied is not
-        removed. A checkpoint is whole with a stage for each of ``stage_layers``, their blocks, and
-        the state of the data. Hosts wait ``timeout_s`` at most for one another's parts. Those of
-        another ``generation`` may write the same steps meanwhile; where there are generations two
-        checkpoints are kept at least. ``on_commit`` is called with the step of each that is whole.
+        On host 0, ``mirror`` is updated after a checkpoint; if a copy is still running then, one
+        more copy follows it with all checkpoints up to then. Checkpoints are not removed while they
+        are copied. ``stage_layers`` are the blocks of each stage of a complete checkpoint. Hosts
+        wait at most ``timeout_s`` for each other's parts. Hosts of another ``generation`` may write
+        the same steps concurrently; with generations at least two checkpoints are kept.
+        ``on_commit`` is called with the step of each committed checkpoint.
         """
         self._run_dir = run_dir
         self._host = host
         self._stage_layers = tuple(stage_layers)
-        # Hosts that are left may not know that the last one is whole, so the one before is kept.
+        # Remaining hosts may not know that the last one is committed, so keep the one before too.
         self._policy = replace(policy, keep=max(policy.keep, 2)) if generation else policy
         self._mirror = mirror
         self._timeout_s = timeout_s
@@ -136,15 +139,15 @@ class Checkpointer:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last_save: Future[None] | None = None
         self._step, self._attempt, self._failures = -1, 1, 0
-        # Slow links hold up neither training nor the next checkpoint.
+        # A thread of its own, so that slow links delay neither training nor the next checkpoint.
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_copy")
         self._next_copy: Future[None] | None = None
         self._being_copied: set[int] = set()
         self._removing = threading.Lock()
         self._known_metrics: dict[int, Mapping[str, float]] = {}
-        # What best.json says; what it said before this was opened is not known.
+        # Content of best.json; {} as its content before this object is unknown.
         self._best: Mapping[str, float] | None = {}
-        if host.index == 0:  # A run that goes on from an earlier step takes later ones anew.
+        if host.index == 0:  # After a rollback later steps are repeated.
             retry(run_dir, self._write_best)
 
     def save(
@@ -154,21 +157,21 @@ class Checkpointer:
         data: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Begin a checkpoint; on return its arrays may be donated, and the writing goes on.
+        """Start a checkpoint; on return its arrays may be donated while the writing continues.
 
-        Every host calls this, at the same steps; again for the same step where `wait` says that it
-        is not written, which is then tried some time later. One checkpoint is written at a time:
-        this waits for the one before.
+        Every host calls this at the same steps, and again for the same step if `wait` returns
+        False; the retry starts after a pause. One checkpoint is written at a time: this waits for
+        the previous one.
 
         Args:
-            step: iterations done so far.
-            items: what this host writes.
-            data: how far the data has been read, fit for JSON, from one host and None from others.
-            metrics: from host 0, what was measured after the step: finite numbers.
+            step: number of completed iterations.
+            items: the items that this host writes.
+            data: the position in the data, JSON-serializable, from one host; None from others.
+            metrics: from host 0, finite numbers measured after the step.
 
         Raises:
-            InputError: the step is saved already.
-            Exception: the checkpoint before was not committed, see `wait`.
+            InputError: if the step is already saved.
+            Exception: if the previous checkpoint was not committed, see `wait`.
         """
         self.wait()
         whole = step_folder(self._run_dir, step)
@@ -191,12 +194,12 @@ class Checkpointer:
             for name, state in parts.items():
                 writes.enter_context(begin_writing(folder / name, state))
         except Exception as raised:
-            # Raised by the background thread, which tells the other hosts that wait for this part.
+            # Raise it in the background thread, which notifies the hosts that wait for this part.
             error = raised
-        names = [*parts]  # The states themselves are held by who writes them, and as long as that.
+        names = [*parts]  # Do not keep the states alive longer than their writers do.
 
         def complete() -> dict[str, str]:
-            with writes:  # Leaving it waits for all files, also where one could not be begun.
+            with writes:  # The exit waits for all files, even after an error.
                 if error is not None:
                     raise error
             return _complete_part(folder, names, texts)
@@ -214,16 +217,16 @@ class Checkpointer:
         )
 
     def wait(self) -> bool:
-        """Wait until the last save is committed; on all hosts False if one could not write it.
+        """Wait until the last save is committed; return False on all hosts if one failed to write.
 
-        Training goes on then. What is there of it is removed, and the next checkpoint, or the same
-        once more, may be written.
+        After a failure training continues. The parts of the checkpoint are removed, and the next
+        checkpoint, or the same one again, may be written.
 
         Raises:
-            TemporaryError: this host has failed to write its part three times in a row.
-            TimeoutError: it was not, since another host has not done its part in time.
-            GenerationEnded: it was not, since hosts are lost, and those that are left save again.
-            CheckpointFailed: it was not, for another reason, on this host or another.
+            TemporaryError: if this host has failed to write its part three times in a row.
+            TimeoutError: if another host has not written its part in time.
+            GenerationEnded: if hosts are lost; the remaining hosts save again.
+            CheckpointFailed: if it failed for another reason, on this host or another.
         """
         last_save, self._last_save = self._last_save, None
         if last_save is None:
@@ -249,9 +252,9 @@ class Checkpointer:
         return True
 
     def complete_copy(self) -> None:
-        """Return when the copy has all that is held on to, or could not be written.
+        """Copy all kept checkpoints that are not copied yet; return when done, or on failure.
 
-        Whoever led before may have been lost while it copied.
+        A previous leader may have been lost while it copied.
         """
         if self._mirror is not None:
             self._copying.submit(self._complete_copy, self._mirror).result()
@@ -264,9 +267,9 @@ class Checkpointer:
         return sorted(self._retained(committed_steps(self._run_dir)) - mirror.copied)
 
     def close(self) -> None:
-        """Wait for the last save and its copy, and end the background threads.
+        """Wait for the last save and its copy, and stop the background threads.
 
-        Says which of the checkpoints that are kept could not be copied.
+        Warns of kept checkpoints that could not be copied.
         """
         try:
             self.wait()
@@ -283,7 +286,7 @@ class Checkpointer:
         record: CommitRecord,
         own_parts: Collection[str],
     ) -> None:
-        """Complete this host's part, and have host 0 commit once all parts are there."""
+        """Complete this host's part; host 0 commits once all parts are written."""
         again = f".{self._attempt}" if self._attempt > 1 else ""
         name = f"checkpoint/{record.step}{again}"
         try:
@@ -296,14 +299,14 @@ class Checkpointer:
                 self._timeout_s,
             )
         except (NotWritten, PeerFailed):
-            # All hosts know that it comes to nothing; on a full disk it would be in the way.
+            # The checkpoint has failed on all hosts; its files would fill the disk.
             _discard(folder, own_parts)
             raise
-        # In an elastic group this tells the consensus to which step it may go back.
+        # In an elastic group this gives the consensus a step to roll back to.
         self._on_commit(record.step)
 
     def _commit(self, pending: Path, record: CommitRecord) -> None:
-        """Commit a checkpoint, if all of it is there; drop old ones."""
+        """Commit a checkpoint if it is complete; remove old ones and start the copy."""
         written, expected = {part_of(name) for name in record.files}, record.parts()
         if written != expected:
             raise RuntimeError(f"hosts wrote {sorted(written)}, expected {sorted(expected)}")
@@ -319,43 +322,43 @@ class Checkpointer:
         if self._mirror is None:
             return
         if self._next_copy is None or self._next_copy.running() or self._next_copy.done():
-            # One that waits copies this checkpoint too.
+            # A copy that is still queued would include this checkpoint.
             self._next_copy = self._copying.submit(self._copy, self._mirror)
 
     def _copy(self, mirror: Mirror) -> None:
-        """Bring the copy up to date, and only then remove what it may have been copying."""
+        """Update the copy, and only then remove checkpoints that it may have been copying."""
         try:
-            # Where the run was fetched from there, it has not brought all of its checkpoints.
+            # A run that was fetched from the copy has only some of its checkpoints here.
             there = mirror.steps()
             with self._removing:
                 steps = self._retained([*committed_steps(self._run_dir), *there])
                 self._being_copied = steps
             mirror.update(self._run_dir, steps)
         except Exception as error:
-            # Training goes on whatever a remote file system raises, and the next copy tries again.
+            # Any error of a remote file system is tolerated; the next copy retries.
             log.warning(f"checkpoints not copied to {mirror.url}: {type(error).__name__}: {error}")
         self._being_copied = set()
         self._remove_old()
 
     def _retained(self, steps: Iterable[int]) -> set[int]:
-        """Choose those of some saved steps that are kept."""
+        """Return those of the saved `steps` that are kept."""
         return self._policy.retained({step: self._metrics(step) for step in steps})
 
     def _metrics(self, step: int) -> Mapping[str, float]:
-        """Read what was measured after a step, from its commit record if it is here."""
+        """Return the metrics of a step from its commit record; {} without a readable record."""
         if step not in self._known_metrics:
             try:
                 metrics = open_checkpoint(self._run_dir, step).record.metrics
-            except InputError:  # It is damaged, or only in the copy.
+            except InputError:  # Damaged, or only in the copy.
                 return {}
-            if metrics is None:  # A former version has left it to the file of losses.
+            if metrics is None:  # Former versions: only in validation.jsonl.
                 losses = RunDir(self._run_dir).validation_losses()
                 metrics = {BEST_METRIC: losses[step]} if step in losses else {}
             self._known_metrics[step] = metrics
         return self._known_metrics[step]
 
     def _write_best(self) -> None:
-        """Write which of the checkpoints that are there is the best, if one can be that."""
+        """Write the best of the existing checkpoints to best.json, if there is one."""
         metrics = {step: self._metrics(step) for step in committed_steps(self._run_dir)}
         step = self._policy.best(metrics)
         best = None if step is None else {"step": step, **metrics[step]}
@@ -364,7 +367,7 @@ class Checkpointer:
             self._best = best
 
     def _remove_old(self, step: int | None = None) -> None:
-        """Remove old checkpoints, and what was not finished before that of `step`, which is."""
+        """Remove old checkpoints, and unfinished ones up to the committed `step`."""
         try:
             if step is not None:
                 remove_unfinished(self._run_dir, up_to=(step, self._generation))
@@ -372,7 +375,7 @@ class Checkpointer:
                 steps = committed_steps(self._run_dir)
                 for old in set(steps) - self._retained(steps) - self._being_copied:
                     remove(step_folder(self._run_dir, old))
-        except OSError as error:  # The next checkpoint tries again.
+        except OSError as error:  # The next checkpoint retries.
             log.warning(f"old checkpoints in {self._run_dir} are not removed: {error.strerror}")
 
 
@@ -382,10 +385,10 @@ def write_initial_checkpoint(
     stage_layers: Sequence[int],
     state_of: Callable[[int], Mapping[str, PyTree]],
 ) -> None:
-    """Write a whole checkpoint from this process alone, when no data has been read.
+    """Write a complete checkpoint from this process alone, before any data is read.
 
-    The states, like those of `Checkpointer.save`, are asked for and written one by one: no two
-    need be held at a time.
+    The states, as in `Checkpointer.save`, are created and written one by one, so that only one is
+    in memory at a time.
     """
     folder = pending_folder(run_dir, step, 0)
     folder.mkdir(parents=True)
@@ -402,9 +405,9 @@ def write_initial_checkpoint(
 def _complete_part(
     folder: Path, parts: Collection[str], texts: Mapping[str, str]
 ) -> dict[str, str]:
-    """Write the texts of a part whose arrays are in files, and return the digest of every file.
+    """Write the texts of a part whose arrays are written, and return the digest of every file.
 
-    All of it is on the disk then: a checkpoint that counts is whole even after a power cut.
+    All files are synchronized, so that a committed checkpoint survives a power cut.
     """
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -416,15 +419,15 @@ def _complete_part(
 
 
 def _written(act: Callable[[], T]) -> T:
-    """Run `act`, and mark errors of the file system for all hosts.
+    """Run `act`, and translate errors of the file system to `NotWritten` for all hosts.
 
     Raises:
-        NotWritten: then.
+        NotWritten: if the file system fails.
     """
     try:
         return act()
     except Exception as error:
-        failure = os_error_behind(error)  # Orbax knows no OSError.
+        failure = os_error_behind(error)  # Orbax does not always raise OSError.
         reason = next((text for text in OF_THE_DISK if text in str(error)), None)
         if failure is None and reason is None:
             raise
@@ -432,7 +435,7 @@ def _written(act: Callable[[], T]) -> T:
 
 
 def _discard(folder: Path, parts: Collection[str]) -> None:
-    """Remove what this host has written of a checkpoint that comes to nothing."""
+    """Remove the parts that this host has written of a failed checkpoint."""
 
     def is_own(name: str) -> bool:
         return any(name == part or name.startswith(f"{part}.") for part in parts)
@@ -452,5 +455,5 @@ def _discard(folder: Path, parts: Collection[str]) -> None:
         time.sleep(SWEEP_S)
         if not there():
             break
-    with contextlib.suppress(OSError):  # The others have parts there, or it is gone.
+    with contextlib.suppress(OSError):  # It is not empty, or already removed.
         folder.rmdir()

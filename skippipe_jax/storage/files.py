@@ -1,8 +1,8 @@
-"""Files and folders that are complete or absent, and what a user is told of a file system's errors.
+"""Atomic files and folders, and errors of the file system with retries.
 
-Network file systems fail for a while when a server is restarted or busy, and a full disk may have
-room again. So training tries again for some seconds what it does in the folder of a run. A host
-for which that takes too long ends with the code that says to start it again; the others go on.
+Network file systems fail temporarily when a server is restarted or busy, and a full disk may get
+room again. So training retries operations in the folder of a run for some seconds. A host whose
+retries fail exits with the code that asks for a restart; the others continue.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from skippipe_jax import log
 T = TypeVar("T")
 
 PARTIAL = ".partial"
-"""Suffix of a file until it is complete."""
+"""Suffix of an incomplete file."""
 RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Pauses between one try and the next in the folder of a run."""
+"""Pauses in seconds between attempts in the folder of a run."""
 
 
 def atomic_write(path: Path, content: str | bytes, *, durably: bool = False) -> None:
-    """Write a file so that a crash leaves the old one, if there is one, or the new one.
+    """Write a file so that a crash leaves either the old one, if any, or the new one.
 
-    With `durably` a power cut does so too, and the file is on the disk when this returns.
+    With `durably` the same holds for a power cut, and the file is on the disk on return.
     """
     with _replacement(path) as partial:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -42,7 +42,7 @@ def atomic_write(path: Path, content: str | bytes, *, durably: bool = False) -> 
 
 
 def replace_by_beginning(path: Path, size: int) -> None:
-    """Replace a file by a copy of its first `size` bytes; who has it open keeps the old one."""
+    """Replace a file by a copy of its first `size` bytes; open descriptors keep the old one."""
     with _replacement(path) as partial:
         shutil.copyfile(path, partial)
         os.truncate(partial, size)
@@ -50,7 +50,7 @@ def replace_by_beginning(path: Path, size: int) -> None:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which replaces `path` at the end and is removed at an error."""
+    """Yield a file to write, which replaces `path` at the end and is removed on an error."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
@@ -61,7 +61,7 @@ def _replacement(path: Path) -> Iterator[Path]:
 
 
 def synchronize(*paths: Path) -> None:
-    """Return once these files, and the entries of these folders, are on the disk."""
+    """Flush these files, and the entries of these folders, to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -72,10 +72,10 @@ def synchronize(*paths: Path) -> None:
 
 @contextmanager
 def new_directory(folder: Path, field: str) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes `folder` at the end and is removed at an error.
+    """Yield a folder to write into, which becomes `folder` at the end and is removed on an error.
 
     Raises:
-        InputError: naming `field`, if there is something at `folder` already, or it cannot be made.
+        InputError: naming `field`, if `folder` exists and is not empty, or cannot be created.
     """
     folder = folder.absolute()
     with os_errors_as(field, folder, "cannot be written", "Name another folder"):
@@ -111,7 +111,7 @@ def os_errors_as(
     problem: str = "cannot be used",
     remedy: str = "Give another folder, or mend that",
 ) -> Iterator[None]:
-    """Raise the errors of a file system as an `InputError`, or a `TemporaryError` if they pass."""
+    """Raise errors of a file system as `InputError`, or `TemporaryError` if they may pass."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def _reason(error: OSError, path: Path) -> str:
 
 
 def retry(folder: Path, act: Callable[[], T]) -> T:
-    """Do something in the folder of a run, and again while the file system fails.
+    """Call `act` on the folder of a run, and retry while the file system fails.
 
     Raises:
         TemporaryError: if it still fails after the last pause.
@@ -149,7 +149,7 @@ def retry(folder: Path, act: Callable[[], T]) -> T:
 
 
 def os_error_behind(error: BaseException) -> OSError | None:
-    """Return what the file system reported, if that caused an error; not that of a connection."""
+    """Return the OSError of a file system, not of a connection, that caused an error, else None."""
     for cause in (error, error.__cause__):
         if isinstance(cause, OSError) and not isinstance(cause, ConnectionError) and cause.errno:
             return cause
@@ -157,16 +157,16 @@ def os_error_behind(error: BaseException) -> OSError | None:
 
 
 def unusable(folder: Path, failure: OSError) -> TemporaryError:
-    """Return the error of a host that can use the folder of its run no longer."""
+    """Return the error of a host that can no longer use the folder of its run."""
     problem = f"cannot be used: {_reason(failure, folder)}"
     return TemporaryError("run_dir", str(folder), problem, "Mend that, and --resume goes on")
 
 
 @contextmanager
 def temporary_failures(folder: Path) -> Iterator[None]:
-    """Raise what the folder of a run causes in a block as an error that may pass.
+    """Raise file system errors in the folder of a run within a block as `TemporaryError`.
 
-    Other errors are raised as they are.
+    Other errors are not changed.
 
     Raises:
         TemporaryError: if the folder cannot be used.

@@ -1,10 +1,10 @@
-"""The folder of a host that has joined a run: what it was given of the run's own folder.
+"""Folder of a diskless host: the files that it received of the run's own folder.
 
-    config.yaml plan.json plans/ tokenizer/   as the run has them
-    joined.json                               of which run they are, and where its hosts listened
+    config.yaml plan.json plans/ tokenizer/   the same files as in the run's folder
+    joined.json                               the identity of the run, and addresses of its hosts
 
-The configuration in it is that of the run, word for word, so that this host can give it to others
-as well. What differs here, such as the folder itself, is told to each process anew.
+Its configuration is an exact copy of that of the run, so that this host can send it to others as
+well. Settings of this host, such as the folder itself, are given at each start of the process.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WHAT_TO_DO = "Name another folder by --run-dir"
 
 
 def is_joined(folder: Path) -> bool:
-    """Tell whether a folder is that of a joined host, which does not reach the run's own."""
+    """Return whether a folder is that of a diskless host."""
     return (folder / JOINED).exists()
 
 
 def require_not_joined(folder: Path) -> None:
-    """Refuse to resume a run in such a folder, which has none of its checkpoints."""
+    """Refuse to resume a run in the folder of a diskless host, which has no checkpoints."""
     if is_joined(folder):
         raise InputError(
             "run_dir",
@@ -48,10 +48,10 @@ def require_not_joined(folder: Path) -> None:
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
-    """Return what newcomers need of the folder of a run, by name.
+    """Return the contents of the files that newcomers need of the folder of a run, by name.
 
     Raises:
-        InputError: if it cannot be read.
+        InputError: if they cannot be read.
     """
     with os_errors_as("run_dir", folder, "cannot be read", "Mend that"):
         return {
@@ -60,10 +60,10 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 
 def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return a value that differs once one of these files has changed.
+    """Return a value that changes whenever one of the files of `contents_of` changes.
 
     Raises:
-        InputError: if they cannot be looked at.
+        InputError: if they cannot be accessed.
     """
     with os_errors_as("run_dir", folder, "cannot be read", "Mend that"):
         found = [(path, path.stat()) for path in _files_of_run(folder)]
@@ -77,12 +77,12 @@ def _files_of_run(folder: Path) -> list[Path]:
 
 
 def known_before(folder: Path) -> tuple[dict[str, bytes], list[str]]:
-    """Return what this host got when it joined by this folder earlier, and the addresses then.
+    """Return the files and addresses that this host received in an earlier join by this folder.
 
-    Nothing, if there is no such folder.
+    Both are empty if there was no earlier join.
 
     Raises:
-        InputError: if it holds a run that nobody has joined by it, or cannot be read.
+        InputError: if it is the run's own folder, or cannot be read.
     """
     if not is_joined(folder):
         if is_run(folder):
@@ -98,11 +98,11 @@ def known_before(folder: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) -> None:
-    """Write what a newcomer was given into its folder, in place of what it was given earlier.
+    """Write the files that a newcomer has received to its folder, in place of earlier ones.
 
     Raises:
-        InputError: if the folder holds another run or cannot be written, or what was given are not
-            the files of a run.
+        InputError: if the folder holds another run or cannot be written, or `contents` are not the
+            files of a run.
     """
     identity = _identity(contents)
     if is_joined(folder) and _joined(folder)["run"] != identity:
@@ -115,7 +115,7 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
         for path in (folder / PLANS).glob("*.json"):
             if path.relative_to(folder).as_posix() not in contents:
                 path.unlink()
-        # The configuration marks a folder as whole, so it comes last.
+        # The configuration marks a folder as complete, so write it last.
         for name in sorted(contents, key=lambda name: name == CONFIG):
             path = safe_join(folder, name)
             path.parent.mkdir(exist_ok=True)
@@ -124,24 +124,24 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
 
 
 def name_of_run(contents: Mapping[str, bytes]) -> str:
-    """Return what the run's own folder is called, where it is.
+    """Return the `run_dir` in the configuration of the run.
 
     Raises:
-        InputError: if what was given are not the files of a run.
+        InputError: if `contents` are not the files of a run.
     """
     return _identity(contents)["run_dir"]
 
 
 def configurations(folder: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
-    """Read the configuration of the run, and this host's own by its folder.
+    """Return the configuration of the run, and that of this host with its folder.
 
     Raises:
-        InputError: if `overrides` say what has to be the same on all hosts.
+        InputError: if `overrides` set a value that must be the same on all hosts.
     """
     theirs = saved_config(folder, "--run-dir")
     own = saved_config(folder, "--run-dir", overrides)
     require_same_for_all(own, theirs)
-    # A host that joins has a JAX of its own, like all hosts that others can join.
+    # Only runs in `independent` mode can be joined.
     cluster = replace(own.cluster, runtime=INDEPENDENT)
     return theirs, replace(own, run_dir=str(folder), cluster=cluster)
 

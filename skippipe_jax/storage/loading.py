@@ -1,4 +1,4 @@
-"""The state of a stage from a checkpoint, however the model was cut when it was written."""
+"""Loading of stages from a checkpoint, under any stage partition."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_stage(
     stage: int,
     abstract: Mapping[str, PyTree],
 ) -> PyTree:
-    """Load what `load_stage_numpy` loads onto devices, as arrays of JAX's own: fit for donation.
+    """Load a stage as `load_stage_numpy` does onto devices, in buffers that may be donated.
 
     A leaf of `abstract` without a sharding goes to the first local device.
     """
@@ -47,24 +47,24 @@ def load_stage_numpy(
     stage: int,
     abstract: Mapping[str, PyTree],
 ) -> PyTree:
-    """Read the state of one stage, bit for bit as it was saved, under any cut of the model.
+    """Read the state of one stage, bit for bit as it was saved, under any stage partition.
 
-    It comes as NumPy arrays: no device holds it before it is put there. What belongs to blocks
-    (whose path holds "blocks") has a row for each block, and is put together from the saved stages
-    that hold these blocks, of which one at a time is in memory. All else is the same in every stage
-    that has it (counters), or is the data stage's alone.
+    It returns NumPy arrays, so no device memory is used. Arrays of blocks (with "blocks" in their
+    path) have a row for each block, and are assembled from the saved stages that hold these blocks,
+    one of which is in memory at a time. All other arrays are equal in every stage that has them
+    (counters), or exist only in the data stage.
 
     Args:
         checkpoint: from `open_checkpoint`.
-        stage_layers: the blocks of each stage as the model is cut now; their sum is that of
+        stage_layers: the blocks of each stage in the current partition; their sum is that of
             `CommitRecord.stage_layers`.
-        stage: index of the stage in this cut.
-        abstract: tree of jax.ShapeDtypeStruct to read. Each of its top-level entries (say
-            "parameters") is read whole; saved entries that it leaves out are not read at all.
+        stage: index of the stage in this partition.
+        abstract: tree of jax.ShapeDtypeStruct to read. Each of its top-level entries (such as
+            "parameters") is read completely; saved entries that it omits are not read.
 
     Raises:
-        InputError: the checkpoint is of a model with other layers, a file of it is missing or
-            damaged, or the saved arrays are not those of `abstract`.
+        InputError: if the checkpoint is of a model with another number of layers, a file of it is
+            missing or damaged, or the saved arrays differ from those of `abstract`.
     """
     layers = checkpoint.record.stage_layers
     if sum(layers) != sum(stage_layers):
@@ -81,11 +81,11 @@ def load_stage_numpy(
         missing = {n: leaf for n, leaf in wanted.items() if _is_of_blocks(n) or not pieces[n]}
         both_data_stages = stage == saved == 0
         for name, array in _read_saved(checkpoint, saved, missing, both_data_stages).items():
-            # A copy, since a view of some rows would hold on to all.
+            # Copy, since a view of some rows would keep all in memory.
             pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
     whole = []
     for name in wanted:
-        own = pieces.pop(name)  # Put together, they are not needed any more.
+        own = pieces.pop(name)  # Free the pieces after concatenation.
         whole.append(own[0] if len(own) == 1 else np.concatenate(own))
     return jax.tree.unflatten(jax.tree.structure(abstract), whole)
 
@@ -96,12 +96,12 @@ def load_replica(
     place: int,
     abstract_of: Callable[[Collection[str]], Mapping[str, PyTree]],
 ) -> PyTree:
-    """Read what a replica has of its own, bit for bit as it was saved, as NumPy arrays.
+    """Read a replica's own state, bit for bit as it was saved, as NumPy arrays.
 
-    `abstract_of` is given the names of all arrays that there are, and says what they should be.
+    `abstract_of` gets the names of all saved arrays, and returns the expected tree.
 
     Raises:
-        InputError: a file of it is missing or damaged, or its arrays are others.
+        InputError: if a file is missing or damaged, or the saved arrays differ from the expected.
     """
     name = replica_name(stage, place)
     require_intact(checkpoint, name)
@@ -115,9 +115,9 @@ def load_replica(
 
 
 def stage_step(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) -> int:
-    """Return the step after which a checkpoint saved the state of a stage, under any cut.
+    """Return the step of the state of a stage in a checkpoint, under any stage partition.
 
-    That is its own step, unless a saved stage was left out by then that holds some of the blocks.
+    That is the step of the checkpoint, unless the blocks come from a stage that was dropped.
     """
     saved = _rows_of_saved_stages(checkpoint.record.stage_layers, stage_layers, stage)
     return min(checkpoint.record.stale_stages.get(own, checkpoint.step) for own, _ in saved)
@@ -126,7 +126,7 @@ def stage_step(checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int) 
 def parts_for_stages(
     checkpoint: Checkpoint, stage_layers: Sequence[int], stages: Collection[int]
 ) -> set[str]:
-    """Return the parts of a checkpoint that `load_stage` reads for some stages of a cut."""
+    """Return the parts of a checkpoint that `load_stage` reads for some stages of a partition."""
     if sum(checkpoint.record.stage_layers) != sum(stage_layers):
         return set()  # `load_stage` refuses it.
     return {
@@ -137,13 +137,13 @@ def parts_for_stages(
 
 
 def load_data_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read how far the data had been read; raises InputError like `load_stage_numpy`."""
+    """Read the position in the data; raises InputError like `load_stage_numpy`."""
     require_intact(checkpoint, DATA)
     return json.loads((checkpoint.folder / DATA).read_text())
 
 
 def _is_of_blocks(name: str) -> bool:
-    """Tell whether an array has a row for each block of its stage."""
+    """Return whether an array has a row for each block of its stage."""
     return "blocks" in name.split("/")
 
 
@@ -155,7 +155,7 @@ def _entry(name: str) -> str:
 def _rows_of_saved_stages(
     saved_layers: Sequence[int], stage_layers: Sequence[int], stage: int
 ) -> list[tuple[int, slice]]:
-    """Find the saved stages that hold blocks of a stage, in order, and their rows."""
+    """Return the saved stages that hold blocks of a stage, in order, and their rows."""
     first = sum(stage_layers[:stage])
     last = first + stage_layers[stage]
     found = []
@@ -173,9 +173,9 @@ def _read_saved(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     both_data_stages: bool,
 ) -> dict[str, np.ndarray]:
-    """Read arrays of a saved stage; refuse one that lacks some, or has others of blocks.
+    """Read arrays of a saved stage; raise InputError if some are missing or block arrays differ.
 
-    With ``both_data_stages`` it may have no others at all.
+    With ``both_data_stages`` the saved stage may have no other arrays at all.
     """
     require_intact(checkpoint, stage_name(stage))
     layers = checkpoint.record.stage_layers[stage]

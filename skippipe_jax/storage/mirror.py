@@ -1,9 +1,9 @@
-"""A copy of a run folder on another file system, such as a bucket, that outlives the machine.
+"""Copy of a run folder on another file system, such as a bucket, that outlives the machine.
 
-    URL/config.yaml, plan.json, metrics.jsonl, ..    the run's own files
+    URL/config.yaml, plan.json, metrics.jsonl, ..    the files of the run besides checkpoints
     URL/checkpoints/00000020/..                      a checkpoint, its COMMITTED written last
 
-What is here without COMMITTED is no checkpoint, as in the run folder itself.
+A folder without COMMITTED is not a checkpoint, as in the run folder itself.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from skippipe_jax.storage.run_dir import BEST, PLANS, RunDir
 
 
 class Mirror:
-    """The copy of a run below a URL.
+    """Copy of a run below a URL.
 
     Attributes:
-        url: as it was given.
-        copied: the steps whose checkpoints were there when the copy was last looked at or written.
+        url: the URL as configured.
+        copied: the steps whose checkpoints were in the copy when it was last listed or written.
     """
 
     def __init__(self, url: str):
         """Open the file system.
 
         Raises:
-            InputError: if fsspec does not know it, or a package or credentials for it are missing.
+            InputError: if fsspec does not support it, or its package or credentials are missing.
         """
         self.url = url
         self.copied: frozenset[int] = frozenset()
-        # What is here of the run's own files, as it was when this has written it.
+        # State of each source file when it was last copied: inode, modification time, size.
         self._written: dict[str, tuple[int, int, int]] = {}
         try:
             self._files, root = fsspec.url_to_fs(url)
@@ -59,9 +59,9 @@ class Mirror:
         self._root = root.rstrip("/")
 
     def prepare(self, run_dir: Path, *, resume: bool) -> None:
-        """Make ready for a run: one that is resumed is fetched where `run_dir` does not hold it.
+        """Prepare the copy for a run; fetch a resumed run if `run_dir` does not hold it.
 
-        Of its checkpoints the latest is fetched, and the best.
+        The latest and the best of its checkpoints are fetched.
 
         Raises:
             InputError: if a run cannot be fetched, or the copy cannot be used for a new one, or
@@ -96,10 +96,10 @@ class Mirror:
         raise InputError("checkpoint.copy_to", self.url, problem, remedy)
 
     def steps(self) -> list[int]:
-        """List the steps whose checkpoints are here whole, ascending.
+        """Return the steps with committed checkpoints in the copy, ascending.
 
         Raises:
-            Exception: whatever the file system raises, here and in `update`.
+            Exception: any error of the file system, here and in `update`.
         """
         self._files.invalidate_cache()
         steps = [s for s in self._step_folders() if self._files.isfile(self._path(s, COMMITTED))]
@@ -107,10 +107,10 @@ class Mirror:
         return steps
 
     def update(self, run_dir: Path, steps: Collection[int]) -> None:
-        """Copy the run's own files that have changed, and its checkpoints of `steps` not here yet.
+        """Copy the changed files of the run, and its checkpoints of `steps` that are missing here.
 
-        Other checkpoints that are here, what broken copies have left, and plans that the run does
-        not follow any more, are removed after that.
+        Plans that the run no longer has are removed, and finally all other checkpoints and the
+        remains of interrupted copies.
         """
         missing = sorted(set(steps) & set(committed_steps(run_dir)) - set(self.steps()))
         own = {
@@ -132,7 +132,7 @@ class Mirror:
             self._remove(step)
 
     def restore(self, run_dir: Path, step: int) -> bool:
-        """Fetch the checkpoint of a step again, if it is here whole; the old one is set aside."""
+        """Fetch the checkpoint of a step again if it is committed here; quarantine the old one."""
         try:
             if step not in self.steps():
                 return False
@@ -150,7 +150,7 @@ class Mirror:
         return True
 
     def before(self, step: int) -> list[int]:
-        """List the steps before `step` whose checkpoints are here whole; none on an error."""
+        """Return the steps before `step` with committed checkpoints here; [] on an error."""
         try:
             return [found for found in self.steps() if found < step]
         except Exception as error:  # whatever the file system raises
@@ -158,7 +158,7 @@ class Mirror:
             return []
 
     def forget(self, step: int) -> None:
-        """Remove the checkpoint of a step; says so if it cannot be."""
+        """Remove the checkpoint of a step; warn if that fails."""
         try:
             self._remove(step)
         except Exception as error:  # whatever the file system raises
@@ -167,7 +167,7 @@ class Mirror:
             )
 
     def _remove(self, step: int) -> None:
-        # The mark goes first: what an interruption leaves is then no checkpoint.
+        # Remove the mark first, so that an interruption leaves no incomplete checkpoint.
         for path in (self._path(step, COMMITTED), self._path(step)):
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
@@ -183,14 +183,14 @@ class Mirror:
         self._write(mark, (checkpoint.folder / COMMITTED).read_bytes())
 
     def _best(self, steps: Collection[int]) -> set[int]:
-        """Return the one of `steps` with the lowest held-out loss, if any."""
+        """Return the recorded best step if it is one of `steps`, else the empty set."""
         path = f"{self._root}/{BEST}"
         if not self._files.isfile(path):
             return set()
         return {json.loads(self._files.cat_file(path))["step"]} & set(steps)
 
     def _fetch(self, run_dir: Path, steps: Collection[int]) -> None:
-        """Write the run, with some checkpoints; the files that mark each as whole come last."""
+        """Fetch the run with some checkpoints; the files that mark each as complete come last."""
         folders = [PurePosixPath(self._path(step)).relative_to(self._root) for step in steps]
         marks = [*(folder / COMMITTED for folder in folders), PurePosixPath(CONFIG)]
         names = [
@@ -202,12 +202,12 @@ class Mirror:
         self._bring(run_dir, names, marks)
 
     def _found(self) -> list[PurePosixPath]:
-        """List the names of all files that are here."""
+        """Return the names of all files in the copy."""
         paths = self._files.find(self._root)
         return [PurePosixPath(path).relative_to(self._root) for path in paths]
 
     def _bring(self, run_dir: Path, names: list[PurePosixPath], marks: list[PurePosixPath]) -> None:
-        """Fetch files, then those that mark them as whole, each of these at once."""
+        """Fetch files, then atomically each file that marks them as complete."""
         for name in (*names, *marks):
             self._require_inside(run_dir, name)
         for name in (*names, *marks):
@@ -219,7 +219,7 @@ class Mirror:
             os.replace(partial, run_dir / name)
 
     def _require_inside(self, run_dir: Path, name: PurePosixPath) -> None:
-        """Refuse to fetch what would be written elsewhere: whoever writes here can name it so."""
+        """Raise InputError if a name, chosen by any writer of the copy, leads out of `run_dir`."""
         try:
             safe_join(run_dir, str(name))
         except ValueError as error:
@@ -234,7 +234,7 @@ class Mirror:
         self._files.get([f"{self._root}/{name}" for name in names], [str(path) for path in paths])
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write a small file, whole or not at all."""
+        """Write a small file atomically."""
         target = f"{self._root}/{name}"
         self._files.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
         self._files.pipe_file(target + PARTIAL, content)
@@ -244,7 +244,7 @@ class Mirror:
         return f"{self._root}/{CHECKPOINTS}/{step_name(step)}/{name}".rstrip("/")
 
     def _step_folders(self) -> list[int]:
-        """List the steps of which there is anything here, ascending."""
+        """Return the steps with a folder in the copy, ascending."""
         try:
             paths = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
         except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""What happened when in an iteration: a recording by every host, put together into a timeline.
+"""Recordings of an iteration by every host, merged into a timeline.
 
 A run folder holds `timelines/<step>/host_<i>.json` for every recorded iteration:
 
     {"runs": [["F", microbatch, node, arrived_s, start_s, end_s], ...],
      "averagings": [[stage, start_s, end_s], ...]}
 
-Beside it lies `plan.json` where hosts were lost, and the rest went on under another plan.
+After a change of hosts, a `plan.json` next to it holds the plan of the iteration.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ TIMELINES, PLAN = "timelines", "plan.json"
 
 
 class IncompleteRecordingError(InputError):
-    """A recording in which the operations of some nodes are missing."""
+    """Error: a recording lacks the operations of some nodes."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one host saw of one iteration; seconds since the epoch by host 0's clock.
+    """Recording of one iteration by one host, in seconds since the epoch by host 0's clock.
 
     `runs` are the operations of its nodes, `averagings` those of the stages of its nodes. A stage
-    that exchanges nothing, because it has one replica, needs no averaging.
+    with one replica exchanges nothing and needs no averaging.
     """
 
     runs: tuple[Run, ...]
     averagings: tuple[Averaging, ...]
 
     def save(self, folder: Path, step: int, host: int) -> None:
-        """Write it into a run folder, whole or not at all."""
+        """Write the recording to a run folder atomically."""
         path = recording_path(folder, step, host)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -57,12 +57,12 @@ class Recording:
 
 
 def recording_path(folder: Path, step: int, host: int) -> Path:
-    """Return where a run folder keeps what `host` recorded of the iteration up to `step`."""
+    """Return the path of the recording by `host` of the iteration that leads to `step`."""
     return folder / TIMELINES / f"{step:08d}" / f"host_{host}.json"
 
 
 def keep_plan(run_dir: Path, step: int, plan: Plan) -> None:
-    """Leave the plan of an iteration that is recorded where it is not the run's own."""
+    """Save the plan of a recorded iteration that differs from the run's own."""
     folder = recording_path(run_dir, step, 0).parent
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / PLAN)
@@ -79,15 +79,15 @@ def kept_plan(run_dir: Path, step: int) -> Plan | None:
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """List the steps of which a run folder holds recordings, ascending."""
+    """Return the steps with recordings in a run folder, ascending."""
     paths = (run_dir / TIMELINES).glob("*/host_*.json")
     return sorted({int(path.parent.name) for path in paths if path.parent.name.isdecimal()})
 
 
 def remove_recordings(run_dir: Path, after: int) -> None:
-    """Remove what was recorded after a step, as a run that is resumed there records it again.
+    """Remove the recordings after a step, which a run that resumes there repeats.
 
-    The hosts may be fewer then, and what the others had left would not fit what is new.
+    With fewer hosts, recordings that other hosts left would not match the new ones.
     """
     for folder in (run_dir / TIMELINES).glob("*/"):
         if folder.name.isdecimal() and int(folder.name) > after:
@@ -97,13 +97,13 @@ def remove_recordings(run_dir: Path, after: int) -> None:
 def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
     """Rebuild a recorded iteration, from its first forward, at 0 s, to its last averaging.
 
-    Between operations of a microbatch on different nodes lies a transfer: from the end of the one
-    before until what it sent has arrived; as far as the transfer before it on the same link took
-    that time too, it waited. A stage averages from when the last of its hosts began to.
+    Between operations of a microbatch on different nodes there is a transfer, from the end of the
+    first until the arrival of its output; while the previous transfer on the same link lasted, it
+    waited. A stage averages from when the last of its hosts started to.
 
     Raises:
-        IncompleteRecordingError: if operations are missing: the file of a host is not there.
-        InputError: if a file is damaged, or does not belong to this plan.
+        IncompleteRecordingError: if operations are missing, as without the file of a host.
+        InputError: if a file is damaged or does not belong to this plan.
     """
     paths = sorted(recording_path(run_dir, step, 0).parent.glob("host_*.json"))
     recordings = [_load(path, plan) for path in paths]
@@ -117,7 +117,7 @@ def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
     ]
     return Timeline(
         nodes=len(plan.case.nodes),
-        # What takes no time stands before what starts when it ends.
+        # By end too: a run without duration comes before one that starts at its end.
         runs=tuple(sorted(runs.values(), key=lambda run: (run.start_s, run.end_s))),
         transfers=_transfers(plan, runs),
         averagings=_averagings(plan, runs, averagings),
@@ -160,7 +160,7 @@ def _operation(row: list, field: str) -> Operation:
 
 
 def _times(values: list, field: str) -> list[float]:
-    """Check times, of which the last must not be earlier than the one before it."""
+    """Check that times are numbers, and that the last is not earlier than the one before it."""
     *times, end_s = [fields.number(value, field) for value in values]
     return [*times, fields.number(end_s, field, times[-1])]
 
@@ -193,7 +193,7 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
 
 
 def _counted_from(zero_s: float, run: Run) -> Run:
-    """Shift a run to a clock that shows 0 at `zero_s`; earlier arrivals count as 0."""
+    """Return a run with times relative to `zero_s`; earlier arrivals become 0."""
     return replace(
         run,
         arrived_s=max(0.0, run.arrived_s - zero_s),
@@ -208,7 +208,7 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
         for before, after in pairwise(microbatch_chain(microbatch, path)):
             if before.node != after.node:
                 ready_s = runs[before].end_s
-                # The clocks of two hosts differ by milliseconds: nothing arrives before it is sent.
+                # Clocks of two hosts differ by milliseconds, so clip arrivals before the sending.
                 end_s = max(ready_s, runs[after].arrived_s)
                 sendings.append((end_s, ready_s, after, before.node))
     shares_connections, queues = plan.case.shares_connections, Queues(plan.case)
@@ -218,11 +218,11 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
         sendings, key=lambda sending: sending[1::-1] if shares_connections else sending
     ):
         link = (source, operation.node)
-        if shares_connections:  # Nobody sees when a connection is free: as planned, that is.
+        if shares_connections:  # Not recorded, so use the planned time.
             free_s[link], _ = queues.send(operation.kind, *link, ready_s)
         start_s = min(end_s, max(ready_s, free_s[link]))
         transfers.append(Transfer(*link, operation, ready_s, start_s, end_s))
-        # Without contention transfers do not meet, in the measured timeline as in the planned.
+        # Without contention transfers overlap, as in the planned timeline.
         if plan.case.contention == "link":
             free_s[link] = end_s
     return tuple(sorted(transfers, key=lambda transfer: transfer.start_s))
@@ -231,11 +231,11 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
 def _averagings(
     plan: Plan, runs: Mapping[Operation, Run], seen: Sequence[Averaging]
 ) -> tuple[Averaging, ...]:
-    """Return an averaging for every stage that has nodes; one never seen takes no time."""
+    """Return an averaging for every stage with nodes; one not recorded has no duration."""
     averagings = []
     for stage, nodes in enumerate(plan.stages):
         if not nodes:
-            continue  # It is left out.
+            continue  # A dropped stage.
         of_stage = [averaging for averaging in seen if averaging.stage == stage]
         last_s = max((run.end_s for run in runs.values() if run.operation.node in nodes), default=0)
         start_s = max((averaging.start_s for averaging in of_stage), default=last_s)

@@ -1,8 +1,8 @@
-"""Records of a run in files of JSON objects, one on each line, to which lines are only added.
+"""Records of a run in append-only files of JSON objects, one on each line.
 
-A crash or a full disk can leave a line that is cut short. What is added later begins on a line of
-its own, and readers leave out with a warning what they cannot read. Lines that count steps are in
-their order, so that one is found without reading all of them.
+A crash or a full disk can leave an incomplete line. The next record starts on a new line, and
+readers skip lines that they cannot read with a warning. Lines with steps are ordered by step, so
+that a step is found without reading all lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Record: TypeAlias = msgspec.Struct | Mapping[str, Any]
 
 BLOCK_BYTES = 1 << 16
 DAMAGE = (ValueError, RecursionError)
-"""What decoding a line raises that is no record; those of msgspec are ValueErrors."""
+"""Errors of decoding a line that is not a record; those of msgspec are ValueErrors."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -37,10 +37,10 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StepMetrics(msgspec.Struct, kw_only=True, frozen=True):
-    """Metrics of an optimizer step; docs/metrics.md says what they are.
+    """Metrics of an optimizer step; docs/metrics.md describes them.
 
-    Earlier versions wrote no lines without the fields that have no default. The validation loss
-    stood among these metrics, and has records of its own now: it is set where both are read.
+    All earlier versions wrote the fields that have no default. The validation loss used to be among
+    these metrics and now has records of its own; `RunDir.metrics` merges both.
     """
 
     FILE: ClassVar = "metrics.jsonl"
@@ -70,7 +70,7 @@ class StepMetrics(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ValidationMetrics(msgspec.Struct, kw_only=True, frozen=True):
-    """Validation loss after a step; of several records with one step the last counts."""
+    """Validation loss after a step; of several records of a step the last is valid."""
 
     FILE: ClassVar = "validation.jsonl"
     step: Count
@@ -78,7 +78,7 @@ class ValidationMetrics(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class MemberRecord(msgspec.Struct, kw_only=True, frozen=True):
-    """A host of a generation: its process, where it listens, and its nodes."""
+    """Host of a generation: its process, its address, and its nodes."""
 
     host: Count
     pid: int | None = None
@@ -87,7 +87,7 @@ class MemberRecord(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class GenerationRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """Hosts that train together from a step on, and the plan that they follow."""
+    """Generation: hosts that train together from a step on, and their plan."""
 
     FILE: ClassVar = "membership.jsonl"
     generation: Count
@@ -105,7 +105,7 @@ class GenerationRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
 
 
 class RecoveryRecord(msgspec.Struct, kw_only=True, frozen=True):
-    """How a run recovered from the loss of a stage."""
+    """Recovery of a run from the loss of a stage."""
 
     FILE: ClassVar = "recoveries.jsonl"
     generation: Count
@@ -126,45 +126,45 @@ class _Step(msgspec.Struct):
 
 
 def add_line(descriptor: int, record: Record) -> None:
-    """Add a line to an open file, all of it.
+    """Append a record as a complete line to an open file.
 
-    Where that fails, it may be called again: what was cut short becomes a line that nobody reads.
+    It may be called again after an error: the incomplete line is terminated and readers skip it.
     """
     size = os.fstat(descriptor).st_size
     is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
     text = json.dumps(msgspec.to_builtins(record, str_keys=True))
     left = memoryview(b"\n" * is_torn + text.encode() + b"\n")
-    while left:  # A full disk takes a part, and fails only at the rest.
+    while left:  # A full disk accepts a part before it fails.
         left = left[os.write(descriptor, left) :]
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add a record to a file, which is created if it does not exist."""
+    """Append a record to a file, which is created if it does not exist."""
     with path.open("a+b", buffering=0) as file:
         add_line(file.fileno(), record)
 
 
 class RecordWriter:
-    """Adds records to a file of a run as long as no other host leads it.
+    """Appender of records to a file of a run, for as long as this host leads.
 
-    A new leader replaces the file. A host that was stopped meanwhile still has the old one open,
-    and what it adds there does not count.
+    A new leader replaces the file. A former leader that was suspended still has the old file open,
+    where its records have no effect.
     """
 
     def __init__(self, path: Path):
-        """Open the file, or create it."""
+        """Open or create the file."""
         self._path = path
         with os_errors_as("run_dir", path.parent):
             self._file = self._open()
             self._status = os.fstat(self._file.fileno())
 
     def append(self, record: Record) -> None:
-        """Add a record; a crash loses at most this one. May be repeated where it fails."""
+        """Append a record; a crash loses at most this one. May be repeated after an error."""
         with os_errors_as("run_dir", self._path.parent):
             try:
                 add_line(self._file.fileno(), record)
             except OSError as error:
-                # The file is gone from the server, or has been moved there.
+                # ESTALE: the file was removed or replaced on the server.
                 if error.errno != errno.ESTALE:
                     raise
                 again = self._open()
@@ -172,7 +172,7 @@ class RecordWriter:
                     self._file.close()
                     self._file = again
                     add_line(self._file.fileno(), record)
-                else:  # Another file is in its place, and another host leads.
+                else:  # Replaced by another host, which leads.
                     again.close()
 
     def _open(self) -> io.FileIO:
@@ -184,9 +184,9 @@ class RecordWriter:
 
 
 def read_records(path: Path, kind: type[T]) -> list[T]:
-    """Read all records of a file; a line that is none is left out with a warning.
+    """Read all records of a file; skip invalid lines with a warning.
 
-    The last one is left out without a word if it has no end: it may be under way.
+    An unterminated last line is skipped without a warning, as it may be in progress.
 
     Raises:
         InputError: if the file cannot be read.
@@ -205,7 +205,7 @@ def read_records(path: Path, kind: type[T]) -> list[T]:
 
 
 def last_record(path: Path, kind: type[T]) -> T | None:
-    """Read the last record of a file that can be read; None if there is none.
+    """Return the last readable record of a file; None if there is none.
 
     Raises:
         OSError: if the file cannot be read.
@@ -214,9 +214,9 @@ def last_record(path: Path, kind: type[T]) -> T | None:
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines from the last to the first, each after the offset of its end.
+    """Yield the offset of its end and the content of each line, from the last to the first.
 
-    A line without an end is passed over.
+    An unterminated line is skipped.
 
     Raises:
         OSError: if the file cannot be read.
@@ -239,7 +239,7 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def end_of_step(path: Path, step: int) -> tuple[int, int]:
-    """Return where the lines up to `step` end, and the step of the last of them; 0 without any.
+    """Return the end offset of the lines up to `step`, and the last step of them; 0, 0 without any.
 
     Raises:
         OSError: if the file cannot be read.
@@ -252,12 +252,12 @@ def end_of_step(path: Path, step: int) -> tuple[int, int]:
 
 
 def _decode(line: bytes, kind: type[T]) -> T:
-    """Decode a line, or raise one of `DAMAGE`."""
+    """Decode a line; raise one of `DAMAGE` if it is not a record."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError:
         raise
-    except msgspec.DecodeError:  # Python writes NaN, which JSON does not know.
+    except msgspec.DecodeError:  # Python writes NaN, which is not valid JSON.
         return msgspec.convert(json.loads(line, parse_constant=lambda _: None), kind)
 
 
@@ -269,5 +269,5 @@ def _try(line: bytes, kind: type[T]) -> T | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it: None for one that is not finite."""
+    """Return a number for JSON: None if it is not finite."""
     return float(value) if value is not None and math.isfinite(value) else None

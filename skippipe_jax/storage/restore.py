@@ -1,7 +1,7 @@
-"""Which checkpoint is gone on from: the newest whose files are as they were committed.
+"""Selection of the checkpoint to restore: the newest with intact files on all hosts.
 
-One that is damaged gives way to the one before it, unless its step was named. All hosts go on from
-the same: what is damaged for one of them, whoever reads which part, counts for none.
+A damaged checkpoint is replaced by the previous one, unless its step was requested. All hosts
+restore the same one: a checkpoint that is damaged on any host, in any part, is used by none.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from skippipe_jax.storage.files import retry
 from skippipe_jax.storage.mirror import Mirror
 
 Parts = Callable[[Checkpoint], Collection[str]]
-"""Which parts of a checkpoint, stages and the state of the data, a host is going to read."""
+"""Function that returns the parts of a checkpoint (stages, data state) that a host will read."""
 
 
 def latest_intact(run_dir: Path, step: int | None = None) -> Checkpoint:
-    """Open the checkpoint of `step`, by default the newest whose stages are whole.
+    """Open the checkpoint of `step`, by default the newest whose stages are intact.
 
-    Says on stderr which are not, and which stages of it are older.
+    Warns of newer damaged checkpoints, and of stages older than the checkpoint.
 
     Raises:
-        InputError: if there is none, as `open_checkpoint` and `require_intact` say it.
+        InputError: if there is none, as raised by `open_checkpoint` and `require_intact`.
     """
     found = open_checkpoint(run_dir, step) if step is not None else _latest_intact(run_dir)
     for sentence in found.staleness_warnings():
@@ -75,16 +75,15 @@ def rewind(
     mirror: Mirror | None = None,
     timeout_s: float = 3600,
 ) -> tuple[int, Checkpoint | None]:
-    """Find the newest checkpoint `up_to` a step that is whole for all hosts, which go back to it.
+    """Roll all hosts back to the newest checkpoint `up_to` a step that is intact on all of them.
 
-    All hosts call this together, while a run trains. Hosts without `parts` read none, and may not
-    reach the folder; they are told the step only. Before host 0 removes anything it calls
-    `require_leads`, which raises where others go on without it.
+    All hosts call this together during a run. Hosts without `parts` read nothing and need no access
+    to the folder; they only get the step. Before host 0 removes anything it calls `require_leads`,
+    which raises if others continue without it.
 
     Raises:
-        InputError: on all hosts, before anything is removed, when there is none, or all are
-            damaged.
-        TimeoutError: another host has not looked within `timeout_s`.
+        InputError: on all hosts, before anything is removed, if there is none or all are damaged.
+        TimeoutError: if another host has not verified its parts within `timeout_s`.
     """
     search = CheckpointSearch(run_dir, host, parts, mirror, timeout_s=timeout_s, up_to=up_to)
     last = search.newest()
@@ -101,10 +100,10 @@ def rewind(
 
 
 class CheckpointSearch:
-    """The way of all hosts together to a checkpoint that is whole for each.
+    """Search of all hosts together for a checkpoint that is intact on each.
 
     Attributes:
-        damages: what was damaged here, by step.
+        damages: the errors of damaged checkpoints, by step.
         useless: the steps whose copies are damaged too.
     """
 
@@ -118,10 +117,10 @@ class CheckpointSearch:
         timeout_s: float = 3600,
         up_to: int | None = None,
     ):
-        """Look at nothing yet.
+        """Store the arguments; read nothing yet.
 
-        This host will read these `parts` of a checkpoint, or none. On host 0 there may be a
-        `mirror`. What is later than `up_to` a step does not count.
+        This host will read `parts` of a checkpoint, or nothing. Host 0 may have a `mirror`.
+        Checkpoints after the step `up_to` are ignored.
         """
         self.run_dir, self.host, self.parts, self.mirror = run_dir, host, parts, mirror
         self.timeout_s, self.up_to = timeout_s, up_to
@@ -134,14 +133,14 @@ class CheckpointSearch:
         steps: Sequence[int] | None = None,
         damaged: Sequence[Sequence[str] | None] | None = None,
     ) -> Checkpoint | None:
-        """Find the newest that is whole here or in the copy; None if there is none at all.
+        """Return the newest checkpoint that is intact here or in the copy; None if there is none.
 
-        All hosts call this together. Host 0 may have told the `steps` of those that are there, and
-        all hosts the fields of the error that `look` has returned for the newest (`damaged`).
+        All hosts call this together. If already exchanged, `steps` are the steps of the checkpoints
+        on host 0, and `damaged` are the results of `look` at the newest, of all hosts.
 
         Raises:
             InputError: on all hosts, before anything is removed, if all checkpoints are damaged.
-            TimeoutError: another host has not looked within `timeout_s`.
+            TimeoutError: if another host has not verified its parts within `timeout_s`.
         """
         if steps is None:
             steps = list[int](self._of_host_0("steps", self.saved))
@@ -156,7 +155,7 @@ class CheckpointSearch:
                 return found
         if not steps:
             return None
-        # A run that was fetched from its copy has not brought all that is there.
+        # A run that was fetched from its copy has only some of its checkpoints here.
         mirror = self.mirror
         copies = self._of_host_0(
             "copies", lambda: [] if mirror is None else mirror.before(steps[0])
@@ -168,14 +167,14 @@ class CheckpointSearch:
         raise self.damages[steps[0]]
 
     def saved(self) -> list[int]:
-        """List the steps of the checkpoints that are there, ascending."""
+        """Return the steps of the existing checkpoints, ascending."""
         saved = retry(self.run_dir, lambda: committed_steps(self.run_dir))
         return [step for step in saved if self.up_to is None or step <= self.up_to]
 
     def clear(self, last: Checkpoint | None) -> None:
-        """Leave no checkpoint after the last, whose steps are taken anew, and none unfinished.
+        """Remove checkpoints after `last`, whose steps are repeated, and unfinished ones.
 
-        Host 0 does this, and says what was damaged or is old. What is damaged it sets aside.
+        Called on host 0. Quarantines damaged checkpoints, and warns of them and of stale stages.
         """
         for step, damage in self.damages.items():
             remedy = "It was fetched from the copy again"
@@ -192,7 +191,7 @@ class CheckpointSearch:
     def look(self, step: int) -> list[str] | None:
         """Verify a checkpoint on this host; return the fields of its error, or None if intact."""
         parts = self.parts
-        if parts is None:  # What a host that reads nothing knows of it.
+        if parts is None:  # A host that reads nothing has no record.
             self._opened[step] = Checkpoint(
                 step_folder(self.run_dir, step), CommitRecord(step=step, stage_layers=(), files={})
             )
@@ -208,13 +207,13 @@ class CheckpointSearch:
         return None
 
     def opened(self, step: int) -> Checkpoint:
-        """Return a checkpoint that was found intact here."""
+        """Return a checkpoint that `look` has found intact on this host."""
         return self._opened[step]
 
     def _seen(
         self, step: int, when: str, damaged: Sequence[Sequence[str] | None] | None = None
     ) -> Checkpoint | CorruptCheckpoint:
-        """Return a checkpoint that is intact on all hosts, or the error of one of them."""
+        """Return the checkpoint if it is intact on all hosts, else the first error."""
         if damaged is None:
             name = f"checkpoint/{step}/{when}"
             damaged = [*gather(self.host, name, lambda: self.look(step), self.timeout_s).values()]
@@ -224,7 +223,7 @@ class CheckpointSearch:
         return self._opened[step]
 
     def _restored(self, step: int) -> Checkpoint | None:
-        """Fetch the checkpoint from the copy again, if it is whole there."""
+        """Fetch the checkpoint from the copy again; return it if it is intact, else None."""
         mirror = self.mirror
         is_restored = self._of_host_0(
             f"{step}/is_restored", lambda: mirror is not None and mirror.restore(self.run_dir, step)
@@ -243,7 +242,7 @@ class CheckpointSearch:
 
 
 def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> None:
-    """Leave no folder of a step after the last, and none that is not whole."""
+    """Remove folders of steps after `last` and uncommitted ones; quarantine damaged ones."""
     remove_unfinished(run_dir)
     for found in steps_with_folders(run_dir):
         folder = step_folder(run_dir, found)
@@ -255,10 +254,10 @@ def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> 
 
 
 def verify(checkpoint: Checkpoint, parts: Parts) -> Checkpoint:
-    """Return the checkpoint with some parts marked as intact, which are looked at.
+    """Verify some parts of a checkpoint, and return it with these marked as intact.
 
     Raises:
-        CorruptCheckpoint: if they are not.
+        CorruptCheckpoint: if a part is damaged.
     """
     names = frozenset(parts(checkpoint))
     for part in sorted(names):
@@ -267,5 +266,5 @@ def verify(checkpoint: Checkpoint, parts: Parts) -> Checkpoint:
 
 
 def every_stage(checkpoint: Checkpoint) -> set[str]:
-    """Name all stages, as the parts to read."""
+    """Return the names of all stages, as the parts to read."""
     return checkpoint.record.stages()

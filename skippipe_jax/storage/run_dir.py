@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, its plans, its metrics, its hosts, its tokenizer."""
+"""Folder of a run: configuration, plans, metrics, generations of hosts, tokenizer."""
 
 from __future__ import annotations
 
@@ -54,42 +54,42 @@ from skippipe_jax.storage.run_lock import LEASE
 PLAN, METRICS, VALIDATION = "plan.json", StepMetrics.FILE, ValidationMetrics.FILE
 MEMBERSHIP, RECOVERIES = GenerationRecord.FILE, RecoveryRecord.FILE
 PLANS = "plans"
-"""The folder of the plans that a recipe asks for, each by its name, and of their pictures."""
+"""Folder of the plans of a recipe, by name, and of their pictures."""
 CASE = "case.yaml"
-"""Where a run that measured its cluster keeps the case."""
+"""File with the measured case, in a run that measured its cluster."""
 BEST = "best.json"
-"""Which checkpoint has the lowest validation loss, in a run that computes it."""
+"""File with the step of the lowest validation loss, in a run that validates."""
 BEST_STEP = "best"
-"""Name of the checkpoint with the lowest validation loss, in place of its step."""
+"""Name for the checkpoint with the lowest validation loss, in place of its step."""
 STARTED = "started.json"
-"""In which folder the run was last started: its relative paths lead from there."""
+"""File with the folder in which the run was last started, to which its paths are relative."""
 PARENT = "parent.json"
-"""The checkpoint of another run whose weights a run began with, if it began so."""
+"""File with the checkpoint of another run from which a run was initialized, if any."""
 GENERATIONS = "generations"
-"""The folder of the plans that generations follow. In it two hosts that cannot reach each other
-also find out which of them continues."""
+"""Folder of the plans of generations, and of the files with which two hosts that cannot reach each
+other decide which of them continues."""
 
 FileRecord = StepMetrics | ValidationMetrics | GenerationRecord | RecoveryRecord
 R = TypeVar("R", bound=FileRecord)
 
 
 class RunDir:
-    """The folder of a run, at `path`; what is read is read anew each time.
+    """Folder of a run at `path`; every method reads the files again.
 
     Methods raise an `InputError` if the folder cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Look at nothing yet."""
+        """Store the path; read nothing yet."""
         self.path = Path(path)
 
     @property
     def is_run(self) -> bool:
-        """Tell whether the folder holds a run."""
+        """True if the folder holds a run."""
         return is_run(self.path)
 
     def config(self, field: str = "run_dir", overrides: Sequence[str] = ()) -> Config:
-        """Read the configuration, overridden; `field` names where the folder was given."""
+        """Read the configuration with `overrides`; `field` is the setting that named the folder."""
         return saved_config(self.path, field, overrides)
 
     def plan(self) -> Plan:
@@ -97,13 +97,13 @@ class RunDir:
         return load_plan(self.path / PLAN)
 
     def schedule(self) -> Schedule:
-        """Read all plans, and which iteration takes which."""
+        """Read all plans, and the plan of each iteration."""
         others = sorted((self.path / PLANS).glob("*.json"))
         plans = {OWN: self.plan()} | {path.stem: load_plan(path) for path in others}
         return Schedule(self.config().recipe_in_steps if self.is_run else NO_RECIPE, plans)
 
     def require_new(self) -> None:
-        """Refuse a folder that holds a run already."""
+        """Raise InputError if the folder already holds a run."""
         with os_errors_as("run_dir", self.path):
             is_used = (self.path / CONFIG).exists() or latest_step(self.path) is not None
         if is_used:
@@ -115,12 +115,12 @@ class RunDir:
             )
 
     def create(self, config: Config, schedule: Schedule) -> None:
-        """Create the folder of a new run, or give the run in it other plans to continue with."""
-        # What takes time comes first: an interruption leaves the run with the plans that it had.
+        """Create the folder of a new run, or replace the plans of the run in it."""
+        # Draw first, which takes time: an interruption then leaves the former plans.
         pictures = {name: gantt(plan, simulate_plan(plan)) for name, plan in schedule.plans.items()}
         with os_errors_as("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / PLANS).exists():  # Of a start that was cut short, or of former plans.
+            if (self.path / PLANS).exists():  # From an interrupted start, or former plans.
                 shutil.rmtree(self.path / PLANS)
             for name, plan in schedule.plans.items():
                 path = self.path / (PLAN if name == OWN else f"{PLANS}/{name}.json")
@@ -129,14 +129,14 @@ class RunDir:
                 path.with_suffix(".svg").write_text(pictures[name], encoding="utf-8")
             for name in (METRICS, VALIDATION):
                 (self.path / name).touch()
-            # Last: the config marks a folder as a run, whose own the plan then is.
+            # Last: the config marks the folder as that of a run with this plan.
             self._write_config(config)
 
     def truncate_after(self, step: int, config: Config, *, is_own: bool = False) -> None:
-        """Prepare the folder to continue after `step`: metrics of later steps come again.
+        """Prepare the folder to continue after `step`, by dropping metrics of later steps.
 
-        Files that this process wrote last (`is_own`) are truncated in place. Others may still be
-        written by a host that was stopped: what is kept of them goes into a new file.
+        Files that this process wrote last (`is_own`) are truncated in place. A suspended host may
+        still have others open: their beginning is copied to a new file.
         """
         with os_errors_as("run_dir", self.path):
             self._write_config(config)
@@ -158,9 +158,9 @@ class RunDir:
         atomic_write(self.path / CONFIG, to_yaml(config))
 
     def files_to_mirror(self) -> list[Path]:
-        """List the files that a run needs besides its checkpoints to be resumed or looked at."""
+        """Return the files besides checkpoints that are needed to resume or inspect a run."""
         elsewhere = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
-        # These are not even looked into: folders of checkpoints come and go meanwhile.
+        # Do not list excluded folders: those of checkpoints may change meanwhile.
         tops = [path for path in sorted(self.path.iterdir()) if path.name not in elsewhere]
         found = (p for top in tops for p in (sorted(top.rglob("*")) if top.is_dir() else [top]))
         return [p for p in found if p.is_file() and p.suffix != PARTIAL and p.name != LEASE]
@@ -169,39 +169,39 @@ class RunDir:
         """Read the metrics of all steps, each with its validation loss."""
         losses = {line.step: line.validation_loss for line in self._records(ValidationMetrics)}
         lines = read_records(self.path / METRICS, StepMetrics)
-        own = {line.step: line.validation_loss or None for line in lines}  # Of former runs.
+        own = {line.step: line.validation_loss or None for line in lines}  # Former versions.
         return [
             msgspec.structs.replace(n, validation_loss=losses.get(n.step, own[n.step]))
             for n in lines
         ]
 
     def last_step(self) -> int:
-        """Return the last step in the metrics; 0 where there is none."""
+        """Return the last step in the metrics; 0 if there is none."""
         with os_errors_as("run_dir", self.path):
             return end_of_step(self.path / METRICS, sys.maxsize)[1]
 
     def validation_losses(self) -> dict[int, float]:
-        """Read the validation losses by step, but for those that are no finite number."""
+        """Read the validation losses by step, without those that are not finite."""
         path = self.path / VALIDATION
-        if not path.exists():  # Former runs have them among their metrics.
+        if not path.exists():  # Former versions wrote them to the metrics.
             path = self.path / METRICS
         lines = read_records(path, ValidationMetrics)
         return {n.step: n.validation_loss for n in lines if n.validation_loss is not None}
 
     def append(self, record: FileRecord) -> None:
-        """Add a record to the file of its kind; a crash loses at most this one."""
+        """Append a record to the file of its kind; a crash loses at most this one."""
         with os_errors_as("run_dir", self.path):
             append_record(self.path / record.FILE, record)
 
     def append_generation(
         self, generation: Generation, plan: Plan, members: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Record a generation of hosts; the plan of a later one than the first is kept in full."""
+        """Record a generation of hosts; for all but the first, also save its plan."""
         if generation.number > 1:
             with os_errors_as("run_dir", self.path):
                 (self.path / GENERATIONS).mkdir(exist_ok=True)
                 plan.save(self.path / GENERATIONS / f"plan-{generation.number}.json")
-        # Last: whoever reads the record finds the plan.
+        # Last, so that a reader of the record finds the plan.
         self.append(
             GenerationRecord(
                 generation=generation.number,
@@ -220,11 +220,11 @@ class RunDir:
         )
 
     def generations(self) -> list[GenerationRecord]:
-        """Read which hosts have trained together; unreadable records are left out."""
+        """Read the generations of hosts; unreadable records are skipped."""
         return self._records(GenerationRecord)
 
     def recoveries(self) -> list[RecoveryRecord]:
-        """Read how the run recovered from losses of stages; unreadable records are left out."""
+        """Read the recoveries from lost stages; unreadable records are skipped."""
         return self._records(RecoveryRecord)
 
     def _records(self, kind: type[R]) -> list[R]:
@@ -232,30 +232,30 @@ class RunDir:
         return read_records(path, kind) if path.exists() else []
 
     def last_generation(self) -> GenerationRecord | None:
-        """Read the last generation of hosts, if there is one."""
+        """Read the last generation of hosts; None if there is none."""
         path = self.path / MEMBERSHIP
         with os_errors_as("run_dir", self.path):
             return last_record(path, GenerationRecord) if path.exists() else None
 
     def require_leads(self, generation: int) -> None:
-        """Raise `GenerationEnded` where a later generation of hosts writes in the folder.
+        """Raise `GenerationEnded` if a later generation of hosts writes in the folder.
 
-        A leader that was stopped may wake up before what would spoil what others have written
-        since. Its process may not have received word of them by then.
+        A leader that was suspended may resume before it receives messages of the later generation,
+        and must not overwrite its files.
         """
         last = self.last_generation()
         if last is not None and last.generation > generation:
             raise GenerationEnded
 
     def last_addresses(self) -> list[str]:
-        """Return where the hosts that have trained together last listened for one another."""
+        """Return the addresses of the hosts of the last generation."""
         last = self.last_generation()
         return [] if last is None else [member.address for member in last.members]
 
     def propose(self, generation: Generation) -> Generation:
-        """Write a generation of hosts, unless one of its number exists; return the one written.
+        """Write a generation of hosts unless its number exists; return the generation in the file.
 
-        Of two hosts that cannot reach each other this decides which continues: only one can create
+        This decides which of two hosts that cannot reach each other continues: only one can create
         the file.
 
         Raises:
@@ -267,16 +267,16 @@ class RunDir:
         try:
             folder.mkdir(exist_ok=True)
             partial.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
-            # A link is made with the whole of the file, or not at all.
+            # Creating a hard link to a complete file is atomic.
             with suppress(FileExistsError):
                 os.link(partial, path)
             partial.unlink(missing_ok=True)
             return parse_generation(json.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:  # While a run trains, it may be over later.
+        except OSError as error:  # May be temporary during training.
             raise unusable(self.path, error) from error
 
     def supports_links(self) -> bool:
-        """Return whether the file system has the hard links by which `propose` decides."""
+        """Return whether the file system supports the hard links that `propose` needs."""
         partial = self.path / f"{secrets.token_hex(8)}{PARTIAL}"
         link = self.path / f"{partial.name}.link{PARTIAL}"
         with os_errors_as("run_dir", self.path):
@@ -291,7 +291,7 @@ class RunDir:
         return True
 
     def write_parent(self, parent: Mapping[str, Any] | None) -> None:
-        """Record which weights a run is about to begin with; None removes an earlier record."""
+        """Record the provenance of the initial weights; None removes an earlier record."""
         with os_errors_as("run_dir", self.path):
             if parent is None:
                 (self.path / PARENT).unlink(missing_ok=True)
@@ -299,7 +299,7 @@ class RunDir:
                 atomic_write(self.path / PARENT, json.dumps(parent, indent=1) + "\n")
 
     def parent(self) -> Mapping[str, Any] | None:
-        """Read which weights the run began with; None if they were its own."""
+        """Read the provenance of the initial weights; None if they come from no other run."""
         path = self.path / PARENT
         if not path.exists():
             return None
@@ -309,14 +309,14 @@ class RunDir:
         return parent
 
     def write_best(self, best: Mapping[str, Any] | None) -> None:
-        """Record the step and the validation loss of the best checkpoint, or that there is none."""
+        """Record the step and validation loss of the best checkpoint; None removes the record."""
         if best is None:
             (self.path / BEST).unlink(missing_ok=True)
         else:
             atomic_write(self.path / BEST, json.dumps(best) + "\n")
 
     def best(self) -> Mapping[str, Any] | None:
-        """Read what `write_best` has recorded."""
+        """Read the record of `write_best`; None if there is none."""
         path = self.path / BEST
         if not path.exists():
             return None
@@ -325,10 +325,10 @@ class RunDir:
         return best
 
     def step_named(self, step: int | str | None) -> int | None:
-        """Return a step, where `BEST_STEP` may name it.
+        """Return a step, resolving the name `BEST_STEP`.
 
         Raises:
-            InputError: if the run has no best checkpoint, or it is another word.
+            InputError: if `step` is another word, or the run has no best checkpoint.
         """
         if not isinstance(step, str):
             return step
@@ -341,8 +341,8 @@ class RunDir:
         return best["step"]
 
     def keep_tokenizer(self, config: DataConfig) -> None:
-        """Copy the tokenizer into the folder, unless it is that of bytes or there already."""
-        from skippipe_jax.data.batches import tokenizer_of  # They load JAX.
+        """Copy the tokenizer into the folder, unless it is the byte tokenizer or already there."""
+        from skippipe_jax.data.batches import tokenizer_of  # These import JAX.
         from skippipe_jax.data.tokenizer import copy_tokenizer
 
         name, own = tokenizer_of(config), self.path / TOKENIZER_FOLDER
@@ -351,7 +351,7 @@ class RunDir:
                 copy_tokenizer(name, partial)
 
     def keep_chat_template(self, config: DataConfig) -> None:
-        """Write the template that is given beside the tokenizer, in place of its own."""
+        """Write the configured chat template, in place of that of the tokenizer."""
         from skippipe_jax.data.chat import template_text
 
         name, own = config.chat_template, self.path / TOKENIZER_FOLDER
@@ -360,9 +360,9 @@ class RunDir:
             atomic_write(own / CHAT_TEMPLATE, text)
 
     def with_tokenizer(self, config: DataConfig) -> DataConfig:
-        """Return the configuration with the tokenizer in the folder, unless it is that of bytes.
+        """Return the configuration with the folder's tokenizer, unless it is the byte tokenizer.
 
-        With it comes the chat template, where one was given.
+        A configured chat template is replaced by the saved one too.
         """
         folder = self.path / TOKENIZER_FOLDER
         if config.tokenizer == BYTES or not has_tokenizer(folder):
@@ -373,9 +373,9 @@ class RunDir:
         return replace(config, tokenizer=str(folder), chat_template=template)
 
     def located(self, config: DataConfig) -> DataConfig:
-        """Return the configuration with relative paths of text led from where the run was started.
+        """Return the configuration with text paths relative to the folder of the run's last start.
 
-        They stay as they are where nothing is there, as on another machine.
+        Paths that do not exist there, as on another machine, are unchanged.
         """
         path = self.path / STARTED
         if not path.exists():

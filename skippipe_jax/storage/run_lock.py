@@ -1,4 +1,4 @@
-"""Locks a folder for one training at a time, on all machines that share it."""
+"""Lock on a folder for one training at a time, across all machines that share it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from skippipe_jax.storage.files import PARTIAL, os_errors_as
 
 LEASE = "lease.json"
 RENEWED_S = 5.0
-"""Interval at which the holder of a lease renews it."""
+"""Seconds between renewals of a lease by its holder."""
 EXPIRED_S = 30.0
-"""A lease that has not been renewed for so long has no holder."""
+"""Seconds without renewal after which a lease has expired."""
 SETTLED_S = 1.0
-"""Of several that take an expired lease at once, the last to write holds it after so long."""
+"""Seconds after which the last writer of an expired lease holds it, if several take it at once."""
 
 
 class RunLock:
-    """A lock on a folder: exclusive while a run begins, then shared by the hosts that lead it.
+    """Lock on a folder: exclusive at the start of a run, then shared by the hosts that lead it.
 
-    It is a lock on the folder itself, which the system releases when the process ends. Where such
-    a lock excludes nobody, as on many network file systems, a lease in the folder takes its place.
+    It is a `flock` on the folder itself, which the system releases when the process ends. If that
+    does not exclude other processes, as on many network file systems, a lease in the folder does.
     """
 
     def __init__(self, folder: Path, field: str = "run_dir"):
-        """Lock nothing yet; `acquire` does. `field` is what names the folder."""
+        """Store the arguments; `acquire` locks. `field` is the setting that names the folder."""
         self.folder = folder
         self.field = field
         self._descriptor: int | None = None
@@ -42,7 +42,7 @@ class RunLock:
         self._created: list[Path] = []
 
     def __enter__(self) -> RunLock:
-        """Lock nothing yet; release on leaving what is acquired until then."""
+        """Return the lock, not acquired yet; it is released at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +55,7 @@ class RunLock:
             self._lease.release()
         if self._descriptor is not None:
             for folder in self._created:
-                with suppress(OSError):  # It holds something, or somebody has removed it.
+                with suppress(OSError):  # It is not empty, or was removed.
                     folder.rmdir()
             os.close(self._descriptor)
             self._descriptor = None
@@ -63,11 +63,11 @@ class RunLock:
     def acquire(self, run_epoch: int | None = None) -> None:
         """Lock the folder, which is created if it does not exist.
 
-        Exclusively; or shared with the other hosts of a run, which all give the number that its
-        start drew. A leader that was stopped keeps its lock, and must not bar the next one.
+        The lock is exclusive, or with `run_epoch`, the random number of a start, shared by the
+        hosts of that run: a suspended leader keeps its lock, and must not block the next leader.
 
         Raises:
-            TemporaryError: if another training has locked it.
+            TemporaryError: if another training has locked the folder.
         """
         operation = fcntl.LOCK_EX if run_epoch is None else fcntl.LOCK_SH
         with os_errors_as(self.field, self.folder):
@@ -78,7 +78,7 @@ class RunLock:
                 descriptor = os.open(self.folder, os.O_RDONLY)
                 try:
                     self._require(flock(descriptor, operation))
-                    # Another that had locked it may have removed it before it was locked here.
+                    # The former holder may have removed the folder before it was locked here.
                     with suppress(FileNotFoundError):
                         if os.path.samestat(os.fstat(descriptor), self.folder.stat()):
                             self._descriptor = descriptor
@@ -91,13 +91,13 @@ class RunLock:
                 self._require(self._lease.acquire(run_epoch))
 
     def share(self, run_epoch: int) -> None:
-        """Let the other hosts of the run lock the folder too, if it is locked here."""
+        """Downgrade the lock, if held, so that other hosts of the run can lock the folder too."""
         if self._descriptor is not None:
             flock(self._descriptor, fcntl.LOCK_SH)
             self.acquire(run_epoch)
 
     def _excludes_others(self) -> bool:
-        """Return whether a second attempt to lock the folder, locked here, fails."""
+        """Return whether a second attempt to lock the locked folder fails, as it should."""
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             return not flock(descriptor)
@@ -115,9 +115,9 @@ class RunLock:
 
 
 def flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
-    """Return whether this process, and those that it gives the descriptor to, now have the lock.
+    """Try to lock a descriptor for this process and those that inherit it; return whether it did.
 
-    File systems without locks let everyone have it.
+    Returns True on file systems without locks.
     """
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
@@ -130,16 +130,16 @@ def flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
 
 
 class _Lease:
-    """A file that names the holder of a folder as long as a thread renews it.
+    """Lease on a folder: a file that names the holder, renewed by a thread.
 
-    Clocks of different machines are not compared: whoever finds the lease of another watches for
-    some time whether it changes.
+    Clocks of different machines are not compared: a process that finds another's lease watches for
+    `EXPIRED_S` seconds whether it changes.
     """
 
     def __init__(self, folder: Path):
         self._path = folder / LEASE
         self._holder = secrets.token_hex(8)
-        # The hosts of a run take the lease from each other by the number of its start.
+        # Hosts with the same start number may take the lease from each other.
         self._start = secrets.randbits(48)
         self._renewed = 0
         self._ends = threading.Event()
@@ -147,7 +147,7 @@ class _Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, start: int | None) -> bool:
-        """Return whether the lease is held now; while another renews it, it is not."""
+        """Try to take the lease; return False if another process renews it."""
         if start is not None:
             self._start = start
         before = self._read()
@@ -166,11 +166,11 @@ class _Lease:
         return True
 
     def release(self) -> None:
-        """End the lease, if it is still this one."""
+        """Stop renewing, and remove the file if this process still holds the lease."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
-        with suppress(OSError):  # It expires.
+        with suppress(OSError):  # Otherwise the lease expires.
             if (self._read() or {}).get("holder") == self._holder:
                 self._path.unlink()
 
@@ -196,20 +196,20 @@ class _Lease:
                 log.warning(
                     f"{self._path}: another training has taken the folder, or its lease is gone"
                 )
-            return  # Or another host of the same run leads.
+            return  # Another host of the same run may lead.
 
     def _content(self) -> dict[str, Any]:
         return {"start": self._start, "holder": self._holder, "renewed": self._renewed}
 
     def _write(self) -> None:
         self._renewed += 1
-        # Several processes may write at a time, each a complete file.
+        # Several processes may write concurrently, so replace the file atomically.
         partial = self._path.with_name(f"{LEASE}.{self._holder}{PARTIAL}")
         partial.write_text(json.dumps(self._content()) + "\n", encoding="utf-8")
         os.replace(partial, self._path)
 
     def _read(self) -> dict[str, Any] | None:
-        """Return what the file holds; None if there is no file, {} if it is damaged."""
+        """Return the content of the file; None if there is no file, {} if it is damaged."""
         try:
             found = json.loads(self._path.read_bytes())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Counts what XLA compiles in this process."""
+"""Count of the programs that XLA compiles in this process."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import jax.monitoring
 
 from skippipe_jax import log
 
-# While programs are compiled, a line is printed this often.
+# Seconds between progress lines during compilation.
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
 class Compilations:
-    """Programs that XLA has compiled, or loaded from its cache, and how long that took."""
+    """Number of programs that XLA compiled or loaded from its cache, and the seconds it took."""
 
     count: int = 0
     seconds: float = 0.0
 
 
 class CompilationCounter:
-    """Counts the programs that XLA compiles, or loads from its cache, in this process.
+    """Counter of the programs that XLA compiles, or loads from its cache, in this process.
 
-    Where that takes long, `say` prints now and then how far it is.
+    During long compilations it reports progress with `say`.
     """
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
     def __init__(self, say: Callable[[str], None] = log.info):
-        """Start at zero; counting begins on entering."""
+        """Start at zero; counting begins on entering the context."""
         self.compilations = Compilations()
         self.say = say
         self.said_s = time.perf_counter()
@@ -43,7 +43,7 @@ class CompilationCounter:
         return taken
 
     def __enter__(self) -> CompilationCounter:
-        """Begin to count."""
+        """Start counting."""
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 

@@ -1,8 +1,8 @@
-"""Stages that a run goes on without: what checkpoints hold of them, and how they come back.
+"""Dropped stages: how checkpoints store them, and how they are restored.
 
-A checkpoint always holds all stages. For a dropped stage the leader writes again the state of the
-last checkpoint, and records its step (`stale_stages`). A host that serves the stage again loads
-that state. Counters of the optimizer are advanced to those of the run, so that all stages use one
+A checkpoint always holds all stages. For a dropped stage the leader copies the state of the last
+checkpoint and records its step (`stale_stages`). A host that serves the stage again loads that
+state. The update count of the optimizer is set to that of the run, so that all stages use one
 learning rate.
 """
 
@@ -32,9 +32,9 @@ from skippipe_jax.storage.loading import load_stage_numpy, stage_step
 def kept_stages(
     config: Config, stages: int, left_out: Collection[int], updates: int
 ) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
-    """Read what the next checkpoint holds of stages that are left out, and of which steps it is.
+    """Return the states of dropped stages for the next checkpoint, and the step of each state.
 
-    The optimizer has made so many `updates` by now.
+    `updates` is the number of updates that the optimizer has made.
     """
     checkpoint = open_checkpoint(Path(config.run_dir))
     cut = config.model.layers_of_stages(stages)
@@ -47,10 +47,10 @@ def kept_stages(
 
 
 def read_dropped_stages(config: Config, group: Group) -> tuple[Copy, ...]:
-    """Read from checkpoints the dropped stages that this host reads for all that serve them again.
+    """Read from checkpoints the dropped stages that this host provides to their new hosts.
 
     Raises:
-        InputError: if one cannot be read.
+        InputError: if a checkpoint cannot be read.
     """
     generation, here = group.generation, (group.hosts[group.index],)
     read = [made for made in generation.remade if made.by == SKIP and made.sources == here]
@@ -65,7 +65,7 @@ def read_dropped_stages(config: Config, group: Group) -> tuple[Copy, ...]:
 def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
     """Return, for each lost stage, the step of its state in the last checkpoint.
 
-    Only stages that are dropped or come back are listed; a host without the run folder returns {}.
+    Lists only stages that are dropped or restored. A host without the run folder returns {}.
     """
     steps: dict[int, int | None] = dict.fromkeys({*generation.left_out} & {*generation.lost})
     steps |= {made.stage: made.step for made in generation.remade if made.by == SKIP}

@@ -1,12 +1,12 @@
-"""The weights that a run begins with, where they come from elsewhere: `init_from`.
+"""Initial weights of a run from a Hugging Face model or another run: `init_from`.
 
-`parent.json` in the folder of a run that began by `init_from: run:DIR`:
+`parent.json` in the folder of a run that started from `init_from: run:DIR`:
 
-    init_from     as it was said
-    folder, step  whose checkpoint it was, and of which step
-    checkpoint    digest of its COMMITTED, which has a digest of every other file of it
-    config        digest of the config.yaml of that run, as it was then
-    parent        what stood in the parent.json of that run; null, if it had none
+    init_from     the value in the configuration
+    folder, step  the folder of the parent run, and the step of its checkpoint
+    checkpoint    digest of its COMMITTED file, which has a digest of each of its other files
+    config        digest of the config.yaml of the parent run at that time
+    parent        the content of the parent.json of the parent run; null if it had none
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from skippipe_jax.storage.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunWeights:
-    """A checkpoint of a run, whose parameters are read when a stage is.
+    """Checkpoint of another run, whose parameters are read stage by stage.
 
     Attributes:
-        init_from: by which it was named.
-        folder: of the run.
-        config: of the run, the model in it.
-        checkpoint: the one that is read.
+        init_from: the value that names it.
+        folder: the folder of that run.
+        config: the configuration of that run, including its model.
+        checkpoint: the checkpoint that is read.
     """
 
     init_from: str
@@ -63,16 +63,16 @@ class RunWeights:
     checkpoint: Checkpoint
 
     def require_shapes(self, model: ModelConfig) -> None:
-        """Refuse a model of other shapes."""
+        """Raise InputError if `model` has other shapes."""
         require_shapes(self.folder / CONFIG, self.config.model, vars(model))
 
     def load_stage(self, parameters: PyTree, first_layer: int) -> PyTree:
         """Read a stage's parameters into NumPy arrays of the shapes and dtypes of `parameters`.
 
-        Its blocks are those from `first_layer` on, however either run cuts the model.
+        The stage's blocks start at `first_layer`. The two runs may partition the model differently.
 
         Raises:
-            InputError: if a file is damaged, or cannot be read any more.
+            InputError: if a file is damaged or cannot be read.
         """
         own = jax.tree.leaves(parameters["blocks"])[0].shape[0]
         rest = self.config.model.layers - first_layer - own
@@ -86,18 +86,18 @@ class RunWeights:
         )
 
     def matches_tokenizer(self, data: DataConfig) -> bool:
-        """Tell whether the run was trained on tokens of the same tokenizer as that of the data."""
+        """Return whether the run was trained with the same tokenizer as `data` uses."""
         names = {tokenizer_of(RunDir(self.folder).with_tokenizer(self.config.data))}
         names.add(tokenizer_of(data))
         return len(names) == 1 or len({load_tokenizer(name).digest for name in names}) == 1
 
     def copy_tokenizer(self, target: Path) -> None:
-        """Copy what the run keeps of its tokenizer, if it keeps one, into the folder `target`."""
+        """Copy the tokenizer that the run saved, if any, into the folder `target`."""
         if (self.folder / TOKENIZER_FOLDER).is_dir():
             shutil.copytree(self.folder / TOKENIZER_FOLDER, target, dirs_exist_ok=True)
 
     def provenance(self) -> dict[str, Any]:
-        """Describe the checkpoint, as the run that begins so notes it in its folder."""
+        """Return the contents of `parent.json` for a run that starts from this checkpoint."""
         return {
             "init_from": self.init_from,
             "folder": os.path.realpath(self.folder),
@@ -109,17 +109,17 @@ class RunWeights:
 
 
 WeightSource: TypeAlias = huggingface.Weights | RunWeights
-"""Weights that have been found whole."""
+"""Weights that have been verified to be complete."""
 
 
 def open_initial_weights(config: Config, *, anew: bool = False) -> WeightSource | None:
-    """Open the weights that `init_from` names, if it does, found whole and of the model's shapes.
+    """Open and verify the weights that `init_from` names; return None without `init_from`.
 
-    Those of a run are of the checkpoint that is noted in the folder of this one. Where it begins
-    `anew`, that is still to be chosen.
+    The weights of another run come from the checkpoint recorded in this run's folder. With `anew`,
+    nothing is recorded yet and the checkpoint is chosen here.
 
     Raises:
-        InputError: if they are not.
+        InputError: if the weights are incomplete, or their shapes differ from the model's.
     """
     if config.init_from is None:
         return None
@@ -135,13 +135,14 @@ def open_initial_weights(config: Config, *, anew: bool = False) -> WeightSource 
 
 
 def open_run_weights(init_from: str, noted: Mapping[str, Any] | None = None) -> RunWeights:
-    """Open the checkpoint that `init_from: run:DIR` names, by default the newest, found whole.
+    """Open and verify the checkpoint that `init_from: run:DIR` names, by default the newest.
 
-    If it is `noted` which one the run began with, that one is opened, unread.
+    `noted` is the recorded provenance of this run, if any: then that checkpoint is opened without
+    verifying its contents.
 
     Raises:
-        InputError: naming init_from, if there is no such run or checkpoint, it is not whole, or
-            is another than the one that was noted.
+        InputError: naming init_from, if there is no such run or checkpoint, it is incomplete, or it
+            differs from the one in `noted`.
     """
     origin = origin_of(init_from)
     folder = origin.folder
@@ -167,12 +168,12 @@ def open_run_weights(init_from: str, noted: Mapping[str, Any] | None = None) -> 
 
 
 def require_own_tokens(config: Config) -> None:
-    """Refuse tokens of another tokenizer than that of the first weights, unless `data` names it.
+    """Refuse tokens from a tokenizer other than that of `init_from`, unless `data` names it.
 
-    Nothing is said where the weights come without a tokenizer, or the tokens are on another host.
+    Does nothing if the weights have no tokenizer, or the tokens are on another host.
 
     Raises:
-        InputError: naming the tokens, and both tokenizers.
+        InputError: naming the tokens and both tokenizers.
     """
     data, path = config.data, config.data.path
     if config.init_from is None or data.source != "tokens" or path is None:
@@ -194,39 +195,39 @@ def require_own_tokens(config: Config) -> None:
 
 
 def tokenizer_warning(weights: WeightSource | None, config: Config) -> list[str]:
-    """Say so, if a run goes on with what another has learnt of other tokens."""
+    """Return a warning if the initial weights were trained with another tokenizer, else []."""
     if not isinstance(weights, RunWeights) or weights.matches_tokenizer(config.data):
         return []
     return [f"{config.init_from} was trained on another tokenizer's tokens than those of data"]
 
 
 class InitialWeights:
-    """The parameters of stages as weights have them, which all hosts must read alike."""
+    """Initial parameters of stages, which must be the same on all hosts."""
 
     def __init__(self, source: WeightSource, cut: StageCut, *, are_compared: bool):
-        """Read nothing yet; hosts compare what they read if `are_compared`."""
+        """Read nothing yet; hosts compare digests of what they read if `are_compared`."""
         self.are_compared = are_compared
         self.source = source
         self.cut = cut
         self.digests: dict[int, str] = {}
 
     def read(self, stage: int, shapes: State) -> State:
-        """Read the parameters of a stage, of these shapes."""
+        """Read the parameters of a stage, with the given shapes."""
         parameters = self.source.load_stage(shapes["parameters"], self.cut.blocks(stage).start)
         if self.are_compared:
             self.digests[stage] = _digest(parameters)
         return {"parameters": parameters}
 
     def compared(self, config: Config, host: int, serving: Sequence[Collection[int]]) -> Ready:
-        """Tell the digests of what was read, once all is ready, and compare those of all hosts.
+        """Return the exchange that compares the digests of all hosts once all stages are ready.
 
-        This is host number `host`, and `serving` are those of each stage. One that has read other
-        weights for a stage than the first that serves it raises InputError.
+        `host` is this host, and `serving` are the hosts of each stage. A host raises InputError if
+        its weights for a stage differ from those of the first host that read them.
         """
 
         def compare(told: Mapping[int, Any]) -> None:
             for stage, own in self.digests.items():
-                # Who takes its state from others reads none.
+                # A host that takes its state from others reads no weights.
                 read = {other: (told[other] or {}).get(str(stage)) for other in serving[stage]}
                 first = min(other for other, theirs in read.items() if theirs is not None)
                 if read[first] != own:

@@ -1,4 +1,4 @@
-"""The metrics of a run: the outcome of each iteration, read when it has ended, and checked."""
+"""Metrics of each iteration, read in the background and checked once the iteration has ended."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from skippipe_jax.training.compilations import Compilations
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """An iteration that has ended: its totals, this host's peaks in flight, and when it ended.
+    """Completed iteration: its totals, this host's peaks in flight, and when it ended.
 
-    `busy_s` is how long each node computed, where that was watched.
+    `busy_s` is the seconds that each node computed; None if that was not measured.
     """
 
     step: int
@@ -53,21 +53,21 @@ class StepOutcome:
 
 
 class MetricsCollector:
-    """Reads the outcome of each iteration, checks it, and makes its metrics.
+    """Collector of the metrics of iterations: reads and checks the outcome of each.
 
     Attributes:
-        asked_to_stop: whether a host was, by the last iteration that was read.
-        skipped_updates: how many there have been.
+        asked_to_stop: whether a host had been asked to stop, as of the last iteration read.
+        skipped_updates: number of updates skipped so far.
     """
 
     def __init__(self, config: Config, schedule: Schedule, runtime: Runtime, step: int):
-        """Begin after `step`."""
+        """Start after `step`."""
         self.config = config
         self.schedule = schedule
         self.asked_to_stop = False
         self.generation = runtime.group.generation.number or None
         self.hosts = len(runtime.topology.hosts)
-        # By the name of an iteration's plan, and whether it averages gradients.
+        # Keyed by the name of an iteration's plan, and whether it averages gradients.
         averaging, last = config.averaging, config.train.steps
         self.expected = {
             (name, averaging.is_exact(step)): _seconds_and_bytes(plan, config, step)
@@ -88,9 +88,9 @@ class MetricsCollector:
         used = {device for of_node in topology.devices for device in of_node}
         self.peak_flops_per_second = peak_flops_per_second(device.kind for device in used)
         self.learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
-        self.learning_rate(step)  # Compiled now, not while training.
+        self.learning_rate(step)  # Compile it before training.
         optimizer_state = next(iter(runtime.states.values())).optimizer_state
-        # Replicas that are apart each count their own.
+        # In outer mode each replica has its own count.
         made = step if averaging.is_outer else updates_made(optimizer_state)
         self.skipped_updates = step - made
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
@@ -99,17 +99,17 @@ class MetricsCollector:
         self.last_s: float | None = None
 
     def begin(self) -> None:
-        """Note that an iteration begins: the first one counts from now."""
+        """Start the clock of the first iteration."""
         if self.last_s is None:
             self.last_s = time.perf_counter()
 
     def watch(self, step: int, outcome: Outcome, compilations: Compilations) -> None:
-        """Wait in the background for the end of the iteration that leads to `step`."""
+        """Read in the background the outcome of the iteration that leads to `step`."""
 
         def wait() -> StepOutcome:
             sums = outcome.sums()
             totals = np.asarray(sums.totals)
-            # NumPy indexes: on a device an index would be a program to compile.
+            # Index in NumPy: indexing on a device would compile a program.
             peaks = {node: int(np.asarray(gauge)[1]) for node, gauge in outcome.gauges.items()}
             busy_s = None if sums.busy_s is None else np.asarray(sums.busy_s)
             at_s = time.perf_counter() if outcome.ended_s is None else outcome.ended_s
@@ -118,23 +118,23 @@ class MetricsCollector:
         self.watched.append((step, self.watcher.submit(wait)))
 
     def restart_clock(self) -> None:
-        """Count the next iteration from now: what was done since the last one is no part of it."""
+        """Restart the clock, so that the next iteration excludes the work since the last one."""
         self.last_s = time.perf_counter()
 
     def completed(self, leave: int = 0) -> Iterator[StepMetrics]:
-        """Yield the metrics of the watched iterations in order, but for the last `leave` of them.
+        """Yield the metrics of the watched iterations in order, except the last `leave`.
 
         Raises:
-            RuntimeError: if a node held more microbatches than its memory.
-            RunFailed: if the loss or its gradient is no finite number any more.
+            RuntimeError: if a node held more microbatches than its memory allows.
+            RunFailed: if the loss or its gradient norm is not finite.
         """
         while len(self.watched) > leave:
             step, watched = self.watched[0]
-            # If this raises, the step may still come to count, and is told of then.
+            # If this raises, the step may still be committed, and is reported then.
             finished = self.wait_for(watched, step)
             self._check_memory(finished)
             metrics = self._metrics_of(finished)
-            # Not before it is found good: else nothing would keep a later call from saving it.
+            # Only after the checks: otherwise a later call could save a step that failed them.
             self.watched.popleft()
             self.asked_to_stop = bool(finished.totals[STOP] > 0)
             yield metrics
@@ -149,7 +149,7 @@ class MetricsCollector:
                 )
 
     def _metrics_of(self, finished: StepOutcome) -> StepMetrics:
-        """Return the metrics of an iteration, and note what follows from them for the next."""
+        """Return the metrics of an iteration, and update the clock and the skipped updates."""
         step, totals, optimizer = finished.step, finished.totals, self.config.optimizer
         name = self.schedule.name(step - 1)
         is_exact = self.config.averaging.is_exact(step)
@@ -158,7 +158,7 @@ class MetricsCollector:
         seconds = finished.at_s - self.last_s
         self.last_s = finished.at_s
         batch_tokens = self.config.data.microbatch_size * self.config.data.sequence_length
-        # Without a target token there is no loss, and NaN stands for it.
+        # Without a target token the loss is NaN.
         tokens = totals[TOKENS] or np.float32(np.nan)
         loss, norm = float(totals[LOSS] / tokens), float(np.sqrt(totals[SQUARED_NORM]))
         if is_exact:
@@ -197,7 +197,7 @@ class MetricsCollector:
         )
 
     def _require_finite(self, step: int, loss: float, norm: float) -> None:
-        """Refuse to go on after a loss, or a gradient, that is no finite number."""
+        """Raise RunFailed if the loss or the gradient norm is not finite."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RunFailed(  # All hosts have the same totals.
                 "optimizer.learning_rate",
@@ -208,12 +208,12 @@ class MetricsCollector:
             )
 
     def close(self) -> None:
-        """Watch no more; an iteration that other hosts have left is not waited for."""
+        """Stop watching, without waiting for an iteration that other hosts have abandoned."""
         self.watcher.shutdown(wait=False)
 
 
 def _seconds_and_bytes(plan: Plan, config: Config, step: int) -> tuple[float, int]:
-    """Find how long the iteration that leads to a step takes by its plan, and what nodes send."""
+    """Return the planned seconds of the iteration that leads to a step, and the bytes sent."""
     seconds = plan.predicted.iteration_s
     if config.averaging.is_outer and config.averaging.is_exact(step):
         seconds = timeline_of(plan, config.averaging, step).iteration_s
@@ -221,7 +221,7 @@ def _seconds_and_bytes(plan: Plan, config: Config, step: int) -> tuple[float, in
 
 
 def _idle_share(busy_s: np.ndarray | None, seconds: float) -> list[float] | None:
-    """Return the share of an iteration of so many seconds in which each node did not compute."""
+    """Return the fraction of an iteration's `seconds` in which each node did not compute."""
     if busy_s is None:
         return None
     return [round(max(0.0, 1.0 - busy / seconds), 4) for busy in busy_s.tolist()]

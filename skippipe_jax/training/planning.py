@@ -1,4 +1,4 @@
-"""The plans of a run: read from a file, or made for a case that was given or measured. No JAX."""
+"""Plans of a run: read from a file, or made for a given or measured case. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def make_plan(
     seed: int = 0,
     budget_s: float = DEFAULT_BUDGET_S,
 ) -> Plan:
-    """Make a plan for a case, which is given as a mapping or as the path of a YAML file.
+    """Make a plan for a case, given as a mapping or as the path of a YAML file.
 
-    `budget_s` are the seconds that the search may take; the first search on a machine compiles for
-    half a minute before. The link table of a mapping lies in the current folder.
+    `budget_s` limits the seconds of the search; the first search on a machine first compiles for
+    half a minute. The link table of a mapping is looked up in the current folder.
 
     Raises:
-        InputError: if the case is none, or has no plan under its rules.
+        InputError: if the case is invalid, or has no plan under its rules.
     """
-    PlanConfig(method=method, seed=seed, budget_s=budget_s)  # which refuses what is none
+    PlanConfig(method=method, seed=seed, budget_s=budget_s)  # Checks the arguments.
     cases = candidates(dict(case)) if isinstance(case, Mapping) else load_cases(Path(case))
     return best_plan(cases, method, Search(seed, budget_s))
 
 
 def with_plan(config: Config, hosts: int) -> Config:
-    """Return the configuration, by which a host that is alone is measured if it names no plan."""
+    """Return the configuration; a single host without a plan gets `plan.measure`."""
     if hosts > 1 or not config.plan.is_missing:
         return config
     return replace(config, plan=replace(config.plan, measure=True))
 
 
 def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] | None) -> Schedule:
-    """Make the run's own plan, for the case that was measured if one was, and those of its recipe.
+    """Make the run's own plan, for the `measured` case if there is one, and those of its recipe.
 
     Raises:
-        InputError: as `plan_of` does, or if a plan of the recipe breaks a rule.
+        InputError: as in `plan_of`, or if a plan of the recipe breaks a rule.
     """
     if measured is not None:
         cases = candidates_of(config, dict(measured))
@@ -66,11 +66,11 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
 
 
 def tell_time(config: Config, schedule: Schedule, done: int = 0) -> None:
-    """Tell the planned time of the iterations that are left, `done` of them being over.
+    """Print the planned time of the remaining iterations, after `done` of them.
 
-    Suggest a preset where all of the run skip stages. The time is told where nodes were measured:
-    each has seconds of its own then. The lines are comments: what is printed before them is the
-    configuration, as YAML.
+    Suggests a preset if stages are skipped in the whole run. Prints the time only if nodes were
+    measured, so that each has its own `forward_s`. The lines are YAML comments, as the
+    configuration is printed before them.
     """
     steps = config.train.steps
     last = schedule.plan(steps - 1)
@@ -90,10 +90,10 @@ def tell_time(config: Config, schedule: Schedule, done: int = 0) -> None:
 
 
 def plan_of(config: Config, config_folder: Path) -> Plan:
-    """Return the plan that a configuration names, or one made for the case that it names.
+    """Return the plan that a configuration names, or make one for the case that it names.
 
     Raises:
-        InputError: if it names neither, or the plan breaks a rule of its case.
+        InputError: if it names neither a plan nor a case, or the plan breaks a rule of its case.
     """
     if config.plan.file is not None:
         return require(load_plan(Path(config.plan.file)))
@@ -101,16 +101,16 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
 
 
 def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
-    # For one node there is nothing to search.
+    # A single node needs no search.
     method = "balanced" if all(len(case.nodes) == 1 for case in cases) else config.method
-    if method != "balanced":  # Which is instant.
+    if method != "balanced":  # `balanced` is instant.
         log.info(f"planning for {what} by {method}, {config.budget_s:g} s at most")
     with signals_that_end():  # numba calls back from C, where exceptions get lost.
         return best_plan(cases, method, Search(config.seed, config.budget_s))
 
 
 def check_deadline(config: Config, longest_s: float) -> None:
-    """Refuse a deadline that passes while everything goes as planned."""
+    """Refuse a `network.deadline_s` that a planned iteration may exceed."""
     if config.network.deadline_s <= longest_s:
         raise InputError(
             "network.deadline_s",

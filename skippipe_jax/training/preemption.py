@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM to a host that trains: it stops the run, or leaves it to the others.
+"""SIGINT and SIGTERM during training: the host stops the run, or leaves it.
 
-By SIGTERM it leaves a run that outlives its hosts, after the step that is under way or the next
-one: what it alone holds the others take first. Where so many are told to leave that the rest could
-not go on, the run ends instead.
+On SIGTERM a host leaves an elastic run after the current or the next step, once its state has been
+transferred to others where it is the only owner. If too many hosts are told to leave for the rest
+to continue, the run ends instead.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Preemption:
-    """Whether this host was told to stop or to leave, and what follows from it.
+    """Handler of the signals that tell this host to stop or to leave.
 
     Attributes:
-        received: the signal that has come while it trains, if one has.
-        must_stay: whether the run is ending: this host stays until the last checkpoint is saved.
+        received: the signal received during training; None without one.
+        must_stay: whether the run is ending, so that this host stays until the last checkpoint is
+            saved.
     """
 
     def __init__(self, membership: Membership, grace_s: float):
-        """After SIGTERM, this process exits within `grace_s` seconds."""
+        """Store the grace: after SIGTERM, this process exits within `grace_s` seconds."""
         self.received: signal.Signals | None = None
         self.must_stay = False
-        # Alone, or within one JAX, no host can go without the others.
+        # A single host, or hosts in `distributed` mode, cannot leave.
         self._can_leave = membership.count > 1 and not membership.is_distributed
         self._membership = membership
         self._grace_s = grace_s
@@ -43,9 +44,9 @@ class Preemption:
 
     @contextmanager
     def heeding(self, numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
-        """Take the first of these signals; a second one ends the program, as if it came alone.
+        """Handle the first of these signals; a second one ends the program as without a handler.
 
-        Only a main thread gets signals: in another, none is taken.
+        Only the main thread receives signals: in any other thread this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -53,7 +54,7 @@ class Preemption:
 
         def handle(number: int, _: Any) -> None:
             if self.received and number == signal.SIGTERM:
-                raise_terminated()  # Some schedulers send it when a grace begins, and when it ends.
+                raise_terminated()  # Some schedulers send it at the start and end of a grace.
             if self.received:
                 raise KeyboardInterrupt
             self.receive(signal.Signals(number))
@@ -66,27 +67,27 @@ class Preemption:
                 signal.signal(number, handler)
 
     def receive(self, number: signal.Signals) -> None:
-        """Take a signal: only SIGTERM tells a host to leave."""
+        """Record a signal; SIGTERM makes a host leave if it can."""
         self.received = number
         if number == signal.SIGTERM and self._can_leave:
             self._is_told = True
             self._membership.control.told_to_leave(self._grace_s, self._exit)
 
     def ends_the_run(self) -> bool:
-        """Tell whether this host wants the run to end, after signals and what others were told."""
+        """Return whether this host votes to end the run, given its signals and those of others."""
         if not self._can_leave:
             return self.received is not None
         is_asked = self.received not in (None, signal.SIGTERM)
         return is_asked or self._membership.control.is_the_end
 
     def has_left(self) -> bool:
-        """Tell whether the others do without this host, as it was told; then no grace ends it."""
+        """Return whether the others continue without this host; then its grace has no effect."""
         left = self._is_told and self._membership.generation_number == NOBODY
         self.must_stay = self.must_stay or left
         return left
 
     def _exit(self) -> None:
-        """Exit although the others have not gone on: whoever preempts this host will not wait."""
+        """Exit although the others have not continued, as the preemption does not wait."""
         if self.must_stay or self._membership.control.is_the_end:
             return
         log.error(

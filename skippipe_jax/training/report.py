@@ -1,8 +1,8 @@
-"""What the hosts of a generation tell each other once, as it begins, and what follows from that.
+"""Reports that the hosts of a generation exchange once at its start, and the plan from them.
 
-Each host tells one `GenerationReport`, and `plan_session` derives from those of all hosts what each
-of them goes on by. It is a pure function, so all hosts come to the same, in one exchange: over slow
-links every further one would make a membership change longer by the latency of the slowest link.
+Each host sends one `GenerationReport`, and `plan_session` derives a `SessionPlan` from the reports
+of all hosts. It is a pure function, so all hosts get the same result from one exchange: each
+further exchange would add the latency of the slowest link to a membership change.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from skippipe_jax.consensus.generations import Generation
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReport:
-    """What one host tells all others; every value is one that JSON can hold.
+    """Report of one host to all others; every value is JSON-serializable.
 
     Attributes:
         member: the host, its process, its address and its nodes, as in membership.jsonl.
-        process: its number.
-        endpoint: of its transfer servers.
-        microbatches_read: before the next step; 0 on a host that takes the state of others.
-        restores_checkpoint: whether it goes on from a checkpoint.
-        squared_norms: of the gradients of each stage's blocks at the last step, if it knows them.
-        optimizer_updates: how many the optimizer has made, if it knows that.
-        serves_data: whether a data node is served there.
-        data_fingerprint: of the text that it has read, if it has read any.
-        run_fingerprint: of the text that the run reads, if it has heard of that before.
-        device_kinds: what JAX calls each of its devices.
-        held_out_microbatches: that it has read of the held-out text, if it reads any.
-        measured: what it has measured, as `Measured` tells it, if it has.
-        known_plans: the digests of the plans that it has found, or heard of.
-        too_long: what becomes of documents longer than a sequence, if it reads any.
+        process: the number of its process.
+        endpoint: the endpoint of its transfer servers.
+        microbatches_read: microbatches read before the next step; 0 on a host that takes the state
+            of others.
+        restores_checkpoint: whether it restores a checkpoint.
+        squared_norms: squared gradient norms of each stage's blocks at the last step, if known.
+        optimizer_updates: number of updates that the optimizer has made, if known.
+        serves_data: whether it serves a data node.
+        data_fingerprint: fingerprint of the text that it has read, if any.
+        run_fingerprint: fingerprint of the text that the run reads, if received before.
+        device_kinds: JAX's device kind of each of its devices.
+        held_out_microbatches: number of held-out microbatches that it has read.
+        measured: its measurements, in the form of `Measured`, if any.
+        known_plans: the digests of the plans that it has found or received.
+        too_long: messages on documents longer than a sequence, if it reads any.
         damaged: the fields of the error about the newest checkpoint (field, value, problem,
             remedy), if this host has found it damaged.
-        recovery: its line of recoveries.jsonl that is yet to be written, if there is one.
+        recovery: its pending line of recoveries.jsonl, if any.
         metrics_tail: its last lines of metrics.
     """
 
@@ -64,20 +65,20 @@ class GenerationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
-    """What all hosts of a generation go on by.
+    """Result of the exchange, the same on all hosts of a generation.
 
     Attributes:
-        reports: of all hosts, the leader's first.
-        microbatches_read: before the next step.
-        restores_checkpoint: whether a host goes on from a checkpoint.
-        squared_norms, optimizer_updates: as in a report; None where no host knows them.
-        data_fingerprint: of the text that the run reads; None where no host knows it.
-        without_text: the hosts that serve a data node, and have not that text.
-        held_out_microbatches: how many there are.
+        reports: the reports of all hosts, the leader's first.
+        microbatches_read: microbatches read before the next step.
+        restores_checkpoint: whether any host restores a checkpoint.
+        squared_norms, optimizer_updates: as in a report; None if no host has them.
+        data_fingerprint: fingerprint of the text that the run reads; None if no host has it.
+        without_text: the hosts that serve a data node but lack that text.
+        held_out_microbatches: number of held-out microbatches.
         too_long: as in the report of the first host that serves a data node.
-        plan_source: the host that tells the plan of the generation to those that lack it; None
-            where none lacks it, or none knows it.
-        is_plan_known: whether a host knows the plan of the generation.
+        plan_source: the host that sends the plan of the generation to hosts that lack it; None if
+            no host lacks it or no host has it.
+        is_plan_known: whether any host has the plan of the generation.
     """
 
     reports: Sequence[GenerationReport]
@@ -94,12 +95,12 @@ class SessionPlan:
 
     @property
     def endpoints(self) -> list[Mapping[str, Any]]:
-        """Return those of the transfer servers of each host."""
+        """Endpoints of the transfer servers of each host."""
         return [own.endpoint for own in self.reports]
 
 
 def plan_session(generation: Generation, reports: Sequence[GenerationReport]) -> SessionPlan:
-    """Derive what follows from the reports of all hosts of a generation, the leader's first."""
+    """Derive the session plan from the reports of all hosts of a generation, the leader's first."""
     knowing = [host for host, own in enumerate(reports) if generation.plan in own.known_plans]
     norms = [own.squared_norms for own in reports if own.squared_norms is not None]
     updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
@@ -127,7 +128,7 @@ def plan_session(generation: Generation, reports: Sequence[GenerationReport]) ->
 
 
 def exchange_reports(group: Group, report: GenerationReport, timeout_s: float) -> SessionPlan:
-    """Tell all hosts a report, hear theirs, and plan; all hosts call this together."""
+    """Exchange reports with all hosts and derive the session plan; all hosts call this together."""
     told = gather(group, "report", lambda: asdict(report), timeout_s)
     reports = [GenerationReport(**told[index]) for index in range(group.count)]
     return plan_session(group.generation, reports)

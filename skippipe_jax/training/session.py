@@ -1,6 +1,6 @@
-"""Trains with one fixed set of hosts: runs steps, emits metrics, validates, saves checkpoints.
+"""Training with one fixed set of hosts: steps, metrics, validation, checkpoints.
 
-Iteration i, counted from 0, leads to step i + 1: `step` is the number of iterations that are done.
+Iteration i, counted from 0, leads to step i + 1: `step` is the number of completed iterations.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from skippipe_jax.training.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class RunContext:
-    """What sessions, and whoever opens them, need of a run.
+    """Objects of a run that its sessions share.
 
     Attributes:
-        config: what the run is told.
-        run_dir: the folder that it writes.
-        membership: this host among all those that the run was started with.
-        callbacks: those that are told of steps.
-        compile_stats: counts the programs that are compiled.
-        preemption: whether this host was told to stop or to leave.
+        config: the configuration of the run.
+        run_dir: the folder of the run.
+        membership: this host among all hosts of the run.
+        callbacks: the callbacks of the run.
+        compile_stats: the counter of compiled programs.
+        preemption: the handler of the signals that tell this host to stop or to leave.
     """
 
     config: Config
@@ -77,16 +77,16 @@ class RunContext:
 
 @dataclass(frozen=True)
 class HeldState:
-    """The state with which a host enters its next session.
+    """State with which a host enters its next session.
 
     Attributes:
-        step: the iterations that are done.
-        microbatches_read: of the run, before the next step.
-        replicas: the states that it holds, or takes from others; None where a run begins.
-        checkpoint: the one that states come from where none are held.
-        restores_checkpoint: whether they come from the newest that is intact for all hosts, which
-            these have yet to find.
-        remains: what it has besides, to make a stage from that is lost.
+        step: number of completed iterations.
+        microbatches_read: microbatches that the run has read before the next step.
+        replicas: the states that it holds; None at the start of a run, before it has any.
+        checkpoint: the checkpoint to load states from that are not held.
+        restores_checkpoint: whether states come from the newest checkpoint that is intact on all
+            hosts, which is still to be determined.
+        remains: other state from which a lost stage can be rebuilt.
     """
 
     step: int
@@ -99,14 +99,14 @@ class HeldState:
 
 @dataclass(frozen=True)
 class SessionStart:
-    """What a session begins with.
+    """Inputs of a new session.
 
     Attributes:
-        group: the hosts that train, and this one among them.
-        setup: what they have agreed on.
-        state: what this host goes on with.
-        unfinished: whether hosts may have left what follows the last step undone. All do it again
-            then.
+        group: the hosts that train, including this one.
+        setup: the setup that they have agreed on.
+        state: the state of this host.
+        unfinished: whether hosts may not have completed the validation and saving after the last
+            step. If so, all repeat it.
     """
 
     group: Group
@@ -116,32 +116,32 @@ class SessionStart:
 
 
 def first_state(setup: RunSetup) -> HeldState:
-    """Return what a host begins or resumes a run with."""
+    """Return the state with which a host starts or resumes a run."""
     step = 0 if setup.checkpoint is None else setup.checkpoint.step
     return HeldState(step, setup.agreed.microbatches_read, checkpoint=setup.checkpoint)
 
 
 class Session:
-    """A stretch of training with fixed hosts, which open it together.
+    """Period of training with fixed hosts, which open it together.
 
-    It is closed when one of them is lost or the run ends.
+    It is closed when a host is lost or joins, or when the run ends.
 
     Attributes:
-        step: the iterations that are done.
-        unfinished: whether what follows the last one is yet to be done.
-        saved: whether that is the last one, and its checkpoint is whole.
-        told_to_stop: the hosts that a signal has told to stop the run, once it is saved because of
-            that; else None.
-        out_of_patience: whether the run ends here, as `validation.patience` says.
-        group: this host among those that train.
-        schedule: their plans, and which step takes which.
-        runtime: what runs the steps, with the state of the stages.
-        microbatches_read: of the run, before the next step.
-        callbacks: those of the project that are told as long as this is open.
+        step: number of completed iterations.
+        unfinished: whether validation and saving after the last iteration are still to be done.
+        saved: whether the last iteration of the run is done and its checkpoint is complete.
+        told_to_stop: the hosts that received a signal to stop the run, once it is saved because
+            of that; else None.
+        out_of_patience: whether the run ends here because of `validation.patience`.
+        group: the hosts that train, including this one.
+        schedule: their plans, and the plan of each step.
+        runtime: runs the steps and holds the states of the stages.
+        microbatches_read: microbatches that the run has read before the next step.
+        callbacks: the built-in callbacks of this session.
     """
 
     def __init__(self, run: RunContext, start: SessionStart):
-        """Begin with the states that the hosts have, restore or take from one another."""
+        """Start with the states that the hosts hold, restore, or take from each other."""
         config, setup, state = run.config, start.setup, start.state
         self._run, self._config, self._setup = run, config, setup
         self.group, self.schedule = start.group, setup.schedule
@@ -155,7 +155,7 @@ class Session:
         self.told_to_stop: dict[int, signal.Signals] | None = None
         self._validation: tuple[int, float | None] = (-1, None)
         self._squared_norms = state.remains.squared_norms
-        # Others may still take these, until a step counts that was made without them.
+        # Others may still fetch these states, until a step without them is committed.
         self._first_own_step = state.step + 1
         self._still_offered = dict(state.replicas or {})
         with ExitStack() as after_error:
@@ -165,11 +165,11 @@ class Session:
             with ExitStack() as opened:
                 self._open(opened)
                 self._opened = opened.pop_all()
-            # Nothing has failed, so all of it stays open.
+            # No error: keep everything open.
             after_error.pop_all()
 
     def _open(self, opened: ExitStack) -> None:
-        """Open what follows the steps; what is opened last is closed first."""
+        """Open metrics, validation, data, checkpoints and callbacks, to be closed in reverse."""
         config, setup, runtime, group = self._config, self._setup, self.runtime, self.group
         self._metrics = MetricsCollector(config, self.schedule, runtime, self.step)
         self._validator = None
@@ -194,22 +194,22 @@ class Session:
         for callback in self.callbacks:
             opened.callback(callback.close)
         opened.callback(runtime.close)
-        # Whatever happens in an iteration, the checkpoint before it is written to its end.
+        # Closed first, so that a checkpoint in progress is completed even after an error.
         opened.enter_context(closing(self._checkpointer))
         self.out_of_patience = self._ask_patience("patience")
 
     def add_callback(self, callback: Callback) -> None:
-        """Tell one more callback, until this is closed."""
+        """Add a callback for the rest of this session."""
         self.callbacks.append(callback)
         self._opened.callback(callback.close)
 
     @property
     def stop_requested(self) -> bool:
-        """Tell whether a host was asked to stop, by the last iteration that was read."""
+        """True if a host was asked to stop, as of the last iteration read."""
         return self._metrics.asked_to_stop
 
     def export(self) -> HeldState:
-        """Gather what this host holds, states among it that it serves no longer."""
+        """Return the state of this host, including states of stages that it no longer serves."""
         topology, remains = self.runtime.topology, NO_REMAINS
         replicas = self._still_offered | {
             (topology.stage_of[node], topology.spread(node)): state
@@ -223,11 +223,11 @@ class Session:
 
     @property
     def _updates(self) -> int:
-        """Return how many updates the optimizer has made."""
+        """Number of updates that the optimizer has made."""
         return updates_made(next(iter(self.runtime.states.values())).optimizer_state)
 
     def train_step(self) -> None:
-        """Run an iteration by its plan; record and profile it if it is time."""
+        """Run an iteration by its plan; record and profile it if it is due."""
         config, folder, iteration, step = self._config, self._run.run_dir, self.step, self.step + 1
         stop = self._run.preemption.ends_the_run()
         plan = self.schedule.plan(iteration)
@@ -252,7 +252,7 @@ class Session:
         self.step, self.unfinished, self.saved = step, True, False
 
     def _batches(self, iteration: int) -> dict[int, Batch]:
-        """Read the batches of an iteration's microbatches whose data nodes are served here.
+        """Read the batches of an iteration's microbatches whose data nodes are on this host.
 
         Microbatch m of an iteration is number `microbatches_read` + m of the run.
         """
@@ -262,20 +262,20 @@ class Session:
         here = self.runtime.topology.nodes
         own = [microbatch for microbatch, path in enumerate(paths) if path[0] in here]
         batches = {microbatch: self._reader[read + microbatch] for microbatch in own}
-        # A guess: other microbatches of another plan are read when they are asked for.
+        # Prefetch as for the same plan; under another one the rest is read on demand.
         self._reader.announce(read + len(paths) + microbatch for microbatch in own)
         return batches
 
     def finish_step(self) -> None:
-        """Do what follows a step: tell of its metrics, and validate and save if it is time.
+        """Finish a step: emit its metrics, and validate and save if due.
 
         Raises:
-            RunFailed: if its loss is no finite number; nothing is saved then.
+            RunFailed: if its loss is not finite; then nothing is saved.
         """
         step, config = self.step, self._config
         validates = self._validator is not None and config.validates(step)
         saves = step % config.checkpoint.every == 0
-        # Both wait for the parameters anyway, and come after all that is known of the steps.
+        # Validating and saving wait for the parameters anyway, so all metrics are emitted before.
         self.emit_metrics(0 if validates or saves else self._metrics_lag)
         if validates and self._validator is not None:
             self._validation = step, self._validator.evaluate(step)
@@ -287,7 +287,7 @@ class Session:
         self.unfinished = False
 
     def _ask_patience(self, name: str) -> bool:
-        """Tell whether the run ends, by the held-out losses that the leader has written."""
+        """Return whether `validation.patience` ends the run, by the losses the leader wrote."""
         patience, run_dir = self._config.validation.patience, RunDir(self._run.run_dir)
         if patience is None:
             return False
@@ -299,13 +299,13 @@ class Session:
         return from_host_0(self.group, name, is_out, self.group.timeout_s)
 
     def emit_metrics(self, lag: int = 0) -> None:
-        """Tell callbacks of the iterations that have ended, all but the last `lag` of them."""
+        """Pass the metrics of completed iterations to callbacks, except the last `lag`."""
         for metrics in self._metrics.completed(lag):
-            # Those of this session are among them: metrics.jsonl, trackers, the progress bar.
+            # These include the session's callbacks: metrics.jsonl, trackers, the progress bar.
             self._run.callbacks.on_step_end(metrics)
 
     def save_final(self) -> None:
-        """Tell of all steps, and return when the last is saved, and copied if it shall be."""
+        """Emit all metrics; return when the last step is saved, and copied if configured."""
         self._run.preemption.must_stay = True
         self._run.membership.reception.has_ended = True
         step = self.step
@@ -315,10 +315,10 @@ class Session:
         while not self._checkpointer.wait():
             self._save(step)
         if self._config.checkpoint.copy_to is not None and self._copied_step != step:
-            # If the leader is lost meanwhile, the next one goes on with it.
+            # If the leader is lost during the copy, the next leader continues it.
             name, complete = f"copied/{step}", self._checkpointer.complete_copy
             from_host_0(self.group, name, complete, COPYING_S)
-            self._copied_step = step  # A team can tell only once what has this name.
+            self._copied_step = step  # A group uses a message name only once.
         if self.stop_requested and self.told_to_stop is None:
             group = self.group
             by = gather(group, "stopped_by", lambda: self._run.preemption.received, group.timeout_s)
@@ -330,7 +330,7 @@ class Session:
         self.saved = True
 
     def _save(self, step: int) -> None:
-        """Begin the checkpoint of a step, unless it is there; again where it was not written."""
+        """Start the checkpoint of a step unless it exists; also retry one that was not written."""
         self._attempt = self._attempt + 1 if step == self._saved_step else 1
         self._saved_step, folder = step, self._run.run_dir
 
@@ -361,7 +361,7 @@ class Session:
         self._checkpointer.save(step, items, data, metrics)
 
     def _data_state(self, step: int, stages: Collection[int]) -> dict[str, Any] | None:
-        """Tell how far the data was read, on the host that saves stage 0, one of these `stages`."""
+        """Return the position in the data on the host that saves stage 0, one of these `stages`."""
         data, source_of = self._setup.data, self.runtime.given.source_of
         state = None if data is None else data.state(self.microbatches_read)
         if 0 in source_of:
@@ -373,7 +373,7 @@ class Session:
         return state if 0 in stages else None
 
     def abandon(self) -> None:
-        """Close all of it although others have gone; a checkpoint that they have left is none."""
+        """Close the session although other hosts have left; drop a checkpoint in progress."""
         with suppress(GenerationEnded, CheckpointFailed):
             self._checkpointer.wait()
         self.close()
@@ -381,7 +381,7 @@ class Session:
         self._setup.transfers.close()
 
     def close(self) -> None:
-        """Close all of it; the last checkpoint is written to its end."""
+        """Close the session, after completing the last checkpoint."""
         self._opened.close()
 
 
@@ -391,9 +391,9 @@ def default_callbacks(
     step: int,
     skipped_updates: int,
 ) -> list[Callback]:
-    """Open what every run has, and what its configuration asks for; most of it on host 0 alone.
+    """Open the built-in and the configured callbacks, most of them on host 0 only.
 
-    The session begins after `step`, before which so many updates have been skipped.
+    The session starts after `step`, before which `skipped_updates` updates were skipped.
     """
     updates = StatusUpdates(run.membership.show)
     if group.index != 0:
@@ -410,18 +410,18 @@ def default_callbacks(
 
 
 def build_runtime(config: Config, start: SessionStart) -> Runtime:
-    """Open the stages of this host, each with the state that it goes on with.
+    """Open the stages of this host with their states; all hosts call this together.
 
-    All hosts open theirs together. States that are held are as they are, lost ones are made from
-    what remains of them, and the others come from the checkpoint, or are those of a new run.
+    Held states are reused, lost stages are rebuilt from `remains`, and the others come from the
+    checkpoint or are initialized.
 
     Raises:
-        InputError: if they cannot be read, or this host reads other weights than others.
+        InputError: if they cannot be read, or this host reads other weights than other hosts.
     """
     group, setup, state = start.group, start.setup, start.state
     checkpoint, replicas = state.checkpoint, state.replicas
     cut = config.model.layers_of_stages(len(setup.plan.stages))
-    # A run that stopped before its first checkpoint begins anew when it is resumed.
+    # A run that stopped before its first checkpoint restarts from the initial weights.
     is_begun = checkpoint is not None or replicas is not None
     weights = None if is_begun else setup.weights or open_initial_weights(config)
     first = None if weights is None else InitialWeights(weights, cut, are_compared=group.count > 1)
@@ -445,7 +445,7 @@ def build_runtime(config: Config, start: SessionStart) -> Runtime:
 
 
 def _replicas_diverged(config: Config, checkpoint: Checkpoint) -> bool:
-    """Tell whether replicas differed when they were saved, or do now."""
+    """Return whether replicas differed when they were saved, or differ now."""
     averaging = config.averaging
     is_apart = averaging.is_outer and checkpoint.step >= max(1, averaging.exact_steps)
     return is_apart or checkpoint.record.replica_states is not None

@@ -1,7 +1,7 @@
-"""Sets up a run on all hosts: one that starts or is resumed, or one that a host comes back to.
+"""Setup of a run on all hosts at a start or resume, and of a host that rejoins.
 
-Host 0 checks its own input before it writes the run folder. The others read the plans there, and
-report what they have opened. `build_runtime` then compares the weights that hosts have read.
+Host 0 checks its own input before it writes the run folder. The others read the plans there and
+report what they opened. `build_runtime` then compares the weights that hosts have read.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ from skippipe_jax.training.planning import check_deadline, make_plans, tell_time
 from skippipe_jax.training.report import GenerationReport, SessionPlan, exchange_reports
 from skippipe_jax.training.validation import read_held_out
 
-# How long hosts wait for host 0 while it fetches a run from its copy, or completes the copy.
+# Seconds that hosts wait for host 0 while it fetches a run from its copy, or completes the copy.
 COPYING_S = 3600.0
-# How long hosts wait for each other while each reads all of its parts of a checkpoint.
+# Seconds that hosts wait for each other while each reads all of its parts of a checkpoint.
 CHECKPOINT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSetup:
-    """What a host knows before it has heard the others.
+    """Setup of a host before the exchange with the others.
 
     Attributes:
         schedule: the plans of the run.
         host_of: the host of each node.
-        programs: those of this host, by the names of the plans.
-        data: the microbatches of the run, if a data node is served here.
-        held_out: those of its held-out text, if a data node is served here.
-        weights: those that a new run begins with, if it is told where they come from.
-        mirror: the copy of the run folder, on the host that begins as 0, if there shall be one.
+        programs: the programs of this host, by the names of the plans.
+        data: the microbatches of the run, if this host serves a data node.
+        held_out: the microbatches of the held-out text, if this host serves a data node.
+        weights: the initial weights of a new run with `init_from`.
+        mirror: the copy of the run folder, on the host that starts as 0, with `checkpoint.copy_to`.
     """
 
     schedule: Schedule
@@ -109,25 +109,25 @@ class HostSetup:
 
     @property
     def plan(self) -> Plan:
-        """Return the run's own plan."""
+        """Plan of the run itself, not of its recipe."""
         return self.schedule.plans[OWN]
 
     def after(
         self, agreed: SessionPlan, transfers: Transfers, checkpoint: Checkpoint | None = None
     ) -> RunSetup:
-        """Return this with what follows from the reports of all hosts."""
+        """Return this setup together with the results of the exchange of reports."""
         own = {field.name: getattr(self, field.name) for field in fields(HostSetup)}
         return RunSetup(**own, agreed=agreed, transfers=transfers, checkpoint=checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup(HostSetup):
-    """What the hosts that train have agreed on, and what of it is this host's own.
+    """Setup that the hosts that train have agreed on, and this host's part of it.
 
     Attributes:
-        agreed: what follows from what all hosts have reported.
+        agreed: the session plan derived from the reports of all hosts.
         transfers: the transfer servers of this host.
-        checkpoint: that from which a run goes on, if there is one.
+        checkpoint: the checkpoint from which a run resumes, if there is one.
     """
 
     agreed: SessionPlan
@@ -138,14 +138,14 @@ class RunSetup(HostSetup):
 def setup_run(
     config: Config, host: Membership, lock: RunLock, *, resume: bool, config_folder: Path
 ) -> RunSetup:
-    """Agree with all other hosts on where a run begins, and by which plans; all call this together.
+    """Agree with all hosts on the first step and the plans of a run; all call this together.
 
-    Host 0 tells by which plans, and which checkpoints there are; then all report to each other
-    what they have opened. A third exchange follows when the stages are open (`build_runtime`).
-    There are more with `plan.measure`, and where the newest checkpoint is damaged.
+    Host 0 sends the digest of the plans and the list of checkpoints; then all exchange reports of
+    what they opened. A third exchange follows when the stages are open (`build_runtime`). There are
+    more with `plan.measure`, and if the newest checkpoint is damaged.
 
-    `lock` keeps the folder of the run from other runs. `config_folder` is where the link table of a
-    case inside the config lies.
+    `lock` protects the folder of the run from other runs. `config_folder` holds the link table of a
+    case inside the config.
 
     Raises:
         InputError: if the configuration, the plan, the data, the weights or the checkpoint cannot
@@ -158,14 +158,14 @@ def setup_run(
     url = config.checkpoint.copy_to
     mirror = Mirror(url) if url is not None and leads else None
     claim_run_dir = partial(_claim_run_dir, config, mirror, lock, resume=resume)
-    # A cluster that is not described is measured, by its own links.
+    # With `plan.measure` the cluster is measured over its own links.
     transfers, profile = None, None
     if config.plan.measure:
         claim = partial(_claim_to_measure, config, host, lock, claim_run_dir, resume=resume)
         needs_planning, transfers, profile = _measure_or_reuse(config, host, claim)
     else:
         needs_planning = leads and claim_run_dir()
-    # Host 0 makes the plans, or reads those of the run; the others go on when it has written them.
+    # Host 0 makes the plans or reads those of the run; the others wait until it has written them.
     steps: Sequence[int] = ()
     if not leads:
         schedule, steps = _hear_leader(config, host)
@@ -184,7 +184,7 @@ def setup_run(
         told = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
         tell(host, "run", lambda: told)
     if host.is_distributed:
-        # The first look at devices is one that all hosts take together.
+        # In `distributed` mode the first access to devices is collective.
         _require_attention(config)
     transfers = transfers or open_servers(host)
     with closed_by_an_error(transfers):
@@ -203,7 +203,7 @@ def setup_run(
 
 @contextmanager
 def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
-    """Close the transfer servers if an error comes before the session is open."""
+    """Close the transfer servers if the block raises an error."""
     try:
         yield
     except BaseException:
@@ -214,10 +214,11 @@ def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
 def _measure_or_reuse(
     config: Config, host: Membership, claim: Callable[[], dict[str, Any]]
 ) -> tuple[bool, Transfers | None, Profile | None]:
-    """Measure the cluster, unless the run that is resumed was measured on these hosts.
+    """Measure the cluster, unless the resumed run was measured on these hosts.
 
-    All hosts call this together, and host 0 claims the folder of the run. Returns whether plans are
-    to be made, the transfer servers if links were measured, and on host 0 the profile to plan for.
+    All hosts call this together, and host 0 claims the folder of the run. Returns whether plans
+    must be made, the transfer servers if links were measured, and on host 0 the profile to plan
+    for.
     """
     timeout_s = config.cluster.connect_timeout_s
     patience_s = timeout_s + (0.0 if config.checkpoint.copy_to is None else COPYING_S)
@@ -246,15 +247,15 @@ def _measure_or_reuse(
 
 
 def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | None, Profile | None]:
-    """Return what was measured for the run, and the profile that it gives under `config`."""
+    """Return the recorded measurement of the run, and the profile from it under `config`."""
     measured = read_measured(Path(config.run_dir) / CASE)
     return measured, None if measured is None else profile_again(config, measured, host.count)
 
 
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
-    """Measure the cluster, which all hosts do together; host 0 has the profile."""
+    """Measure the cluster, together with all hosts; only host 0 returns a profile."""
     if host.count == 1:
-        # What is wrong there is told before seconds are spent.
+        # Report wrong inputs before spending time on measuring.
         require_inputs(config)
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
@@ -267,7 +268,7 @@ def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profi
 def _open_inputs(
     config: Config, host: Membership, schedule: Schedule, mirror: Mirror | None, *, resume: bool
 ) -> HostSetup:
-    """Open what this host needs to train by some plans: programs, text, and first weights."""
+    """Open the inputs of this host for `schedule`: programs, text, and initial weights."""
     plan = schedule.plans[OWN]
     check_deadline(config, schedule.longest_s(config.averaging))
     host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
@@ -301,14 +302,14 @@ def _begin_run_dir(
     resume: bool,
     needs_planning: bool,
 ) -> None:
-    """Begin the folder of a run, on host 0, when all that was given has been found good.
+    """Write the folder of a run on host 0, once all inputs are checked.
 
-    In that of a run that is resumed, leave the plans that it goes on under.
+    For a resumed run, write its new plans if there are any.
     """
     require_trackers(config.log)
     if not resume:
         lock.acquire()
-        RunDir(config.run_dir).require_new()  # Another may have been quicker.
+        RunDir(config.run_dir).require_new()  # Another process may have been faster.
     plan = setup.plan
     warnings = tokenizer_warning(setup.weights, config) + differing_sizes(config, plan.case)
     chats = [source for source in config.data.sources() if source.kind == "chat"]
@@ -342,7 +343,7 @@ def _agreed(
     search: CheckpointSearch,
     steps: Sequence[int],
 ) -> RunSetup:
-    """Exchange reports, and agree on the checkpoint to go on from: one of these `steps`, if any."""
+    """Exchange reports, and agree on the checkpoint to resume from: one of `steps`, if any."""
     damaged = search.look(steps[-1]) if steps else None
     newest = search.opened(steps[-1]) if steps and damaged is None else None
     member: dict[str, Any] = {}
@@ -357,7 +358,7 @@ def _agreed(
         microbatches_read=_microbatches_read(setup, newest),
         damaged=damaged,
     )
-    # Those that look at a checkpoint read all of it.
+    # Hosts that verify a checkpoint read all of their parts.
     timeout_s = CHECKPOINT_S if steps else config.cluster.connect_timeout_s
     agreed = exchange_reports(host, report, timeout_s)
     _require_same_text(config, host, agreed)
@@ -365,7 +366,7 @@ def _agreed(
         log.on_leader(host.index, line, log.output)
     all_damaged = [own.damaged for own in agreed.reports]
     checkpoint = search.newest(steps, all_damaged)
-    # What was reported is of no use where the newest was damaged, though it may be there again.
+    # Positions reported for a damaged checkpoint are invalid, even if it was restored since.
     if any(parts is not None for parts in all_damaged):
         own = _microbatches_read(setup, checkpoint)
         told = gather(host, "checkpoint/read", lambda: own, timeout_s)
@@ -374,7 +375,7 @@ def _agreed(
 
 
 def _passes(config: Config, setup: HostSetup) -> list[str]:
-    """Say how often the run reads its text, where it is read here."""
+    """Return a line on how often the run reads its text, if this host reads it."""
     if setup.data is None:
         return []
     steps, there = config.train.steps, setup.data.sequences
@@ -383,17 +384,17 @@ def _passes(config: Config, setup: HostSetup) -> list[str]:
 
 
 def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
-    """Tell how many microbatches were read before a checkpoint; 0 where no text is read here."""
+    """Return the microbatches read before a checkpoint; 0 if this host reads no text."""
     if checkpoint is None or setup.data is None:
         return 0
     return setup.data.position(load_data_state(checkpoint))
 
 
 def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
-    """Prepare what a host knows by itself that comes back to a run which goes on without it.
+    """Prepare the setup of a host that rejoins a live run, without the other hosts.
 
     Raises:
-        InputError: if the configuration is another than that of the run.
+        InputError: if the configuration differs from that of the run.
     """
     folder = Path(config.run_dir)
     if not is_joined(folder):
@@ -403,12 +404,12 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
     host_of = hosts_of_nodes(len(case.nodes), host.count, config.cluster.host_of_node)
     _give_threads(config, host, host_of.count(host.index), case)
     _require_attention(config)
-    if host.index >= host.count:  # Which stage it serves the others say.
+    if host.index >= host.count:  # The others assign its stage.
         return HostSetup(schedule=schedule, host_of=host_of, programs={})
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     data, held_out = None, ()
-    with suppress(InputError):  # Who is given a data node tries again, and then says why.
+    with suppress(InputError):  # A host that gets a data node tries again, with a warning.
         data = open_training_data(config, schedule.plans[OWN], programs[OWN])
         held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
     return HostSetup(
@@ -417,7 +418,7 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
 
 
 def parts_to_restore(config: Config, setup: HostSetup) -> Callable[[Checkpoint], set[str]]:
-    """Tell which parts of a checkpoint this host reads: its stages, and where the data is."""
+    """Return a function that lists the parts of a checkpoint to read: stages and data position."""
     plan = setup.plan
     cut = config.model.layers_of_stages(len(plan.stages))
     nodes = setup.programs[OWN].nodes
@@ -435,9 +436,9 @@ def parts_to_restore(config: Config, setup: HostSetup) -> Callable[[Checkpoint],
 
 
 def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) -> bool:
-    """Tell whether replicas go on with the states of their own that a checkpoint holds.
+    """Return whether replicas resume from the separate states that a checkpoint holds.
 
-    They do so where there are as many of each stage, of as many blocks, averaged as before.
+    They do if the number of replicas and of blocks of each stage, and the averaging, are unchanged.
     """
     cut = config.model.layers_of_stages(len(plan.stages))
     own = ReplicaStates.of(plan.stages, asdict(config.averaging))
@@ -445,7 +446,7 @@ def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) 
 
 
 def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
-    """Make the folder of a run ready to go on after a checkpoint, on host 0."""
+    """Prepare the folder of a run on host 0 to resume after a checkpoint."""
     step, last = 0 if checkpoint is None else checkpoint.step, config.train.steps
     if step >= last:
         log.output(f"nothing is left to do: the run is at step {step} of {last}")
@@ -453,9 +454,9 @@ def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
 
 
 def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
-    """Make the folder of a run ready to go on after `step`; on host 0.
+    """Prepare the folder of a run on host 0 to continue after `step`.
 
-    `is_own`: this process has written the metrics, and nobody since.
+    `is_own`: this process was the last to write the metrics.
     """
     folder = Path(config.run_dir)
     RunDir(folder).truncate_after(step, config, is_own=is_own)
@@ -463,7 +464,7 @@ def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
 
 
 def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
-    """Make the report of this host to all others: its devices, its text, and what else is known."""
+    """Return the report of this host: its devices, its text, and the fields in `known`."""
     data = setup.data
     report = GenerationReport(
         device_kinds=[device.device_kind for device in jax.local_devices()],
@@ -478,7 +479,7 @@ def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
 def open_checkpointer(
     config: Config, host: Group, cut: StageCut, mirror: Mirror | None
 ) -> Checkpointer:
-    """Open what writes the checkpoints of the run, on all hosts."""
+    """Open the checkpointer of the run, on every host."""
     url = config.checkpoint.copy_to
     if host.index != 0:
         mirror = None
@@ -498,30 +499,30 @@ def open_checkpointer(
 
 
 def _mirror_of_new_leader(url: str) -> Mirror | None:
-    """Open the copy that a new leader goes on with; None, with a warning, if it cannot."""
+    """Open the copy that a new leader continues; warn and return None if that fails."""
     try:
         mirror = Mirror(url)
-        mirror.steps()  # What others have copied is not missing.
-    except Exception as error:  # whatever the file system raises
+        mirror.steps()  # Do not copy again what others have copied.
+    except Exception as error:  # The file system may raise anything.
         log.warning(f"{error}; checkpoints are copied no longer")
         return None
     return mirror
 
 
 def with_run_tokenizer(config: Config) -> DataConfig:
-    """Return what is read, with the tokenizer that the run keeps."""
+    """Return the data section, with the tokenizer saved in the run folder."""
     if tokenizer_of(config.data) == BYTES:
         return config.data
     return RunDir(config.run_dir).with_tokenizer(config.data)
 
 
 def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resume: bool) -> bool:
-    """Refuse a folder that holds another run, or fetch the run from its copy.
+    """Refuse a folder that holds another run, and fetch the run from its copy if it has one.
 
-    A run that is resumed is held before anything is fetched into it.
+    The folder of a resumed run is locked before anything is fetched into it.
 
-    Returns whether the configuration makes the plans: it does for a new run, and for one that is
-    resumed if its section `plan` or `recipe` is another.
+    Returns whether plans must be made: for a new run, and for a resumed run whose section `plan` or
+    `recipe` has changed.
     """
     folder = Path(config.run_dir)
     if not resume:
@@ -548,10 +549,10 @@ def _claim_to_measure(
     *,
     resume: bool,
 ) -> dict[str, Any]:
-    """Claim the folder of the run, which is there then, and tell by what host 0 was started.
+    """Claim the folder of the run, and return a message to the other hosts.
 
-    Tells also when and on which hosts the run was measured, if it was, and whether that may be used
-    for a new plan.
+    It holds the settings of host 0, when and on which hosts the run was measured, if it was, and
+    whether that measurement may be used for a new plan.
     """
     needs_planning = claim_run_dir()
     told = {"needs_planning": needs_planning, "config": settings(config), "measured": None}
@@ -570,7 +571,7 @@ def _claim_to_measure(
 
 
 def require_same_start(config: Config, host: Membership, theirs: Mapping[str, str]) -> None:
-    """Refuse another configuration than host 0 has, and a run folder that is not the same.
+    """Refuse a configuration or a run folder that differs from that of host 0.
 
     Raises:
         InputError: naming the key that differs, or the folder.
@@ -580,7 +581,7 @@ def require_same_start(config: Config, host: Membership, theirs: Mapping[str, st
             problem = f"host {host.index} has this, and host 0 has {theirs.get(key)!r}"
             raise InputError(key, own, problem, "Start all hosts with the same configuration")
     folder = Path(config.run_dir).absolute()
-    # A network file system looks for what is new when a folder is opened.
+    # Listing the parent makes a network file system look for new entries.
     if not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
         raise _not_shared(config, host)
 
@@ -600,15 +601,15 @@ def _give_threads(config: Config, host: Membership, nodes: int, case: Case | Non
 
 
 def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]:
-    """Return the plans that host 0 has put into the run folder, and the steps of its checkpoints.
+    """Return the plans that host 0 wrote to the run folder, and the steps of its checkpoints.
 
     Raises:
-        InputError: if this host was started with another configuration, or in another folder.
+        InputError: if this host was started with another configuration or in another folder.
     """
     # Host 0 may search for plans first, and compile the search for half a minute before.
     searches = 1 + config.recipe_in_steps.most_searches
     patience_s = config.cluster.connect_timeout_s + 2 * searches * config.plan.budget_s
-    if config.checkpoint.copy_to is not None:  # It may fetch the run.
+    if config.checkpoint.copy_to is not None:  # Host 0 may fetch the run.
         patience_s += COPYING_S
     theirs = hear(host, "run", [0], patience_s)[0]
     require_same_start(config, host, theirs["config"])
@@ -624,7 +625,7 @@ def _digest_of_plans(schedule: Schedule) -> str:
 
 
 def open_training_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
-    """Open the microbatches of the run, if a data node is served here."""
+    """Open the microbatches of the run; None if this host serves no data node."""
     data = with_run_tokenizer(config)
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
     if not set(plan.stages[0]) & set(program.nodes):
@@ -633,7 +634,7 @@ def open_training_data(config: Config, plan: Plan, program: Program) -> Training
 
 
 def require_inputs(config: Config) -> None:
-    """Read the text, and open the weights of a new run, as a host does that serves all stages.
+    """Read the text and open the initial weights, as a host that serves all stages does.
 
     Raises:
         InputError: if one of them cannot be used.
@@ -645,7 +646,7 @@ def require_inputs(config: Config) -> None:
 
 
 def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
-    """Open the text of the run if it is on this host; warn if it is not."""
+    """Open the text of the run if this host has it; otherwise warn."""
     if setup.data is not None:
         return setup
     try:
@@ -658,7 +659,7 @@ def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
 
 
 def _require_reaching_collectives(config: Config, host: Membership) -> None:
-    """Refuse collectives among hosts each of whose JAX knows its own devices only."""
+    """Refuse collectives between hosts in `independent` mode."""
     averaging = config.network.averaging
     if averaging == "collective" and host.count > 1 and not host.is_distributed:
         raise InputError(
@@ -671,7 +672,7 @@ def _require_reaching_collectives(config: Config, host: Membership) -> None:
 
 
 def _require_attention(config: Config) -> None:
-    """Refuse an implementation of attention that this machine does not have, or has wrong."""
+    """Refuse an attention implementation that this machine lacks or that is faulty here."""
     model, found = config.model, jax.default_backend()
     needed = PLATFORM_OF.get(model.attention)
     if needed not in (None, found):
@@ -691,7 +692,7 @@ def _require_attention(config: Config) -> None:
 
 
 def _warn_of_missing_links(folder: Path) -> None:
-    """Say so where the last two hosts of a run cannot decide which of them goes on."""
+    """Warn if the last two hosts of a run cannot decide which of them continues."""
     if not RunDir(folder).supports_links():
         log.warning(
             f"{folder} lies on a file system without hard links: when two hosts are left "
@@ -700,7 +701,7 @@ def _warn_of_missing_links(folder: Path) -> None:
 
 
 def _archive_plan(folder: Path, schedule: Schedule) -> None:
-    """Say that a run goes on under another plan, and draw what was recorded under its own."""
+    """Report that a run continues under another plan, and draw the recordings of the old one."""
     step = latest_step(folder) or 0
     change = plan_change(RunDir(folder).schedule().plan(step), schedule.plan(step), step)
     if change:
@@ -710,7 +711,7 @@ def _archive_plan(folder: Path, schedule: Schedule) -> None:
 
 
 def plan_change(before: Plan, after: Plan, step: int) -> str:
-    """Say how a run's plan differs from the one before, after a step; nothing if it hardly does."""
+    """Describe how the plan of a run changes after `step`; "" if size and time stay the same."""
     extents = [
         f"{len(plan.stages)} stages on {len(plan.case.nodes)} nodes" for plan in (before, after)
     ]
@@ -725,7 +726,7 @@ def plan_change(before: Plan, after: Plan, step: int) -> str:
 
 
 def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) -> None:
-    """Refuse a host with a data node that reads other text than the first one."""
+    """Raise InputError on a host that reads other text than the first host with a data node."""
     texts = enumerate(own.data_fingerprint for own in agreed.reports)
     read = {other: text for other, text in texts if text is not None}
     first = min(read)

@@ -1,4 +1,4 @@
-"""How a run goes, from its configuration to its last checkpoint; read `setup` beside this.
+"""Main loop of a run, from its configuration to its last checkpoint; see also `setup`.
 
 set up -> open a session -> train a step, finish it (validate, save), ... -> save the last -> end
 """
@@ -36,13 +36,14 @@ from skippipe_jax.training.setup import HostSetup, setup_rejoining_host, setup_r
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: after which step, and which signal stopped it, if one did.
+    """Result of a run: its last step, and the signal that stopped it, if any.
 
     Attributes:
-        step: the last one.
-        stopped_by: the signal, that of another host where this one had none.
-        left_run: whether this host has left, and the others go on.
-        told_to_stop: the hosts that were told to stop, by their numbers in the run, and how.
+        step: the last step.
+        stopped_by: the signal that this host received, else SIGTERM for that of another host; None
+            if no host was stopped.
+        left_run: whether this host has left while the others continue.
+        told_to_stop: the signal of each host that was told to stop, by its number in the run.
     """
 
     step: int
@@ -52,12 +53,12 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """Return what a process that only trains ends with, as a shell has it of a signal."""
+        """Exit code of the process: 0, or 128 plus the signal as in a shell."""
         return 0 if self.stopped_by is None else 128 + self.stopped_by
 
     @property
     def who_was_stopped(self) -> str:
-        """Say which hosts were told to stop, and by what."""
+        """Text that names the hosts that were told to stop, and their signals."""
         told = []
         for number, how in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "told to stop")):
             hosts = [str(host) for host, by in sorted(self.told_to_stop.items()) if by == number]
@@ -69,18 +70,17 @@ class RunResult:
 
 
 class Trainer:
-    """Trains as a configuration says: `Trainer(config).run()`, or step by step.
+    """Trainer of a configuration: `Trainer(config).run()`, or step by step with `train_step`.
 
-    In a `with` block, what has been trained is saved at the end of the block, unless an error ends
-    it. Several hosts make a trainer each, with the same configuration, and call the same methods in
-    the same order.
+    A `with` block saves a checkpoint at its end, unless an error ends it. With several hosts, each
+    makes a trainer with the same configuration, and all call the same methods in the same order.
 
     Attributes:
-        config: what the run is told, with its plan.
-        run_dir: the folder that the run writes.
-        membership: this host among all those that the run was started with.
-        preemption: whether this host was told to stop or to leave.
-        callbacks: those of the project once the run is set up, and those that were given.
+        config: the configuration of the run.
+        run_dir: the folder of the run.
+        membership: this host among all hosts of the run.
+        preemption: the handler of the signals that tell this host to stop or to leave.
+        callbacks: the given callbacks, and the built-in ones once the run is set up.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Trainer:
         resume: bool = False,
         config_folder: Path = Path(),
     ):
-        """Store what is given; `setup`, `run` or `train_step` sets up.
+        """Store the arguments; `setup`, `run` or `train_step` sets up.
 
         Args:
-            config: what the run is told.
-            callbacks: what follows it besides its metrics, trackers and pictures.
-            host: this one among several, as `joined` gives it; by default it is alone.
-            resume: go on from the last checkpoint in `run_dir`.
-            config_folder: where the link table of a case inside the configuration lies.
+            config: the configuration of the run.
+            callbacks: callbacks in addition to the built-in metrics, trackers and pictures.
+            host: this host among several, as `joined` returns it; by default a single host.
+            resume: continue from the last checkpoint in `run_dir`.
+            config_folder: the folder of the link table of a case inside the configuration.
         """
         self.membership = Membership(config.cluster, index=0, count=1) if host is None else host
         self.config, self.run_dir = with_plan(config, self.membership.count), Path(config.run_dir)
@@ -107,22 +107,22 @@ class Trainer:
         self.callbacks = CallbackList(self, callbacks)
         self._keeps_programs = host is None
         self._resume, self._config_folder = resume, config_folder
-        # Opens other sessions where hosts are lost, or come back; None where they are fixed.
+        # Opens new sessions when hosts are lost or join; None in runs with fixed hosts.
         self._elastic: ElasticRunner | None = None
         self._session: Session | None = None
-        # What outlives sessions: the lock on the folder, the server of metrics, and what counts
-        # compilations.
+        # Resources that outlive sessions: the lock on the folder, the metrics server and the
+        # counter of compilations.
         self._resources = ExitStack()
-        # The step after which the run ends: the last one, or an earlier one if a block is left.
+        # The step after which the run ends; earlier than configured if a `with` block ends.
         self._last_step = config.train.steps
         self._has_ended = False
 
     def __enter__(self) -> Trainer:
-        """Return the trainer; nothing is set up yet."""
+        """Return the trainer, without setting up."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Bring the run to its end, unless an error ends it, and let go of everything."""
+        """Save and end the run, unless an error ends it, and release all resources."""
         try:
             if kind is None:
                 self._end()
@@ -131,74 +131,74 @@ class Trainer:
 
     @property
     def session(self) -> Session:
-        """The run as long as its hosts are the same, once it is set up."""
+        """Current session, once the run is set up."""
         assert self._session is not None, "is set up"
         return self._session
 
     @property
     def group(self) -> Group:
-        """This host among those of the run, or of those that are left of it."""
+        """Hosts that train now, including this one; before setup all hosts of the run."""
         return self.membership if self._session is None else self._session.group
 
     @property
     def schedule(self) -> Schedule:
-        """The plans of the run, and which step takes which, once it is set up."""
+        """Plans of the run, and the plan of each step, once the run is set up."""
         return self.session.schedule
 
     @property
     def runtime(self) -> Runtime:
-        """What runs the steps, with the state of the stages, once it is set up."""
+        """Runtime with the states of the stages, once the run is set up."""
         return self.session.runtime
 
     @property
     def step(self) -> int:
-        """The iterations that are done, also those before a resume or with a skipped update."""
+        """Number of completed iterations, also those before a resume or with a skipped update."""
         return 0 if self._session is None else self._session.step
 
     @property
     def finished(self) -> bool:
-        """Tell whether no step is left, a host was asked to stop, or held-out loss has risen."""
+        """True if no step is left, a host was asked to stop, or patience has run out."""
         return self._session is not None and self.step >= self._end_of(self._session)
 
     def run(self) -> RunResult:
-        """Train to the last step, or as far as `validation.patience` or a signal lets it.
+        """Train to the last step, or until `validation.patience` or a signal ends the run.
 
         SIGINT or SIGTERM asks a host to stop.
 
-        Returns when the last checkpoint is written, or when the other hosts go on without this one,
-        which SIGTERM has told to leave. A second signal raises KeyboardInterrupt.
+        Returns when the last checkpoint is written, or when the other hosts continue without this
+        one after SIGTERM told it to leave. A second signal raises KeyboardInterrupt.
 
         Raises:
             InputError: before the first step, if the configuration, the plan, the data or the
-                checkpoint cannot be used; later, if the loss is no finite number any more.
+                checkpoint cannot be used; later, if the loss is not finite.
         """
         try:
             with self:
                 self.setup()
-                # On a host that has joined, SIGINT means that host, and not the run.
+                # On a host that joined by address, SIGINT ends this host, not the run.
                 heeded = [signal.SIGTERM] if is_joined(self.run_dir) else STOPPING
                 with self.preemption.heeding(heeded):
                     self._advance(lambda session: session.saved)
         except HostLeft:
             return RunResult(self.step, signal.SIGTERM, left_run=True)
-        # A run that is resumed after its last step has nothing left to do.
+        # A run that is resumed after its last step has nothing to do.
         if self.step >= self.config.train.steps or self.session.out_of_patience:
             return RunResult(self.step, None)
-        # All hosts stop when one is asked to; those that were not asked end by the code of SIGTERM.
+        # All hosts stop when one is asked to; the others exit with the code of SIGTERM.
         number, told = self.preemption.received or signal.SIGTERM, self.session.told_to_stop
         return RunResult(self.step, number, told_to_stop=told or {})
 
     def train_step(self) -> int:
-        """Train one iteration, and validate and save if it is time; returns the steps done.
+        """Train one iteration, validate and save if due, and return the number of completed steps.
 
-        Devices may still be at it on return; callbacks are told when they have ended. Where no step
-        is left, nothing is done.
+        Devices may still compute on return; callbacks get the step when they are done. Does nothing
+        if no step is left.
 
         Raises:
-            InputError: if a loss that was read is no finite number.
-            PeerTimeout: if nothing came from another host for `network.deadline_s`, or too few
-                hosts are left for `cluster.rejoin_s`.
-            HostLeft: if this host was told to leave, and the others go on.
+            InputError: if a loss is not finite.
+            PeerTimeout: if nothing arrived from another host for `network.deadline_s`, or too few
+                hosts were left for `cluster.rejoin_s`.
+            HostLeft: if this host was told to leave and the others continue.
             RuntimeError: if the run has ended.
         """
         self.setup()
@@ -211,7 +211,7 @@ class Trainer:
         return self.step
 
     def _advance(self, is_reached: Callable[[Session], bool]) -> None:
-        """Train until that is reached; where hosts are lost meanwhile, or come back, with others.
+        """Train until `is_reached`; open a new session whenever hosts are lost or join.
 
         Raises:
             TemporaryError: if the folder of the run cannot be used.
@@ -230,20 +230,20 @@ class Trainer:
                 except Exception as error:
                     if elastic is None or not elastic.outlives(error):
                         raise
-                # Once the error is let go of, which holds what an iteration used. Maybe at an
-                # earlier step.
+                # Outside `except`, as the error keeps buffers of its iteration alive. The next
+                # session may start at an earlier step.
                 self._adopt(elastic.next_session())
 
     def _end_of(self, session: Session) -> int:
-        """Return the step after which the run ends, as a session knows it."""
+        """Return the step after which the run ends, given the state of a session."""
         ends_here = session.stop_requested or session.out_of_patience
         return min(session.step, self._last_step) if ends_here else self._last_step
 
     def setup(self) -> None:
-        """Make everything ready for the first step; `run` and `train_step` do so if it is not.
+        """Set up the run; `run` and `train_step` call this if needed.
 
         Raises:
-            RuntimeError: if the run has ended, or this trainer is closed.
+            RuntimeError: if the run has ended or this trainer is closed.
         """
         if self._has_ended:
             raise RuntimeError("the run has ended; a trainer with resume=True goes on with it")
@@ -287,24 +287,24 @@ class Trainer:
         host.phase = Phase.TRAINING
 
     def _adopt(self, session: Session) -> None:
-        """Go on with a session."""
+        """Make a session the current one."""
         self._session = session
         self.callbacks.begin_session(session.callbacks)
 
     def _end(self) -> None:
-        """End a run as it should; all hosts come here together."""
+        """Save the last step and end the run; all hosts call this together."""
         if self._has_ended or self._session is None:
             return
         self._last_step = min(self.step, self._last_step)
         self._advance(lambda session: session.saved)
         self._has_ended = True
-        # Whoever is lost now has done its part.
+        # The run is saved, so a host that is lost now does not matter.
         with suppress(GenerationEnded):
             self.callbacks.on_train_end()
         self._end_steps()
 
     def close(self) -> None:
-        """Let go of everything: the last checkpoint is written to its end, and no other begun."""
+        """Release all resources, after completing the last checkpoint; start no other."""
         self._has_ended = True
         try:
             with suppress(GenerationEnded):
@@ -313,7 +313,7 @@ class Trainer:
             self._resources.close()
 
     def _end_steps(self) -> None:
-        """Close what is open as long as there are steps, and only once."""
+        """Close the session and the callbacks."""
         try:
             if self._session is not None:
                 self._session.close()

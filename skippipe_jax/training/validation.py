@@ -1,4 +1,4 @@
-"""The held-out loss of the full model while it trains: which text is read, and when."""
+"""Held-out loss of the full model during training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skippipe_jax.runtime.runtime import Runtime
 
 
 def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
-    """Read the held-out text of a run that validates; none of one that does not.
+    """Read the held-out text of a run; return () if it does not validate.
 
     Raises:
         InputError: if there is too little text.
@@ -27,17 +27,17 @@ def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
 
 
 def best_step(losses: Mapping[int, float]) -> int:
-    """Return the step of the lowest held-out loss, the first of several; `losses` is by step."""
+    """Return the first step with the lowest held-out loss; `losses` is keyed by step."""
     return min(sorted(losses), key=losses.__getitem__)
 
 
 def is_out_of_patience(losses: Mapping[int, float], patience: int) -> bool:
-    """Tell whether `patience` validations have followed the best one; `losses` is by step."""
+    """Return whether `patience` validations have followed the best; `losses` is keyed by step."""
     return bool(losses) and sum(step > best_step(losses) for step in losses) >= patience
 
 
 class Validator:
-    """Computes the held-out loss; all hosts make one, and use it at the same steps."""
+    """Evaluator of the held-out loss; every host makes one, and all use it at the same steps."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Validator:
         runtime: Runtime,
         host: Group,
     ):
-        """Validate on `count` microbatches: these `batches` where a data node is served."""
+        """Store `count` microbatches to validate on; hosts with a data node hold `batches`."""
         self.host = host
         self.deadline_s = config.network.deadline_s
         topology = runtime.topology
@@ -56,12 +56,12 @@ class Validator:
         self.batches = {number: batches[number] for number in self.held_out.microbatches}
 
     def evaluate(self, step: int) -> float | None:
-        """Compute the mean held-out loss [nats per token] after `step`; None but on host 0.
+        """Compute the mean held-out loss [nats per token] after `step`; None on hosts other than 0.
 
         All hosts call this together, between two iterations.
 
         Raises:
-            PeerTimeout: if nothing came from another host for `network.deadline_s`.
+            PeerTimeout: if nothing arrived from another host for `network.deadline_s`.
         """
         losses = self.held_out.sums(step, self.batches)
         sums = sum(losses.values(), np.zeros(2))

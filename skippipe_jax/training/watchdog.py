@@ -1,9 +1,9 @@
-"""A host whose training thread hangs exits, so that the others can go on without it.
+"""Watchdog of the training thread: a host whose training hangs exits, and the others continue.
 
-Its heartbeat thread goes on, so they would wait for it until `network.deadline_s` ends the run. A
-host that only waits for others does not hang: the thread handles an event, or something is computed
-here, and nothing comes of it. Silence is counted in polls, so that a suspended process does not
-time out.
+Its heartbeats continue, so without the watchdog the others would wait until `network.deadline_s`
+ends the run. A host that only waits for others does not hang: it hangs if the thread is at work on
+an event or a computation without progress. Silence is counted in polls, so that a suspended process
+does not time out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from skippipe_jax.runtime.events import EventLoop
 
 POLL_S = 1.0
-"""How often a host checks whether its training thread makes progress."""
+"""Seconds between two checks of the training thread."""
 
 MAX_SLOWDOWN = 20.0
-"""A training thread may take so many times an iteration without progress."""
+"""Limit without progress, as a multiple of an iteration's duration."""
 
 MIN_LIMIT_S = 60.0
-"""It may take so long at least, and `MAX_SHARE` of `network.deadline_s` at most."""
+"""Lower bound of the limit in seconds; the upper bound is `MAX_SHARE` of `network.deadline_s`."""
 
 MAX_SHARE = 0.8
 
 
 class Watchdog:
-    """Watches the iterations of a host, beside the thread that runs them."""
+    """Watchdog of a host's iterations, in a thread of its own."""
 
     def __init__(
         self,
@@ -38,25 +38,25 @@ class Watchdog:
         on_hang: Callable[[str], object],
         poll_s: float = POLL_S,
     ):
-        """Check every `poll_s`; call `on_hang` once, with a sentence, from another thread.
+        """Check every `poll_s` seconds; call `on_hang` once, with a sentence, from that thread.
 
-        `loop` is that of the iterations, of which the plan says that each takes `planned_s`.
+        `loop` runs the iterations, each of which takes `planned_s` seconds by the plan.
         """
         self._loop, self._on_hang, self._poll_s = loop, on_hang, poll_s
         self._longest_s, self._most_s = planned_s, MAX_SHARE * deadline_s
-        # In the first one devices load programs, which may take as long as it likes.
+        # The first iteration has no limit, as devices load programs in it.
         self._iterations, self._is_iterating = 0, False
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, name="skippipe-watchdog", daemon=True).start()
 
     @property
     def limit_s(self) -> float:
-        """Return how long an iteration may make no progress."""
+        """Seconds that an iteration may make no progress."""
         return min(max(MIN_LIMIT_S, MAX_SLOWDOWN * self._longest_s), self._most_s)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Watch what is done in the block."""
+        """Watch the iteration that runs in the block."""
         began_s = time.monotonic()
         self._is_iterating = self._iterations > 0
         try:
@@ -68,7 +68,7 @@ class Watchdog:
             self._iterations += 1
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._is_closed.set()
 
     def _watch(self) -> None:

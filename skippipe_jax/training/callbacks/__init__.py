@@ -1,1 +1,1 @@
-"""What follows a run while it trains: metrics, trackers, progress, pictures, and users' own."""
+"""Callbacks of a run: metrics, trackers, progress, pictures, and the user's own."""

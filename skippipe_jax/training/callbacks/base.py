@@ -1,4 +1,4 @@
-"""What may follow a run: trackers, pictures, or whatever its user wants to know or do meanwhile."""
+"""Interface of callbacks, through which trackers, pictures and user code observe a run."""
 
 from __future__ import annotations
 
@@ -21,88 +21,88 @@ FORMER_HOOKS = {
 
 
 class RunView(Protocol):
-    """What a callback sees of a run, to be read only; `Trainer` is one."""
+    """Read-only view of a run for callbacks; `Trainer` implements it."""
 
     @property
     def config(self) -> Config:
-        """What the run is told."""
+        """Configuration of the run."""
         ...
 
     @property
     def run_dir(self) -> Path:
-        """The folder that the run writes."""
+        """Folder of the run."""
         ...
 
     @property
     def runtime(self) -> Runtime:
-        """What runs the steps, with the state of the stages."""
+        """Runtime that runs the steps and holds the states of the stages."""
         ...
 
     @property
     def step(self) -> int:
-        """The iterations that are done, also those before a resume or with a skipped update."""
+        """Number of completed iterations, also those before a resume or with a skipped update."""
         ...
 
     @property
     def group(self) -> Group:
-        """The hosts that train now, and this one among them: `index` 0 leads."""
+        """Hosts that train now, including this one: `index` 0 leads."""
         ...
 
 
 class Callback:
-    """Hooks of a run, which do nothing here: write over those that you need.
+    """Base class of callbacks: all hooks do nothing; override those that you need.
 
-    Among several hosts every host calls the hooks of its own callbacks, at the same steps. After a
-    rollback, steps come again. `run.group.index` is the rank of this host: 0 leads, and it may
+    With several hosts, every host calls the hooks of its own callbacks, at the same steps. After a
+    rollback, steps are repeated. `run.group.index` is the rank of this host: 0 leads, and it may
     change; `run.group.hosts[run.group.index]` is its number.
 
     Raises:
-        TypeError: if a class is defined with a hook by a former name, which nobody would call.
+        TypeError: if a subclass defines a hook by a former name, which would never be called.
     """
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Refuse hooks by former names."""
+        """Raise TypeError for hooks with former names."""
         super().__init_subclass__(**given)
         for former, name in FORMER_HOOKS.items():
             if former in vars(cls):
                 raise TypeError(f"{cls.__name__}.{former} is now {name}; see docs/api_runtime.md")
 
     def on_train_begin(self, run: RunView) -> None:
-        """Begin: all hosts are ready, and the next step follows."""
+        """Handle the start of a session: all hosts are ready for the next step."""
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Take the metrics of a step that has ended; metrics.jsonl has them as a line.
+        """Handle the metrics of a completed step; metrics.jsonl holds them as a line.
 
-        Mostly the step after it is under way by then, so that devices do not wait.
+        The next step has usually started by then, so that devices do not wait.
         """
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Take the held-out loss [nats per token] after `step`, on host 0; None on the others."""
+        """Handle the held-out loss [nats per token] after `step`, on host 0; None on the others."""
 
     def on_save(self, run: RunView, step: int) -> None:
-        """Note that the checkpoint of `step` is being written, or exists; training goes on.
+        """Handle the start of the checkpoint of `step`, or that it exists; training continues.
 
-        It may be called again for the same step, if the checkpoint could not be written.
+        Called again for the same step if the checkpoint could not be written.
         """
 
     def on_train_end(self, run: RunView) -> None:
-        """End: the run has ended as it should, and its last checkpoint is whole."""
+        """Handle the regular end of the run; its last checkpoint is complete."""
 
     def close(self) -> None:
-        """Let go of what was opened, however the run has ended."""
+        """Release resources, however the run has ended."""
 
 
 class CallbackList:
-    """The callbacks of a run on this host, in the order in which they are told.
+    """Callbacks of a run on this host, in the order in which they are called.
 
     Attributes:
-        of_run: of the project, for the whole run; told of the beginning of each session.
-        of_session: of the project, as long as the hosts are the same; each session brings its own.
-        given: the user's.
+        of_run: built-in callbacks for the whole run, called at the start of each session.
+        of_session: built-in callbacks of the current session; each session has its own.
+        given: the user's callbacks.
     """
 
     def __init__(self, view: RunView, given: Sequence[Callback]):
-        """Tell all of what they see of the run by `view`."""
+        """Store `view`, which is passed to every hook."""
         self._view = view
         self.of_run: tuple[Callback, ...] = ()
         self.of_session: Sequence[Callback] = ()
@@ -110,11 +110,11 @@ class CallbackList:
         self._has_begun = False
 
     def __iter__(self) -> Iterator[Callback]:
-        """Iterate over all of them."""
+        """Iterate over all callbacks."""
         return iter((*self.of_run, *self.of_session, *self.given))
 
     def begin_session(self, callbacks: Sequence[Callback]) -> None:
-        """Go on with the callbacks of a session; the first one begins those that were given."""
+        """Set and start the callbacks of a session; the first session also starts those given."""
         self.of_session = callbacks
         given = () if self._has_begun else self.given
         self._has_begun = True
@@ -122,27 +122,27 @@ class CallbackList:
             callback.on_train_begin(self._view)
 
     def on_step_end(self, metrics: StepMetrics) -> None:
-        """Tell all of a step."""
+        """Pass the metrics of a step to all callbacks."""
         for callback in self:
             callback.on_step_end(self._view, metrics)
 
     def on_validation_end(self, step: int, loss: float | None) -> None:
-        """Tell all of a held-out loss."""
+        """Pass a held-out loss to all callbacks."""
         for callback in self:
             callback.on_validation_end(self._view, step, loss)
 
     def on_save(self, step: int) -> None:
-        """Tell all of a checkpoint."""
+        """Pass the step of a checkpoint to all callbacks."""
         for callback in self:
             callback.on_save(self._view, step)
 
     def on_train_end(self) -> None:
-        """Tell all that the run has ended."""
+        """Call all callbacks at the end of the run."""
         for callback in self:
             callback.on_train_end(self._view)
 
     def close(self) -> None:
-        """Close those that were given, once they have begun; a session closes its own."""
+        """Close the given callbacks if they have started; a session closes its own."""
         if self._has_begun:
             self._has_begun = False
             for callback in self.given:

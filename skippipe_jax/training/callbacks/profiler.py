@@ -1,4 +1,4 @@
-"""Iterations traced by JAX's profiler, for TensorBoard's profile page, XProf or Perfetto."""
+"""Traces of iterations by JAX's profiler, for TensorBoard's profile page, XProf or Perfetto."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROFILE = "profile"
 
 @contextmanager
 def profile_step(runtime: Runtime, run_dir: Path, step: int, host: int) -> Iterator[None]:
-    """Trace the iteration that runs inside into RUN/profile/STEP/host_H.
+    """Trace the iteration that runs in the block into RUN/profile/STEP/host_H.
 
-    The trace holds all that the devices do from the end of the iteration before to the end of this
-    one. Every dispatch is named after its operation, stage, node and microbatch; what it starts on
-    the device has the name of the jitted function, which stages share.
+    The trace covers all device activity from the end of the previous iteration to the end of this
+    one. Every dispatch is named after its operation, stage, node and microbatch; its kernels on the
+    device have the name of the jitted function, which stages share.
     """
     options = jax.profiler.ProfileOptions()
-    # Python's own calls would be most of the trace, and slow down what it shows.
+    # Python calls would dominate the trace and slow down the iteration.
     options.python_tracer_level = 0
     folder = run_dir / PROFILE / f"{step:08d}" / f"host_{host}"
     _wait(runtime)

@@ -1,4 +1,4 @@
-"""Shows how far a run is: a progress bar on a terminal, else a line now and then."""
+"""Progress of a run: a progress bar on a terminal, else occasional lines."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from skippipe_jax.config import Config
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
-# Where there is no terminal to draw a bar on, a line is written this often.
+# Seconds between lines without a terminal.
 SECONDS_BETWEEN_LINES = 10.0
-# And this often by hosts that do not lead.
+# Seconds between lines of hosts that do not lead.
 SECONDS_BETWEEN_STATUS = 60.0
 
 
 class ProgressBar(Callback):
-    """Shows how far the run is, and says what is worth a line."""
+    """Progress bar of a run, with lines for skipped updates and held-out losses."""
 
     def __init__(self, config: Config, hosts: int, step: int, skipped_updates: int):
-        """Begin after `step`, before which so many updates have been skipped.
+        """Start after `step`, before which `skipped_updates` updates were skipped.
 
-        The run was started with so many `hosts`.
+        `hosts` is the number of hosts with which the run was started.
         """
         self.config, self.hosts = config, hosts
         self.skipped_updates = skipped_updates
         self.last_line_s = -math.inf
-        # None: no bar where stderr is no terminal.
+        # None disables the bar if stderr is not a terminal.
         self.bar = tqdm(total=config.train.steps, initial=step, unit="iteration", disable=None)
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Move on by one iteration."""
+        """Advance by one iteration."""
         if metrics.skipped_updates > self.skipped_updates:
             self.skipped_updates = metrics.skipped_updates
             why = "none of its tokens is a target"
@@ -55,7 +55,7 @@ class ProgressBar(Callback):
             self._say(f"step {step}: held-out loss {loss:.4f}")
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar."""
         self.bar.close()
 
     def _say(self, text: str) -> None:
@@ -79,20 +79,20 @@ class ProgressBar(Callback):
         ):
             self.last_line_s = time.perf_counter()
             left_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration
-            # How long the others take is not known while programs are compiled.
+            # An iteration that compiled programs does not predict the remaining time.
             left = "programs compiled" if metrics.compilations else f"{left_s:.0f} s left"
             log.info(f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {left}")
 
 
 class HostStatus(Callback):
-    """Says on a host that does not lead what it serves, and now and then how far the run is."""
+    """Log lines of a host that does not lead: its stages, and the progress once a minute."""
 
     def __init__(self, steps: int):
-        """Begin a session of a run of so many steps."""
+        """Start a session of a run of `steps` steps."""
         self._steps, self._last_line_s = steps, time.perf_counter()
 
     def on_train_begin(self, run: RunView) -> None:
-        """Say who this host is, and why the hosts that train are others than before."""
+        """Log the number and stages of this host, and the cause of the change of hosts."""
         group, topology = run.group, run.runtime.topology
         own, leader = group.hosts[group.index], group.hosts[0]
         stages = sorted({topology.stage_of[node] for node in topology.nodes})
@@ -102,7 +102,7 @@ class HostStatus(Callback):
         log.info(f"{cause}host {own} serves {served}; {trains}, host {leader} leads")
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Say how far the run is, once a minute."""
+        """Log the progress once a minute."""
         now_s = time.perf_counter()
         if now_s - self._last_line_s < SECONDS_BETWEEN_STATUS:
             return

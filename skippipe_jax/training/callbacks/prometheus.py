@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus, which every host serves over HTTP while it trains."""
+"""Prometheus metrics of a run, which every host serves over HTTP during training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST_PORT = 65535
 
 
 class Family(NamedTuple):
-    """A metric: its kind, the HELP text of Prometheus, and the names of its labels."""
+    """Metric family: its kind, the HELP text of Prometheus, and the names of its labels."""
 
     kind: Literal["gauge", "counter"]
     help: str
@@ -67,11 +67,11 @@ FAMILIES: Mapping[str, Family] = {
         "counter", "Times that this process went on with other hosts."
     ),
 }
-"""The metrics that a host serves, by name."""
+"""Metrics that a host serves, by name."""
 
 
 class Link(NamedTuple):
-    """From which node to which, each with the number of its host in the run."""
+    """Link between two nodes, each with the number of its host in the run."""
 
     source_host: int
     source_node: int
@@ -80,20 +80,20 @@ class Link(NamedTuple):
 
 
 class MetricValues:
-    """The values of `FAMILIES` so far, as `prometheus_client` collects them from any thread.
+    """Current values of `FAMILIES`, which `prometheus_client` collects from any thread.
 
-    What is not known has no value. Counters begin with the process.
+    An unknown metric has no value. Counters start with the process.
     """
 
     def __init__(self):
-        """Begin without any value but that of the counters without labels, which is 0."""
+        """Set the counters without labels to 0; nothing else has a value yet."""
         self._values: dict[str, dict[tuple[str, ...], float]] = {
             name: {(): 0.0} if family.kind == "counter" and not family.labels else {}
             for name, family in FAMILIES.items()
         }
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
-        """Set a gauge; None takes it away."""
+        """Set a gauge; None removes its value."""
         if value is None:
             self._values[name].pop(tuple(map(str, labels)), None)
         else:
@@ -107,7 +107,7 @@ class MetricValues:
     def take_step(
         self, metrics: StepMetrics, nodes: Iterable[int], sent: Mapping[Link, int]
     ) -> None:
-        """Take an iteration, in which `nodes` of this host sent so many bytes by each link."""
+        """Record an iteration, in which `nodes` of this host sent the bytes in `sent` by link."""
         self.set("skippipe_step", metrics.step)
         self.set("skippipe_loss", metrics.loss)
         self.set("skippipe_generation", metrics.generation)
@@ -137,15 +137,15 @@ class MetricValues:
 
 
 class PrometheusExporter(Callback):
-    """Serves the metrics of a run from when it is made until it is closed, through all sessions."""
+    """HTTP server of a run's metrics, from its construction to `close`, through all sessions."""
 
     def __init__(self, config: Config, membership: Membership):
         """Listen on `train.metrics_port` plus the number of this host in the run.
 
-        That is on the address on which this host listens for others.
+        The address is the one on which this host listens for others.
 
         Raises:
-            InputError: if `prometheus_client` is not installed, or the port cannot be had.
+            InputError: if `prometheus_client` is not installed, or the port is not available.
         """
         base = config.train.metrics_port
         assert base is not None, "is asked for"
@@ -176,7 +176,7 @@ class PrometheusExporter(Callback):
         log.info(f"host {membership.index} serves its metrics at http://{where}/metrics")
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, with the hosts as they are now."""
+        """Yield all metrics, with the current states of the hosts."""
         training = self._hosts
         unheard = {host for host in training if self._misses(host)}
         for state, hosts in (
@@ -191,7 +191,7 @@ class PrometheusExporter(Callback):
         return self._membership.count > 1 and self._membership.misses([host])
 
     def on_train_begin(self, run: RunView) -> None:
-        """Go on with the hosts of a session."""
+        """Record the hosts of a new session."""
         self._hosts = frozenset(run.group.hosts)
         self._seen |= self._hosts
         if self._sessions:
@@ -200,29 +200,29 @@ class PrometheusExporter(Callback):
         self._values.set("skippipe_step", run.step)
         self._values.set("skippipe_generation", run.group.generation.number or None)
         self._nodes = run.runtime.topology.nodes
-        # By the name of a plan, and whether replicas average gradients.
+        # Keyed by the name of a plan, and whether replicas average gradients.
         self._sent: dict[tuple[str | None, bool], Mapping[Link, int]] = {}
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Take an iteration."""
+        """Record an iteration."""
         kind = metrics.plan, self._config.averaging.is_exact(metrics.step)
         if kind not in self._sent:
             self._sent[kind] = sent_by_host(self._config, run.runtime, metrics)
         self._values.take_step(metrics, self._nodes, self._sent[kind])
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Take a held-out loss, on the host that leads."""
+        """Record a held-out loss, on the host that leads."""
         self._values.set("skippipe_validation_loss", loss)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def sent_by_host(config: Config, runtime: Runtime, metrics: StepMetrics) -> Mapping[Link, int]:
-    """Return the bytes that the nodes of this host sent by each link in an iteration."""
+    """Return the bytes that the nodes of this host sent over each link in an iteration."""
     topology, hosts = runtime.topology, runtime.group.hosts
     assert metrics.plan is not None, "runs write it"
     plan = runtime.schedule.plans[metrics.plan]

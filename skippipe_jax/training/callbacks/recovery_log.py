@@ -1,4 +1,4 @@
-"""How a run has come over the loss of a stage: written down, with the loss before and after."""
+"""Log of recoveries from a lost stage, with the training loss before and after."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from skippipe_jax.training.callbacks.base import Callback, RunView
 
 
 class RecoveryLog(Callback):
-    """Adds a line to recoveries.jsonl once the loss of the first step after a recovery is known.
+    """Writer of a line to recoveries.jsonl after the first step that follows a recovery.
 
-    All hosts keep the line until then, as the one that writes it may be lost.
+    All hosts keep the pending line, as the leader that writes it may be lost.
     """
 
     def __init__(self, folder: Path):
-        """Write into the folder of a run."""
+        """Start without a pending line; `folder` is that of the run."""
         self._folder = folder
         self._begun: dict[str, Any] | None = None
 
@@ -36,11 +36,11 @@ class RecoveryLog(Callback):
         loss: float | None,
         saved: Mapping[int, int] | None = None,
     ) -> None:
-        """Note that a generation has lost stages, under `recovery.lost_stage: policy`.
+        """Record that a generation has lost stages, under `recovery.lost_stage: policy`.
 
-        So many steps counted before, the last of which had this loss. The state of stages that are
-        left out, or come back, is that after the steps which are `saved`. Where another generation
-        has begun to recover and come to no step, it was before that.
+        `steps_done` steps were committed before, the last with this `loss`. `saved` maps stages
+        that are dropped or restored to the step of their state. If a recovery of an earlier
+        generation is still pending, its values of before the loss are kept.
         """
         if self._begun is not None:
             steps_done, loss = self._begun["step_before"], self._begun["loss_before"]
@@ -64,21 +64,21 @@ class RecoveryLog(Callback):
         }
 
     def went_back(self, step: int) -> None:
-        """Note that all hosts go back to the checkpoint of a step, further than was decided."""
+        """Record a rollback to an earlier checkpoint than the generation had decided."""
         if self._begun is not None:
             steps_old = max(0, self._begun["step_before"] - step)
             self._begun = self._begun | {"step": step, "steps_old": steps_old}
 
     def forget(self) -> None:
-        """Drop what this host knows, as the others have gone on without it."""
+        """Drop the pending line of this host, as the others have continued without it."""
         self._begun = None
 
     def told(self) -> dict[str, Any] | None:
-        """Return the line that is not yet written, as the others get it; None without one."""
+        """Return the pending line for the report to other hosts; None without one."""
         return self._begun
 
     def hear(self, told: Iterable[dict[str, Any] | None]) -> None:
-        """Keep the line of whoever knows most of what was before: some have made no step yet."""
+        """Keep the line with the latest step before the loss: some hosts have made no step yet."""
 
         def known(line: Mapping[str, Any]) -> tuple[int, bool]:
             return line["step_before"], line["loss_before"] is not None
@@ -86,7 +86,7 @@ class RecoveryLog(Callback):
         self._begun = max((line for line in told if line is not None), key=known, default=None)
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Write what has become of the last recovery, if this is the first step after it."""
+        """Write the pending line on the leader, if this is the first step after the recovery."""
         begun = self._begun
         if begun is None or metrics.step <= begun["step"]:
             return

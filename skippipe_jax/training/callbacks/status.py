@@ -1,4 +1,4 @@
-"""Keeps what a host tells of its training, to those who observe the run, as it is."""
+"""Status of a host's training, for observers of the run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
 RECENT = 10
-"""Of so many iterations the median time is told."""
+"""Number of iterations in the median of their time."""
 
 
 class StatusUpdates(Callback):
-    """Makes the status of a session, which `show` takes after every step."""
+    """Updates of the status of a session, passed to `show` at its start and after every step."""
 
     _status: TrainingStatus
 
     def __init__(self, show: Callable[[TrainingStatus], None]):
-        """Begin a session."""
+        """Start a session."""
         self._show = show
         self._recent_s: deque[float] = deque(maxlen=RECENT)
 
     def on_train_begin(self, run: RunView) -> None:
-        """Tell who trains, over which links."""
+        """Show the hosts that train, their stages and their links."""
         topology, hosts = run.runtime.topology, run.group.hosts
         nodes = topology.plan.case.nodes
         self._status = TrainingStatus(
@@ -49,7 +49,7 @@ class StatusUpdates(Callback):
         self._show(self._status)
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Tell how far the run is."""
+        """Show the progress of the run."""
         if not metrics.compilations:
             self._recent_s.append(metrics.seconds_per_iteration)
         each_s = statistics.median(self._recent_s) if self._recent_s else None
@@ -61,9 +61,10 @@ class StatusUpdates(Callback):
 
 
 def links_of(topology: Topology, hosts: Sequence[int]) -> tuple[LinkStatus, ...]:
-    """List the links between hosts, by their numbers in the run, that the case says.
+    """List the links between hosts that the link table of the case has, by host number.
 
-    A host is where its first node is. Those come first by which an activation takes longest.
+    The location of a host is that of its first node. The links with the slowest activation
+    transfer come first.
     """
     case, first = topology.plan.case, [*topology.first_nodes]
     latency_s, bandwidth = case.link_matrices

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go besides metrics.jsonl: TensorBoard, Weights & Biases."""
+"""Experiment trackers: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENSORBOARD, WANDB_ID = "tensorboard", "wandb_id"
 
 
 class Tracker(Callback, ABC):
-    """Gets the metrics of a run, and its held-out losses."""
+    """Abstract tracker of the metrics and held-out losses of a run."""
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Log every number of a step."""
@@ -34,18 +34,18 @@ class Tracker(Callback, ABC):
 
     @abstractmethod
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take numbers of a step by their names."""
+        """Log numbers of a step by name."""
 
     @abstractmethod
     def close(self) -> None:
-        """Bring what was taken to where it belongs."""
+        """Flush and close the tracker."""
 
 
 def require_trackers(config: LogConfig) -> None:
-    """Refuse trackers whose packages are not installed.
+    """Check that the packages of the configured trackers are installed.
 
     Raises:
-        InputError: that says how to install them.
+        InputError: if one is not installed, with the command that installs it.
     """
     for name, value, package in (
         ("tensorboard", config.tensorboard, "tensorboardX"),
@@ -56,12 +56,12 @@ def require_trackers(config: LogConfig) -> None:
 
 
 def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool) -> list[Tracker]:
-    """Open those that `config.log` names, for a run in `folder` that goes on after `step`.
+    """Open the trackers that `config.log` names, for a run in `folder` that continues after `step`.
 
-    None where a leader that `is_new` cannot have them.
+    Warns and returns [] if a leader that `is_new` cannot open them.
 
     Raises:
-        InputError: if the first leader cannot have them.
+        InputError: if the first leader cannot open them.
     """
     trackers: list[Tracker] = []
     try:
@@ -79,31 +79,31 @@ def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool)
 
 
 class TensorBoard(Tracker):
-    """Event files for TensorBoard."""
+    """Tracker that writes event files for TensorBoard."""
 
     def __init__(self, folder: Path, step: int):
-        """Write into `folder`; what is there of later steps than `step` no longer counts."""
+        """Open event files in `folder`, and discard events of steps after `step`."""
         from tensorboardX import SummaryWriter
 
         self.writer = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a scalar for every number."""
+        """Write a scalar for every number."""
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Flush and close the files."""
         self.writer.close()
 
 
 class WeightsAndBiases(Tracker):
-    """A run on Weights & Biases. With WANDB_MODE=offline it is kept in the run folder."""
+    """Tracker on Weights & Biases. With WANDB_MODE=offline it writes to the run folder."""
 
     def __init__(self, project: str, config: Config, folder: Path):
-        """Begin a run there, or go on with that of this run folder.
+        """Start a run on Weights & Biases, or continue the one of this run folder.
 
-        Steps that it has seen already are left out there: a run that is resumed repeats them.
+        Weights & Biases ignores steps that it has already received, which a resumed run repeats.
         """
         import wandb
         from wandb.errors import Error
@@ -133,12 +133,12 @@ class WeightsAndBiases(Tracker):
         self.run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        """Send what is held back."""
+        """Send pending data and end the run."""
         self.run.finish()
 
 
 def flatten_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every number of a line by its name; those of a list or mapping by `name/place`."""
+    """Yield every number of a line by name; an entry of a list or mapping is named `name/entry`."""
     for name, value in line.items():
         if isinstance(value, Mapping):
             yield from flatten_scalars({f"{name}/{key}": entry for key, entry in value.items()})

@@ -1,16 +1,16 @@
-"""Training that goes on when hosts are lost or join.
+"""Elastic training, which continues when hosts are lost or join.
 
-A lost host, from beginning to end:
+The loss of a host, step by step:
 
-    connections/mesh      notices it, and cluster/attendance passes it to consensus/control
+    connections/mesh      detects it, and cluster/attendance passes it to consensus/control
     consensus/decisions   the members decide on the next generation (Paxos)
     cluster/succession    enters it: every wait of the old generation raises GenerationEnded
     training/trainer      `_advance` catches that, and calls `runner.next_session`
-    coordinator           decides what this host does, and with which state it goes on
+    coordinator           decides what this host does, and with which state it continues
     runner                closes the session, exchanges reports, opens one for the new team
-    regroup, places       plans and programs for the hosts that are present
-    lost_stages           how stages that no host holds are made anew
+    regroup, places       plans and programs for the present hosts
+    lost_stages           how stages that no host holds are rebuilt
 
-Generation: the decision. Team: its communicator. RunSetup: what its hosts agreed on. Session: its
-training.
+Generation: the decision. Team: its communicator. RunSetup: the agreement of its hosts. Session:
+its training.
 """

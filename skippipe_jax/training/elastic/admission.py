@@ -1,9 +1,9 @@
-"""Decides whether an extra host is worth admitting.
+"""Admission of extra hosts: whether a host that wants to join pays off.
 
-While the state of its stage is transferred, all hosts wait; then iterations may be shorter. It is
-admitted if that saves more time within `join.horizon` than it costs, or if a single host serves
-one of its stages now, with which that stage would be lost. The place of a lost host is always worth
-taking, as the run's own plan counts on it.
+All hosts wait while the state of its stages is transferred; then iterations may be shorter. The
+host is admitted if that saves more time within `join.horizon` than it costs, or if one of its
+stages has a single host now, with which the stage would be lost. The place of a lost host is always
+filled, as the run's own plan counts on it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from skippipe_jax.training.elastic.places import with_places, with_stages
 
 @dataclass(frozen=True)
 class Admission:
-    """What it costs that a host comes, and what it saves.
+    """Cost and benefit of admitting a host.
 
     Attributes:
-        transfer_s: seconds for which the others wait; infinite where no host could be reached that
-            has the state.
-        saved: by which share iterations are shorter.
-        is_spare: whether each of its stages is on several hosts already.
+        transfer_s: seconds that the others wait for the state transfer; infinite if no host with
+            the state could be reached.
+        saved: fraction by which iterations get shorter.
+        is_spare: whether each of its stages is already on several hosts.
     """
 
     transfer_s: float
@@ -38,12 +38,12 @@ class Admission:
     is_spare: bool
 
     def pays(self, horizon_s: float, *, anyway: bool = False) -> bool:
-        """Tell whether the host is to come; `anyway`, it is if a host with the state is reached."""
+        """Return whether to admit the host; `anyway` only requires that its state is reachable."""
         is_asked = self.is_spare and not anyway
         return self.transfer_s < (self.saved * horizon_s if is_asked else math.inf)
 
     def why(self, horizon_s: float) -> str:
-        """Explain why a host is not to come."""
+        """Explain why a host is not admitted."""
         if math.isinf(self.transfer_s):
             return "this host has reached none of those that have the state of its stage"
         return (
@@ -64,11 +64,11 @@ def admission(
     ways: Mapping[int, Way],
     sizes: Sequence[float],
 ) -> Admission:
-    """Estimate what it brings if a host joins the members, under their placement.
+    """Estimate cost and benefit if a host joins the members, under their placement.
 
-    `plan` is the run's own, `host_of` the host of each node, those of spare places among them, and
-    `new` are nodes of these. `ways` lead to other hosts, and `sizes` are the bytes of the states of
-    stages. Hosts to which no way was measured give nothing.
+    `plan` is the run's own, `host_of` the host of each node including spare places, and `new` the
+    measured nodes of spare places. `ways` are the measured links to other hosts, and `sizes` the
+    bytes of the states of stages. State is only transferred from hosts with a measured link.
     """
     now = {node for node, own in enumerate(host_of) if own in members}
     then = now | {node for node, own in enumerate(host_of) if own == host}
@@ -77,7 +77,7 @@ def admission(
 
     def iteration_s(nodes: Collection[int], stages: Placement) -> float:
         there = tuple(tuple(node for node in own if node in nodes) for own in stages)
-        # Who has made a plan by hand need not have predicted anything.
+        # A plan made by hand may have no prediction, so both are simulated.
         quick = plan_without(with_places(plan, nodes, new), nodes, there, left_out)
         return simulate_plan(quick).iteration_s
 

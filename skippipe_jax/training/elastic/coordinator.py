@@ -1,4 +1,4 @@
-"""What one host does as hosts are lost or join: a state machine, which `runner` carries out.
+"""State machine of one host for losses and joins of hosts; `runner` executes its actions.
 
 | state | event | next state | action |
 | --- | --- | --- | --- |
@@ -17,13 +17,13 @@
 | | `TIME_OVER`, a transfer failed | `Suspended` | `AwaitGeneration` that abandons the last |
 | | `TIME_OVER`, else | what it was before | `Raise` |
 
-A host abandons a generation in which it cannot make another step, as others may not know why: they
-may never miss a host that it missed for a moment. Where transfers fail although all hosts are
-there, a connection broke: in the next generation all are made again. If that fails as well, before
-a step has been made, the error is raised.
+A host abandons a generation in which it cannot make another step, as the others may not detect the
+cause: they may never miss a host that it missed for a moment. If transfers fail although all hosts
+are alive, a connection broke, and the next generation reconnects all. If transfers fail again
+before a step is made, the error is raised.
 
-A generation that is the last, or that goes on from another step than this host holds, leads to
-`Stopped` instead of `Opening`. A host that asks to be taken in begins as `Suspended`.
+A generation that is the last, or that continues from a step other than this host's, leads to
+`Stopped` instead of `Opening`. A host that rejoins starts as `Suspended`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from skippipe_jax.errors import HostLeft, PeerTimeout
 
 
 class Origin(Enum):
-    """Where the states of a host's stages come from as it enters a generation."""
+    """Origin of the states of a host's stages as it enters a generation."""
 
     OWN = "own"
     CHECKPOINT = "checkpoint"
@@ -45,11 +45,11 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class StateSource:
-    """With what a host enters a generation.
+    """State with which a host enters a generation.
 
     Attributes:
-        step: the iterations that it has done.
-        origin: where its states come from.
+        step: number of iterations that it has completed.
+        origin: the origin of its states.
     """
 
     step: int
@@ -59,11 +59,11 @@ class StateSource:
 NOTHING = StateSource(0, Origin.PEERS)
 
 RECONNECTS_AFTER_S = 2.0
-"""Seconds in which the death of a host shows that has broken a transfer."""
+"""Seconds within which the death of a host that broke a transfer is detected."""
 
 
 class Cause(Enum):
-    """What may have caused an error."""
+    """Possible cause of an error."""
 
     OWN = "this host alone"
     SILENCE = "a host that did not answer in time"
@@ -73,14 +73,14 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class HostPolicy:
-    """What the decisions of a host depend on for as long as it runs.
+    """Constants on which the decisions of a host depend.
 
     Attributes:
         host: its number in the run.
-        rejoin_s: the seconds for which it waits to go on with others.
-        detection_s: the seconds after which the loss of any host has shown.
-        lost_stage: what becomes of a stage that no host holds: `recovery.lost_stage`.
-        replicas_diverge: whether hosts make steps of their own between two averages.
+        rejoin_s: seconds that it waits for the next generation.
+        detection_s: seconds after which the loss of any host is detected.
+        lost_stage: policy for a stage that no host holds: `recovery.lost_stage`.
+        replicas_diverge: whether replicas take local steps between two averages (outer mode).
     """
 
     host: int
@@ -95,10 +95,10 @@ class HostPolicy:
 
 @dataclass(frozen=True)
 class Suspended:
-    """Waits for the generation after that of a number, which is 0 for a host that comes.
+    """State of a host that waits for the generation after number `after`; 0 for one that joins.
 
-    `source` is None as long as a session is open: its steps may still count. `has_reconnected`,
-    here and below: transfers had failed although all hosts were there.
+    `source` is None while a session is open: its steps may still be committed. `has_reconnected`,
+    here and below: transfers had failed although all hosts were alive.
     """
 
     after: int
@@ -108,7 +108,7 @@ class Suspended:
 
 @dataclass(frozen=True)
 class Closing:
-    """Closes its session, to enter a generation."""
+    """State of a host that closes its session, to enter a generation."""
 
     generation: Generation
     has_reconnected: bool = False
@@ -116,7 +116,7 @@ class Closing:
 
 @dataclass(frozen=True)
 class Opening:
-    """Opens the session of a generation, together with its other hosts."""
+    """State of a host that opens the session of a generation, together with its other hosts."""
 
     generation: Generation
     source: StateSource
@@ -125,7 +125,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Training:
-    """Makes steps."""
+    """State of a host that trains."""
 
     generation: Generation
     has_reconnected: bool = False
@@ -133,9 +133,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Confirming:
-    """Finds out whether a lost host has caused an error that came in a state.
+    """State of a host that checks whether a lost host has caused an error.
 
-    If not, it `reconnects`, or raises the error.
+    If not, it `reconnects` or raises the error. The error occurred in the state `interrupted`.
     """
 
     interrupted: Opening | Training
@@ -144,7 +144,7 @@ class Confirming:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Takes no further part."""
+    """State of a host that takes no further part."""
 
 
 State = Suspended | Closing | Opening | Training | Confirming | Stopped
@@ -155,21 +155,21 @@ State = Suspended | Closing | Opening | Training | Confirming | Stopped
 
 @dataclass(frozen=True)
 class Entered:
-    """This host is in the next generation."""
+    """Event: this host has entered the next generation."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The session is closed, after so many iterations."""
+    """Event: the session is closed after `step` iterations."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An error has come; in its generation this host may have made a step before."""
+    """Event: an error occurred; `has_stepped` if a step was made before in its generation."""
 
     cause: Cause
     has_stepped: bool = False
@@ -194,9 +194,10 @@ Event = Entered | Closed | Failed | Signal
 
 @dataclass(frozen=True)
 class AwaitGeneration:
-    """Wait for the generation after that of a number: `Entered`, `TIME_OVER` or `LEFT` follows.
+    """Action: wait for the generation after number `after`.
 
-    If it `abandons` that one, the others are to be told first.
+    `Entered`, `TIME_OVER` or `LEFT` follows. With `abandons`, first notify the others that this
+    host abandons that generation.
     """
 
     after: int
@@ -206,21 +207,21 @@ class AwaitGeneration:
 
 @dataclass(frozen=True)
 class WatchMembers:
-    """Watch the members of the generation: `ENDED`, `MISSED` or `TIME_OVER` follows."""
+    """Action: watch the members of the generation; `ENDED`, `MISSED` or `TIME_OVER` follows."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class CloseSession:
-    """Close the session; tell of its last steps if they count for this host: `Closed` follows."""
+    """Action: close the session, after emitting its last steps if they count; `Closed` follows."""
 
     steps_count: bool
 
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Open a session: `OPENED`, `WENT_BACK`, `ENDED` or `Failed` follows."""
+    """Action: open a session; `OPENED`, `WENT_BACK`, `ENDED` or `Failed` follows."""
 
     generation: Generation
     source: StateSource
@@ -228,24 +229,24 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class Stop:
-    """Take no further part, with an error."""
+    """Action: raise `error` and take no further part."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class Raise:
-    """Raise the error that `Failed` told of: it is this host's own."""
+    """Action: raise the error behind `Failed`, which no other host has caused."""
 
 
 Action = AwaitGeneration | WatchMembers | CloseSession | OpenSession | Stop | Raise
 
 
 def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Action | None]:
-    """Apply an event; return the new state, and what is to be done in it.
+    """Apply an event; return the new state and its action.
 
     Raises:
-        ValueError: if such an event cannot come in that state.
+        ValueError: if the event is not possible in that state.
     """
     match state, event:
         case Suspended(_, None, has_reconnected), Entered(generation):
@@ -286,7 +287,7 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
 
 
 def await_first(policy: HostPolicy) -> tuple[Suspended, AwaitGeneration]:
-    """Return the first state and action of a host that asks to be taken in."""
+    """Return the first state and action of a host that rejoins."""
     return Suspended(0, NOTHING), AwaitGeneration(0, policy.rejoin_s)
 
 
@@ -314,14 +315,14 @@ def _open(
 def choose_source(
     generation: Generation, held: StateSource, policy: HostPolicy
 ) -> StateSource | Stop:
-    """Choose where a host's states come from, which has held these; or stop if it cannot go on."""
+    """Choose the origin of a host's states, given those `held`; or `Stop` if it cannot continue."""
     if generation.is_last:
         return Stop(PeerTimeout(_why_last(generation, policy.lost_stage)))
     if policy.host in generation.fresh:
         return replace(held, origin=Origin.PEERS)
     if generation.is_rewound or held.origin == Origin.CHECKPOINT:
         return replace(held, origin=Origin.CHECKPOINT)
-    # A host whose replicas diverge may have made more steps of its own, and keeps them.
+    # With diverging replicas a host may be ahead by local steps, and keeps them.
     is_behind = held.step < generation.step
     is_other = is_behind if policy.replicas_diverge else held.step != generation.step
     if held.origin == Origin.PEERS or is_other:

@@ -1,7 +1,7 @@
-"""What this host tells a machine that asks to join a run.
+"""Join offer of this host to a machine that asks to join a run.
 
-That is the free places as this host sees them, how long each is held back because its hosts were
-lost soon after they joined, and the files of the run.
+It consists of the free places as this host sees them, the pause of each place whose hosts were lost
+soon after they joined, and the files of the run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from skippipe_jax.storage.joined_folder import contents_of, state_of_files
 
 
 class Inviting:
-    """The places and files of a run, as its `Reception` tells of them.
+    """Source of the places and files of a run that its `Reception` offers.
 
     Attributes:
-        text: the fingerprint of the text that the run reads, once a host has told it.
+        text: the fingerprint of the text that the run reads, once a host has reported it.
     """
 
     def __init__(self, folder: Path, hosts: int, clock: Clock = SYSTEM_CLOCK):
-        """Invite to the run in a folder that began with so many hosts."""
+        """Offer places in the run of `folder`, which started with `hosts` hosts."""
         self._hosts = hosts
         self.text: str | None = None
         self._folder, self._clock = folder, clock
@@ -36,9 +36,9 @@ class Inviting:
     def entered(
         self, generation: Generation, serves: Callable[[int], tuple[int, ...]], text: str | None
     ) -> None:
-        """Note the hosts of the new generation, and its text if one of them reads it.
+        """Record the hosts of the new generation, and the fingerprint of its text if one reads it.
 
-        `serves` says which stages a host serves, or would if it came.
+        `serves` returns the stages that a host serves, or would serve if it joined.
         """
         processes = dict(zip(generation.members, generation.processes, strict=True))
         self._pauses.entered(processes, self._clock.now())
@@ -47,16 +47,16 @@ class Inviting:
 
     @property
     def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """The hosts that train now, and the nodes of each stage, by the run's own numbers."""
+        """Hosts that train now, and the nodes of each stage, as numbered in the run's own plan."""
         generation = self._generation
         return ((), ()) if generation is None else (generation.members, generation.placement)
 
     def places(self, free: Collection[int]) -> list[Place]:
-        """List the places that no generation waits for, and at which somebody would serve.
+        """List the free places at which a host would serve a stage.
 
-        None while a lost host still counts as a member: its place is about to be free. No spare
-        ones while a host of the start is neither a member nor lost: it is coming back, or this host
-        is the last to notice that it was lost.
+        Empty while a lost host is still a member: its place is about to be free. Without spare
+        places while an original host is neither a member nor lost: it is rejoining, or this host is
+        the last to detect its loss.
         """
         generation, now_s = self._generation, self._clock.now()
         if generation is None or set(free).intersection(generation.members):
@@ -70,10 +70,10 @@ class Inviting:
         ]
 
     def files(self) -> Files:
-        """Return what newcomers need of the folder of the run; read again if it has changed.
+        """Return the files of the run that newcomers need; read again if they have changed.
 
         Raises:
-            InputError: if it cannot be read.
+            InputError: if they cannot be read.
         """
         state = state_of_files(self._folder)
         if self._read is None or self._read[0] != state:

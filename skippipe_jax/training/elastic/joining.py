@@ -1,6 +1,6 @@
-"""From the address of any host to a host of the run that trains.
+"""Joining a run by the address of any of its hosts.
 
-ask and fetch -> find a place -> compile and measure -> join -> train as a host that comes back
+ask and fetch -> find a place -> compile and measure -> join -> train as a rejoining host
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def joined_by_address(
     *,
     anyway: bool = False,
 ) -> Iterator[tuple[Config, Membership]]:
-    """Be one more host of a run, or a lost one's successor, for a block; say what that takes.
+    """Join a run as an extra host, or in place of a lost one, for the length of a block.
 
-    The host `is_outside` until `Membership.ask_in`, as `Trainer` calls it. However the block ends,
-    it ends no other host. What it is given is that host, and what it is told by its own folder.
-    It comes `anyway` where that does not pay.
+    Yields the configuration with this host's own folder, and its membership, which `is_outside`
+    until `Trainer` calls `Membership.ask_in`. The end of the block ends no other host. With
+    `anyway` it joins even if that does not pay off.
 
     Raises:
-        InputError: if the folder is another's, this host is refused, or told what has to be the
-            same for all hosts.
-        TemporaryError: if no host tells of a run, or for ``cluster.rejoin_s`` no place is free, or
-            it does not pay to come.
+        InputError: if the folder belongs to another run, this host is refused, or `overrides` set
+            a value that must be the same on all hosts.
+        TemporaryError: if no host answers with a run, or for ``cluster.rejoin_s`` no place is free
+            or joining does not pay off.
     """
     seeking = Seeking(addresses, run_dir, overrides, _fingerprint)
     with ExitStack() as held:
@@ -81,7 +81,7 @@ def joined_by_address(
 def _joined(
     held: ExitStack, seeking: Seeking, place: Place, measured: Measured
 ) -> Membership | None:
-    """Join as the host of a place until `held` is closed; None if another host has it."""
+    """Join as the host of a place until `held` is closed; return None if another host took it."""
     measured.keep(seeking.folder)
     config = seeking.config
     coming = joined(
@@ -108,10 +108,10 @@ def _fingerprint(config: Config) -> str:
 
 
 def _prepare(seeking: Seeking, place: Place) -> Measured:
-    """Compile the stages of a place, and measure.
+    """Compile the stages of a place, and measure if it is an extra one.
 
-    What is measured, for a place beside those of the start, are the ways to the hosts that train,
-    and where the run has measured its case, the stage, on the device that would serve it.
+    For an extra place, measures the links to the hosts that train and, if the run has measured its
+    case, the stage on the device that would serve it.
     """
     config, hosts, since_s = seeking.config, seeking.invitation.hosts, time.monotonic()
     stages = " and ".join(map(str, place.stages)) or "none"
@@ -131,7 +131,7 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
 
 
 def _why_not(seeking: Seeking, place: Place, measured: Measured, *, anyway: bool) -> str | None:
-    """Explain why a place beyond those of the start does not pay, if it does not."""
+    """Explain why joining at an extra place does not pay off; None if it does."""
     config, told = seeking.config, seeking.invitation
     if place.host < told.hosts:
         return None

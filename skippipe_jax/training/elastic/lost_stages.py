@@ -1,4 +1,4 @@
-"""What a stage that nobody holds any more is made from, by `recovery.lost_stage`."""
+"""Rebuilding of stages that no host holds any more, by `recovery.lost_stage`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from skippipe_jax.errors import RebuildImpossible
 
 
 def remakes_of(config: Config, stages: int) -> Remakes | None:
-    """Return how a run remakes stages that no host holds; None if it does not."""
+    """Return the function that rebuilds stages that no host holds; None if the policy has none."""
     if config.recovery.lost_stage == AVERAGE:
         return partial(_from_those_beside, config.model.layers_of_stages(stages))
     return partial(_from_copies, stages) if config.recovery.lost_stage == BUDDY else None
 
 
 def how_remade(generation: Generation) -> str:
-    """Describe for a reader what is done about stages that no host holds."""
+    """Describe in words how lost stages are rebuilt or left out."""
     made = {made.stage: _how_made(made) for made in generation.remade}
     left_out = "is left out until a host serves it again"
     return "".join(
@@ -31,7 +31,7 @@ def how_remade(generation: Generation) -> str:
 
 
 def how_rewound(generation: Generation, done: int) -> str:
-    """Describe for a reader how far all go back that had made `done` steps; "" if they do not."""
+    """Describe in words the rollback of hosts that had made `done` steps; "" without a rollback."""
     if not generation.is_rewound:
         return ""
     to = f"the checkpoint of step {generation.step}" if generation.step else "the start"
@@ -46,7 +46,7 @@ def how_rewound(generation: Generation, done: int) -> str:
 
 
 def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
-    """Warn of stages whose nodes one host serves alone; "" if a loss of any takes nothing back.
+    """Return a warning of stages served by a single host; "" if their loss causes no rollback.
 
     `by` is `recovery.lost_stage`.
     """
@@ -63,7 +63,7 @@ def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int],
 
 
 def _stages(numbers: Collection[int]) -> str:
-    """Name stages at the beginning of a sentence."""
+    """Return the names of stages as the beginning of a sentence."""
     *most, last = map(str, numbers)
     return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"
 
@@ -79,7 +79,7 @@ def _how_made(made: Remade) -> str:
 def _from_those_beside(
     layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
-    """Remake each lost stage as the mean of the stages before and after it."""
+    """Rebuild each lost stage as the mean of the stages before and after it."""
     del copies
     holder = _holders(held)
     lost = [stage for stage in range(len(layers)) if stage not in holder]
@@ -108,7 +108,7 @@ def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> st
 def _from_copies(
     stages: int, held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
-    """Remake each lost stage from the newest copy of it."""
+    """Rebuild each lost stage from its newest buddy checkpoint."""
     lost = set(range(stages)) - _holders(held).keys()
     newest: dict[int, tuple[int, int]] = {}
     for host in sorted(copies):

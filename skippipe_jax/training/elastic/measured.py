@@ -1,7 +1,7 @@
-"""What a host that comes to a spare place has measured before it joined: its ways and its device.
+"""Measurements of an extra host before it joined: its links and its device.
 
-It keeps that in its own folder, and tells it to all others of each generation in which it is. So
-all of them make the same plan, and what is known of a host goes and comes with it.
+The host saves them in its own folder and reports them to the others in each of its generations. So
+all hosts make the same plan, and the measurements of a host leave and return with it.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from skippipe_jax.storage.files import atomic_write
 MEASURED = "measured.json"
 
 STAGE_S = 1.0
-"""So long a stage is timed, beside compiling it."""
+"""Seconds for which a stage is timed, compilation excluded."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one host has measured.
+    """Measurements of one host.
 
     Attributes:
-        ways: to others, by their numbers.
-        forward_s: the seconds of a forward pass as of a case's nodes, if they were measured.
+        ways: the measured links to other hosts, by host number.
+        forward_s: seconds of a forward pass, as for the nodes of a case; None if not measured.
     """
 
     ways: Mapping[int, Way] = field(default_factory=dict)
     forward_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return this as it is sent and saved."""
+        """Return the JSON form that is sent and saved."""
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, told: Mapping[str, Any]) -> Measured:
-        """Read what another host has sent, or this one has saved."""
+        """Parse the JSON form that another host has sent or this one has saved."""
         return msgspec.convert(told, cls, str_keys=True)
 
     def keep(self, folder: Path) -> None:
-        """Write it into the folder of this host."""
+        """Save the measurements in the folder of this host."""
         atomic_write(folder / MEASURED, json.dumps(self.to_json()) + "\n")
 
     @staticmethod
     def kept(folder: Path) -> dict[str, Any] | None:
-        """Read what was saved there, as it is sent; None if there is nothing."""
+        """Read the saved JSON form; None if there is none."""
         path = folder / MEASURED
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> float | None:
-    """Return the seconds of a forward on a node, in the unit of the plan's case.
+    """Measure the seconds of a forward on a node, in the unit of the plan's case.
 
-    None where that case was not measured itself: its seconds may be none of real devices.
+    Returns None if that case was not measured: its seconds may not be those of real devices.
     """
     if not config.plan.measure:
         return None
@@ -78,7 +78,7 @@ def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> flo
 def new_nodes(
     measured: Mapping[int, Measured], host_of: Sequence[int], first: int
 ) -> dict[int, NewNode]:
-    """Describe the spare nodes from the `first` on whose hosts have measured something.
+    """Describe the extra nodes, numbered from `first`, of hosts with measurements.
 
     `host_of` is the host of each node.
     """

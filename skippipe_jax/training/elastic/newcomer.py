@@ -1,8 +1,7 @@
-"""How a machine that has nothing of a run comes to a place in it: see `joining`.
+"""Search of a machine without the run folder for a place in a run: see `joining`.
 
-It asks a host for the run's files and for the places that are free, writes the files into a folder
-of its own, and takes the first place that it can serve: who has no stage 0 needs no text. If there
-is none yet, it waits.
+It asks a host for the run's files and free places, writes the files to its own folder, and takes
+the first place that it can serve: a place without stage 0 needs no text. Without a place, it waits.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ from skippipe_jax.storage.run_lock import RunLock
 T = TypeVar("T")
 
 FIND_S = 30.0
-"""How long a host is looked for that tells of the run."""
+"""Seconds until the search for a host that answers is given up."""
 
 AGAIN_S = 2.0
-"""So often a newcomer that waits asks again."""
+"""Seconds between two requests of a waiting newcomer."""
 
 MEASURE_S = 4.0
-"""So long the ways to all hosts are measured."""
+"""Seconds for which the links to all hosts are measured."""
 
 ALL_GONE = "no host of the run listens any more: it has ended, or all of its hosts are lost"
 
 FindText = Callable[[Config], str]
-"""The fingerprint of the text that is here; it raises `InputError` where there is none."""
+"""Function that returns the fingerprint of the local text, or raises `InputError` without text."""
 
 
 class Seeking:
-    """A newcomer of a run, until it has found a place.
+    """Newcomer that searches for a place in a run.
 
     Attributes:
-        folder: its own, with the files of the run.
-        config: what it does, by that folder; nothing before `fetch`.
-        run: what makes it a host of the run.
-        invitation: what was told last.
-        asked: at which address.
+        folder: its own folder, with the files of the run.
+        config: its configuration, with that folder; unset before `fetch`.
+        run: the identity and settings of the run.
+        invitation: the last answer of a host.
+        asked: the address of that host.
     """
 
     config: Config
@@ -75,30 +74,30 @@ class Seeking:
         find_text: FindText,
         clock: Clock = SYSTEM_CLOCK,
     ):
-        """Ask at these addresses, for a folder `run_dir`, by default one named after the run's.
+        """Store the addresses and the folder `run_dir`, by default named after the run's own.
 
-        `overrides` say what differs on this host, and `find_text` whether the run's text is here.
+        `overrides` are the settings of this host, and `find_text` finds the local text.
 
         Raises:
-            InputError: if the folder is that of a run itself.
+            InputError: if the folder is the original folder of a run.
         """
         self._given, self._known = [*addresses], list[str]()
         self._run_dir, self._overrides = run_dir, overrides
         self._find_text, self._clock = find_text, clock
         self._pauses, self._refused_s = 0, 0.0
         self._text: tuple[str | None, str] | None = None
-        # What says so is needed before the configuration of the run is there.
+        # The `cluster` overrides are needed before the configuration of the run is received.
         told = [override for override in overrides if override.startswith("cluster.")]
         self._newcomer = Newcomer(Keys.of(parse_config({}, told).cluster))
         if run_dir is not None:
             self._know(run_dir)
 
     def fetch(self) -> AbstractContextManager[object]:
-        """Fetch the run; the folder is held for this process as long as what is returned is open.
+        """Fetch the files of the run; return the lock on the folder, to be closed at the end.
 
         Raises:
-            InputError: if the folder is another's, or this host is refused.
-            TemporaryError: if no host tells of a run, or another process has the folder.
+            InputError: if the folder belongs to another run, or this host is refused.
+            TemporaryError: if no host answers with a run, or another process has the folder.
         """
         self._ask(FIND_S, [CONFIG])
         name = name_of_run(self._newcomer.contents)
@@ -126,7 +125,7 @@ class Seeking:
         """Wait for the first free place that this host can serve.
 
         Raises:
-            TemporaryError: if there is none for ``cluster.rejoin_s``.
+            TemporaryError: if there is no such place for ``cluster.rejoin_s``.
         """
         since_s, patience_s, said = self._clock.now(), self.config.cluster.rejoin_s, ""
         while True:
@@ -150,10 +149,10 @@ class Seeking:
             self._ask(left_s)
 
     def wait(self, why: str) -> None:
-        """Wait before asking again, longer each time, as it does not pay to come.
+        """Wait before asking again as joining does not pay off, with exponential back-off.
 
         Raises:
-            TemporaryError: if that has been so for ``cluster.rejoin_s``.
+            TemporaryError: if it has not paid off for ``cluster.rejoin_s``.
         """
         now_s, patience_s = self._clock.now(), self.config.cluster.rejoin_s
         if not self._pauses:
@@ -169,7 +168,7 @@ class Seeking:
         self._ask(FIND_S)
 
     def ways(self) -> dict[int, Way]:
-        """Measure latency and bandwidth to the hosts that train, as far as they answer."""
+        """Measure latency and bandwidth to the hosts that train and answer."""
         told, since_s = self.invitation, self._clock.now()
         addresses = {host: at for host, at in told.addresses.items() if host in told.members}
         ways = _run_interruptibly(self._newcomer.ways(addresses, MEASURE_S))
@@ -182,9 +181,9 @@ class Seeking:
         return ways
 
     def is_free(self, place: Place) -> bool:
-        """Ask the hosts again whether a place is still free, and no better one is.
+        """Ask the hosts again; return whether a place is still free and no better one is.
 
-        A place of the start that this host can serve comes before one beside them.
+        A place of the original hosts that this host can serve is better than an extra one.
         """
         self._ask(FIND_S)
         first, of_start = self._choice()[0], self.invitation.hosts
@@ -194,7 +193,7 @@ class Seeking:
 
     @property
     def addresses(self) -> list[str]:
-        """List where hosts of the run listen; the one that has answered comes first."""
+        """Addresses of the hosts of the run; the one that answered comes first."""
         return [self.asked, *self._told_addresses]
 
     @property
@@ -202,8 +201,8 @@ class Seeking:
         return [*dict.fromkeys(self.invitation.addresses.values())]
 
     def _choice(self) -> tuple[Place | None, str]:
-        """Choose the place to take, that with the shortest pause, or say why there is none."""
-        of_start = self.invitation.hosts  # Nobody comes beside them while one of these is lost.
+        """Choose the place with the shortest pause, or return None with the reason."""
+        of_start = self.invitation.hosts  # No extra place is used while one of these is lost.
         places = sorted(
             self.invitation.places,
             key=lambda place: (place.host >= of_start, place.pause_s, place.host),
@@ -220,7 +219,7 @@ class Seeking:
         return first, ""
 
     def _lacks_text(self) -> str | None:
-        """Explain why this host cannot read the text of the run, if it cannot."""
+        """Explain why this host cannot read the text of the run; None if it can."""
         if self._text is None:
             try:
                 self._text = self._find_text(self.config), ""
@@ -234,12 +233,12 @@ class Seeking:
         return None
 
     def _ask(self, patience_s: float, wanted: Collection[str] | None = None) -> None:
-        """Ask until a host answers, for all files or those that are `wanted`.
+        """Ask for all files, or those in `wanted`, until a host answers.
 
         Raises:
-            InputError: if this host is refused for good.
-            TemporaryError: if none answers within `patience_s`; at once if nobody listens at the
-                addresses that were given, and no others are known, or if the run has ended.
+            InputError: if this host is refused permanently.
+            TemporaryError: if no host answers within `patience_s`; at once if no host listens at
+                the given addresses and no others are known, or if the run has ended.
         """
         since_s, why = self._clock.now(), "no answer"
         addresses = [*self._given, *self._known]
@@ -253,7 +252,7 @@ class Seeking:
                     break
                 except TemporaryError as error:
                     why = error.problem
-                    # A host of a run that is known may come back; an address may just be wrong.
+                    # A known host may come back; an address that never answered may be wrong.
                     is_nobody = isinstance(error, NobodyListens)
                     is_final = why == RUN_ENDED or (is_nobody and not self._known)
                     if not is_final and self._clock.now() - since_s <= patience_s:
@@ -272,9 +271,9 @@ class Seeking:
 
 
 def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, and let SIGTERM cancel it as SIGINT does there.
+    """Run a coroutine by `asyncio.run`, and let SIGTERM cancel it as SIGINT does.
 
-    Within the event loop an exception could come to a task that nobody asks for it.
+    Raised directly, the exception could end up in a task whose result is never awaited.
     """
 
     async def heeding() -> T:

@@ -1,12 +1,12 @@
-"""The places of a run: those of the hosts that it begins with, and spare ones for hosts that come.
+"""Places of a run: those of its original hosts, and spare ones for extra hosts.
 
-Every count of hosts includes the spare places: numbers of hosts, ports, and the hosts that
-consensus may name. The first generation has only the hosts of the start, so a spare place is like
-that of a lost host, except that nobody waits for it.
+Every count of hosts includes the spare places: host numbers, ports, and the hosts that consensus
+may name. The first generation has only the original hosts, so a spare place is like that of a lost
+host, except that no host waits for it.
 
-Each spare place has one node, numbered after those of the run's own plan and in no stage until its
-host joins. The host that proposes the generation with it assigns the stage. There the node stays,
-like all others, unless a better plan is found that has it elsewhere.
+Each spare place has one node, numbered after those of the run's own plan and without a stage until
+its host joins. The host that proposes the generation with it assigns the stage. The node stays
+there, like all others, unless a better plan moves it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def host_of_places(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
 
 
 def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) -> Plan:
-    """Extend a plan to a case that has all of `nodes`, also those that are new.
+    """Extend the case of a plan to all of `nodes`, including extra nodes.
 
-    What is known of some of these is in `new`, by their numbers. They are in no stage of the plan.
+    `new` describes the extra nodes with measurements, by number. They are in no stage of the plan.
     """
     own = len(plan.case.nodes)
     come = range(own, max(nodes) + 1)
@@ -48,8 +48,8 @@ def with_stages(
 ) -> Placement:
     """Extend the placement so that each of `nodes` serves a stage.
 
-    Each goes where a replica of those there are has most to compute, but not to the data stage if
-    there is another: it may lack the text. None goes to stages that are `left_out`. `plan` is the
+    Each node is added to the stage with the most work per replica, but not to the data stage if
+    there is another, as it may lack the text, nor to stages that are `left_out`. `plan` is the
     run's own.
     """
     work = Counter(plan.stage_of[node] for path in plan.microbatches for node in path)
@@ -72,12 +72,12 @@ def secured(
     hosts: Collection[int],
     without_text: Collection[int] = (),
 ) -> Placement:
-    """Give each stage that a single host serves a second one, if it had more at first.
+    """Give each stage with a single host a second one, if it had more in the `own` placement.
 
-    Whoever stands in for a lost stage stays there when its hosts are back, and what it has left may
-    be served by a single host, with which it would be lost. So a node goes to such a stage, if by
-    the run's `own` placement more hosts serve it, from one that more serve than by that: a node
-    that was there before, if there is any. Nodes `without_text` do not go to the data stage.
+    A node that replaced lost hosts of a stage stays there when they are back, and the stage that it
+    left may have a single host, with which it would be lost. Such a stage gets a node from a stage
+    that has more hosts than in the run's `own` placement, preferably one of its original nodes.
+    Nodes `without_text` do not go to the data stage.
     """
 
     def serving(nodes: Collection[int]) -> set[int]:
@@ -105,7 +105,7 @@ def secured(
 
 
 def stages_for(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
-    """List the stages that a host at a place would serve, as far as known beforehand."""
+    """List the stages that a host would serve if it joined, as far as can be predicted."""
     members, apart = frozenset({*generation.members, host}), {*generation.apart, host}
     found = covering(rules, generation.placement, members, apart, generation.left_out)
     placement = generation.placement if found is None else found

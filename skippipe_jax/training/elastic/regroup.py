@@ -1,4 +1,4 @@
-"""How a run goes on when its hosts are others: which of them serve what, and by which plans."""
+"""Regrouping after a change of hosts: the stages that each host serves, and the plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from skippipe_jax.training.setup import HostSetup
 
 
 def rules_of(config: Config, setup: HostSetup) -> Rules:
-    """Return the rules, known to all hosts from the start, of who can do without whom."""
+    """Return the rules, the same on all hosts, by which consensus decides who can continue."""
     host_of = host_of_places(config, setup.host_of)
     hosts = tuple(range(max(host_of) + 1))
 
@@ -45,7 +45,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
         without_text = kept & lacking_text(placement, apart)
         if len(kept) < len(placement) - len(left_out) or kept <= without_text:
             return None
-        # Those that are lost keep their stages, in which they come back.
+        # Lost nodes keep their stages, to which they return.
         placement = with_stages(setup.plan, placement, kept, left_out)
         before = replace(with_places(setup.plan, kept, {}), stages=placement)
         moved = refilled(before, kept, without_text, left_out)
@@ -53,7 +53,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
         return tuple(tuple(sorted([*own, *gone])) for own, gone in zip(moved, lost, strict=True))
 
     def lacking_text(placement: Placement, apart: Collection[int]) -> set[int]:
-        # Of those that are apart some have no text to read.
+        # Diskless hosts outside stage 0 may have no text.
         lacking = {host for host in apart if 0 not in serves(placement, host)}
         return {node for node, host in enumerate(host_of) if host in lacking}
 
@@ -96,7 +96,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
 
 
 def add_up(totals: Mapping[int, Totals]) -> Totals:
-    """Add values over hosts, in their order and in float32, so that all get the same bits."""
+    """Sum values over hosts, in host order and in float32, so that all get the same bits."""
     arrays = np.array([totals[host] for host in sorted(totals)], np.float32)
     summed: list[float] = np.add.reduce(arrays).tolist()
     return tuple(summed)
@@ -109,12 +109,11 @@ def regrouped(
     found: Plan | None = None,
     new: Mapping[int, NewNode] | None = None,
 ) -> HostSetup:
-    """Set up a group after a change of hosts, but for what it has yet to agree on.
+    """Return the setup of a group after a change of hosts, before it exchanges reports.
 
-    `setup` is what all hosts of the run have agreed on, and `found` the plan of their placement, if
-    it is not the quick one. What hosts have measured that came to spare places is `new`, by their
-    nodes. The cut stays as it is, so that nothing is compiled anew but by a host that gets another
-    stage.
+    `setup` is that of the whole run, and `found` the plan of the placement if a search has found
+    it; otherwise repair plans are made. `new` describes the nodes of extra hosts by their
+    measurements. The stage partition stays, so only a host that gets another stage has to compile.
     """
     rank = {host: place for place, host in enumerate(group.hosts)}
     places = host_of_places(config, setup.host_of)

@@ -1,7 +1,7 @@
-"""Carries out what `coordinator` decides: opens and closes sessions as hosts are lost and join.
+"""Execution of the `coordinator`'s actions: opens and closes sessions as hosts are lost and join.
 
-All of it runs in the thread that trains. What hosts decide together comes from the event loop,
-through `Membership`.
+It runs in the training thread. Decisions of the consensus arrive from the event loop through
+`Membership`.
 """
 
 from __future__ import annotations
@@ -89,21 +89,21 @@ from skippipe_jax.training.setup import (
     try_open_text,
 )
 
-# How often a host checks whether another is lost.
+# Seconds between checks whether another host is lost.
 POLL_S = 0.1
 
 
 class ElasticRunner:
-    """Opens a session of a run after another, each with the hosts that are left then.
+    """Runner of an elastic run: opens one session after another, each with the present hosts.
 
     Attributes:
-        metrics_tail: the last lines of metrics, kept through all sessions.
-        recoveries: writes down how the run has come over the loss of a stage.
-        plans: those that were searched for.
+        metrics_tail: the last lines of metrics, kept across sessions.
+        recoveries: the log of recoveries from lost stages.
+        plans: the plans found by searches.
     """
 
     def __init__(self, run: RunContext, setup: HostSetup):
-        """Begin with what this host knows of the run."""
+        """Store the run and the setup of this host."""
         self._run, self._setup = run, setup
         self._config, self._membership = run.config, run.membership
         self._host_of = host_of_places(run.config, setup.host_of)
@@ -116,7 +116,7 @@ class ElasticRunner:
         self._store = RunDir(run.run_dir).propose
         self._planner = WarmPlanner()
         self._lock = RunLock(run.run_dir)
-        # The last generation in which this host has led, and so written the metrics.
+        # The last generation that this host led, and whose metrics it wrote.
         self._led = 0
         self._policy = HostPolicy(
             self._membership.index,
@@ -128,19 +128,19 @@ class ElasticRunner:
         self._state: State = Stopped()
         self._action: Action | None = None
         self._session: Session | None = None
-        # What this host held when its last session was closed.
+        # State of this host when its last session was closed.
         self._held = HeldState(0, 0)
 
     def close(self) -> None:
-        """Search no more, and let the folder go."""
+        """Stop the planner and release the folder."""
         self._planner.close()
         self._lock.release()
 
     def rejoin(self) -> Session:
-        """Take part again in a run that lives.
+        """Rejoin a live run and open its next session.
 
         Raises:
-            PeerTimeout: if the others do not take this host in, which was lost.
+            PeerTimeout: if the others do not readmit this host.
         """
         _get_ready(self._config, self._setup, self._membership.index)
         self._membership.ask_in(self._rules, self._store)
@@ -174,13 +174,13 @@ class ElasticRunner:
         return session
 
     def outlives(self, error: Exception) -> bool:
-        """Tell whether the run goes on after an error, once that is certain.
+        """Return whether the run continues after an error, once that is certain.
 
-        It does where the loss of a host has caused it, or a connection that broke.
+        It does if the loss of a host or a broken connection has caused the error.
 
         Raises:
-            PeerTimeout: if transfers have failed again, though they were connected anew: as a new
-                process this host may do better.
+            PeerTimeout: if transfers fail again after reconnecting; a restart of this host may
+                help.
         """
         cause = None
         if isinstance(error, GenerationEnded):
@@ -196,11 +196,11 @@ class ElasticRunner:
         return not isinstance(self._action, Raise)
 
     def next_session(self) -> Session:
-        """Close the session, whose hosts are no longer the same, and open the next.
+        """Close the session after a change of hosts, and open the next.
 
         Raises:
-            HostLeft: if this host was told to leave, and the others do without it.
-            PeerTimeout: if too few hosts are left, for longer than ``cluster.rejoin_s``.
+            HostLeft: if this host was told to leave, and the others continue without it.
+            PeerTimeout: if too few hosts are left for longer than ``cluster.rejoin_s``.
         """
         try:
             return self._until_open(time.monotonic())
@@ -213,7 +213,7 @@ class ElasticRunner:
         self._state, self._action = advance(self._state, event, self._policy)
 
     def _until_open(self, since_s: float) -> Session:
-        """Do what is to be done until a session is open."""
+        """Execute actions until a session is open."""
         while True:
             match self._action:
                 case AwaitGeneration(after, seconds, abandons):
@@ -225,7 +225,7 @@ class ElasticRunner:
                 case OpenSession(_, source):
                     try:
                         opened = self._open(self._team, self._held_of(source), since_s)
-                    # What is fetched from a host that dies raises at once.
+                    # A fetch from a host that dies raises at once.
                     except Exception as error:
                         if not self.outlives(error):
                             raise
@@ -250,7 +250,7 @@ class ElasticRunner:
         with telling(lambda _: self._what_is_waited_for(after), seconds):
             following = self._membership.next_team(after, seconds)
         if following is None:
-            # A checkpoint that the others would have to take part in is waited for no longer.
+            # Stop waiting for a checkpoint that needs the others.
             self._membership.give_up()
             return Signal.TIME_OVER
         self._team = following
@@ -270,7 +270,7 @@ class ElasticRunner:
         return f"host {own} waits {what}; {unheard if missed else 'it hears all others'}"
 
     def _watch(self, seconds: float) -> Signal:
-        # Counted in polls, so that for a process that was suspended no time is over.
+        # Count polls, so that the time of a suspended process does not run.
         for poll in range(1 + math.ceil(seconds / POLL_S)):
             time.sleep(POLL_S if poll else 0.0)
             if self._team.has_ended:
@@ -284,14 +284,14 @@ class ElasticRunner:
         assert session is not None, "is open"
         if steps_count:
             session.runtime.close()
-            with suppress(GenerationEnded):  # Of steps that never counted there is nothing to tell.
+            with suppress(GenerationEnded):  # Uncommitted steps have no metrics.
                 session.emit_metrics()
         self._held = session.export()
         session.abandon()
         return Closed(self._held.step)
 
     def _held_of(self, source: StateSource) -> HeldState:
-        """Return what this host holds, and drop what it does not go on with."""
+        """Return the state of this host, after dropping what `source` makes obsolete."""
         if source.origin == Origin.PEERS:
             self._held = HeldState(source.step, 0, {})
         elif source.origin == Origin.CHECKPOINT:
@@ -302,10 +302,10 @@ class ElasticRunner:
         return self._held
 
     def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
-        """Open the session of a team, after the step that it begins with.
+        """Open the session of a team, after the step at which its generation starts.
 
-        The step of `state` becomes that of the generation, or an earlier one where the
-        checkpoint of that is damaged.
+        The step of `state` becomes that of the generation, or an earlier one if the checkpoint
+        there is damaged.
         """
         config, folder, generation = self._config, self._run.run_dir, team.generation
         if team.index in team.fresh:
@@ -316,7 +316,7 @@ class ElasticRunner:
             self.recoveries.begin_recovery(generation, policy, state.step, loss, saved)
         done, state = state.step, replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
-        team.require_goes_on()  # Nothing is opened for one that has ended.
+        team.require_goes_on()  # Do not open a session for an ended one.
         serves_data = 0 in self._rules.serves(generation.placement, self._membership.index)
         if serves_data:
             self._setup = try_open_text(config, self._setup)
@@ -335,7 +335,7 @@ class ElasticRunner:
             setup = regrouped(config, self._setup, team, found, new).after(agreed, transfers)
             if generation.lost or team.fresh:
                 self.recoveries.hear([own.recovery for own in agreed.reports])
-            if 0 in team.fresh:  # Whoever leads has no lines of its own.
+            if 0 in team.fresh:  # The leader has no lines.
                 self.metrics_tail.adopt([own.metrics_tail for own in agreed.reports])
             state = replace(state, microbatches_read=agreed.microbatches_read)
             if agreed.restores_checkpoint:
@@ -343,8 +343,8 @@ class ElasticRunner:
                 generation = team.generation
             self._write(team, setup)
             if team.index == 0:
-                # Not before all have told something: a leader that was stopped wakes when others
-                # lead.
+                # Only after the exchange: a suspended leader may resume when another host
+                # already leads.
                 is_own = self._led == generation.number - 1
                 given = partial(truncate_run, config, generation.step, is_own=is_own)
                 retry(folder, given)
@@ -352,7 +352,7 @@ class ElasticRunner:
                 self.metrics_tail.flush_to(folder)
             copies = (*state.remains.copies, *read_dropped_stages(config, team))
             remains = Remains(copies, agreed.squared_norms, agreed.optimizer_updates)
-            # Some of the hosts may not have done what follows the step.
+            # Some hosts may not have finished the last step.
             start = SessionStart(team, setup, replace(state, remains=remains), generation.step > 0)
             session = Session(self._run, start)
         if team.index == 0:
@@ -365,14 +365,14 @@ class ElasticRunner:
         return self._replanned(session)
 
     def _replanned(self, session: Session) -> Session:
-        """Let the leader look for a better plan as long as a session lasts, if it is asked to.
+        """Add the callbacks that search for a better plan, if `replan` is configured.
 
-        Other hosts may have to do so later.
+        Hosts that do not lead only warm up the planner, as they may have to lead later.
         """
         config, group, schedule = self._config, session.group, session.schedule
-        # Of several plans each would want another placement.
+        # Several plans would each need a different placement.
         is_only = len(schedule.plans) == 1
-        # A search knows no stages that are left out.
+        # A search does not support stages that are left out.
         moves = not group.generation.left_out
         if config.replan.budget_s and moves and is_only:
             standing, own, host_of = schedule.plans[OWN], self._setup.plan, self._host_of
@@ -383,11 +383,11 @@ class ElasticRunner:
         return session
 
     def _require_text(self, team: Team, agreed: SessionPlan) -> None:
-        """Return if all hosts that serve a data node have the text that the run reads.
+        """Check that all hosts that serve a data node have the text that the run reads.
 
         Raises:
-            GenerationEnded: where the hosts are to go on with others that read it.
-            InputError: if this host has not the text, and there is no other stage.
+            GenerationEnded: if not; other hosts then serve the data nodes in the next generation.
+            InputError: if this host lacks the text, and there is no other stage.
         """
         if not agreed.without_text:
             return
@@ -402,14 +402,14 @@ class ElasticRunner:
                 "stages, like one without text"
             )
             self._setup = replace(self._setup, data=None, held_out=())
-            self._membership.control.tell(TextMissing(), Tick())  # So the others hear at once.
+            self._membership.control.tell(TextMissing(), Tick())  # Notify the others at once.
         raise GenerationEnded
 
     def _agreed(
         self, team: Team, state: HeldState, endpoint: Mapping[str, Any], *, serves_data: bool
     ) -> SessionPlan:
-        """Return what the hosts go on by, from what each of them reports."""
-        # By the numbers of the run's own plan, which every generation knows.
+        """Exchange reports with the team, and return the session plan."""
+        # Node numbers of the run's own plan, which are valid in every generation.
         here = self._membership.index
         nodes = [node for node, host in enumerate(self._host_of) if host == here]
         report = own_report(
@@ -432,17 +432,17 @@ class ElasticRunner:
         return agreed
 
     def _invite(self, team: Team, agreed: SessionPlan) -> None:
-        """Let newcomers be told of a team from now on."""
+        """Offer newcomers the places of a new team."""
         serves = partial(stages_for, self._rules, team.generation)
         self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
         reception = self._membership.reception
         reception.inviting, reception.has_ended = self._inviting, False
 
     def _gone_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
-        """Return the team and what this host has, where some of it go back to a checkpoint.
+        """Return the team and the state of this host after a rollback to a checkpoint.
 
-        That is the newest which is intact for all, and may be older than the one that was decided:
-        then all of them go back to it.
+        The checkpoint is the newest that is intact on all hosts. If it is older than the one that
+        was decided, all hosts go back to it.
         """
         config, number = self._config, team.generation.number
         folder, is_fresh = self._run.run_dir, team.index in team.fresh
@@ -463,7 +463,7 @@ class ElasticRunner:
             state = replace(state, step=step)
             self.metrics_tail.drop_after(step)
             self.recoveries.went_back(step)
-        # Of replicas that are apart, what is on its way is in the checkpoint, or in what is kept.
+        # In outer mode, transfers in progress are restored from the checkpoint or the held state.
         is_outer = config.averaging.is_outer
         if checkpoint is not None and (state.restores_checkpoint or is_older or is_outer):
             read = int(load_data_state(checkpoint)["microbatches"])
@@ -474,7 +474,7 @@ class ElasticRunner:
         return team, replace(state, microbatches_read=read)
 
     def _write(self, team: Team, setup: RunSetup) -> None:
-        """Leave a line in membership.jsonl."""
+        """Write a line to membership.jsonl, on the leader."""
         if team.index == 0:
             self._lock.acquire(team.generation.start)
             members = [own.member for own in setup.agreed.reports]
@@ -485,15 +485,15 @@ class ElasticRunner:
 def _cause_of(error: Exception) -> Cause:
     if isinstance(error, PeerTimeout):
         return Cause.SILENCE
-    # Those who went on may have removed a checkpoint that was being written without them.
+    # Hosts that continued may have removed a checkpoint that was being written without them.
     if isinstance(error, CheckpointFailed):
         return Cause.CHECKPOINT
     return Cause.TRANSFER if may_stem_from_a_peer(error) else Cause.OWN
 
 
 def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
-    """Compile ahead what this host serves by the run's plan, so that the others need not wait."""
-    if is_joined(Path(config.run_dir)):  # It was made ready before it came.
+    """Compile ahead the stages of this host in the run's plan, so that the others need not wait."""
+    if is_joined(Path(config.run_dir)):  # It compiled before it joined.
         return
     nodes = [node for node, host in enumerate(setup.host_of) if host == here]
     stages = {setup.plan.stage_of[node] for node in nodes}

@@ -1,1 +1,1 @@
-"""The search for a better plan while a run trains."""
+"""Replanning: the search for a better plan while a run trains."""

@@ -1,6 +1,6 @@
-"""What may be better than the plan that stands: cases to search, and when a plan is worth taking.
+"""Candidates to replace the current plan: cases to search, and when a found plan pays off.
 
-Nodes have the numbers of the plan that stands, unless the run's own are named. No JAX, no search.
+Nodes have the numbers of the current plan unless stated otherwise. Imports no JAX and no search.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skippipe_jax.storage.records import StepMetrics
 
 
 def cases_to_search(standing: Plan, own: Plan) -> list[Case]:
-    """Return the case of the present plan, and one with stages as even as in the `own` plan.
+    """Return the case of the current plan, and one with stage sizes in proportion to `own`.
 
     An iteration keeps its number of microbatches.
     """
@@ -28,14 +28,14 @@ def cases_to_search(standing: Plan, own: Plan) -> list[Case]:
     if sizes == list(case.stages):
         return [case]
     share, more = divmod(sum(case.microbatches), sizes[0])
-    if share == 0:  # Each data node has to send something.
+    if share == 0:  # Each data node must have a microbatch.
         return [case]
     microbatches = [share + (place < more) for place in range(sizes[0])]
     return [case, with_nodes(case, nodes, sizes, microbatches)]
 
 
 def _in_proportion(total: int, sizes: Sequence[int]) -> list[int]:
-    """Split a count in proportion to these parts, with no part empty."""
+    """Split `total` in proportion to `sizes`, with no part empty."""
     parts = [1] * len(sizes)
     while sum(parts) < total:
         short = [size * total / sum(sizes) - part for size, part in zip(sizes, parts, strict=True)]
@@ -44,9 +44,9 @@ def _in_proportion(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 def recalibrated(plan: Plan, busy_s: Sequence[float]) -> Plan:
-    """Return the plan with measured node speeds, and what it then predicts.
+    """Return the plan with measured node speeds and an updated prediction.
 
-    `busy_s` is how long each node computes in an iteration.
+    `busy_s` is the seconds that each node computes in an iteration.
     """
     case, timeline = plan.case, simulate_plan(plan)
     every = range(len(case.nodes))
@@ -74,12 +74,13 @@ def pays_off(
     host_of: Sequence[int],
     state_bytes: Sequence[float],
 ) -> bool:
-    """Tell whether changing to a plan pays off within so many iterations.
+    """Return whether changing to the plan `found` pays off within `iterations` iterations.
 
-    `host_of` is the host of each node, and `state_bytes` is what moves of each stage.
+    Each iteration must also get shorter by more than the fraction `gain`. `host_of` is the host of
+    each node, and `state_bytes` the bytes of each stage's state.
     """
     if len(found.microbatches) != len(standing.microbatches):
-        return False  # Of a plan made by hand, whose data nodes need not all send something.
+        return False  # `standing` was made by hand; data nodes may be unused.
     saved_s = standing.predicted.iteration_s - found.predicted.iteration_s
     if saved_s <= gain * standing.predicted.iteration_s:
         return False
@@ -89,9 +90,9 @@ def pays_off(
 def keeps_data_hosts(
     found: Plan, standing: Plan, host_of: Sequence[int], apart: Collection[int]
 ) -> bool:
-    """Tell whether a plan gives no data node to a host without the run folder that has none now.
+    """Return whether no diskless host (`apart`) gets its first data node by a plan.
 
-    They may lack the text that data nodes read. `host_of` is the host of each node.
+    Such hosts may lack the text that data nodes read. `host_of` is the host of each node.
     """
     reading = {host_of[node] for node in standing.stages[0]}
     return {host_of[node] for node in found.stages[0]}.isdisjoint({*apart} - reading)
@@ -100,9 +101,9 @@ def keeps_data_hosts(
 def migration_seconds(
     found: Plan, standing: Plan, host_of: Sequence[int], state_bytes: Sequence[float]
 ) -> float:
-    """Estimate the seconds until all hosts have the states that a plan asks of them.
+    """Estimate the seconds until all hosts have the states that a plan requires.
 
-    Each takes one stage after another, over the quickest link, and all do so at once.
+    Each host fetches its stages one by one over the fastest link; all hosts fetch in parallel.
     """
     latency_s, bandwidth = standing.case.link_matrices
     taking_s = dict.fromkeys(host_of, 0.0)
@@ -118,9 +119,9 @@ def migration_seconds(
 
 
 def placement_of(plan: Plan, kept: Sequence[int], last: Placement) -> Placement:
-    """Return the placement of a plan, by the run's own numbers.
+    """Return the placement of a plan, by the node numbers of the run's own plan.
 
-    Node k of the plan is `kept[k]` of the run; nodes that are not there stay where they were.
+    Node k of the plan is `kept[k]` of the run; absent nodes stay at their stage in `last`.
     """
     absent = {node for nodes in last for node in nodes} - set(kept)
     return tuple(
@@ -130,12 +131,12 @@ def placement_of(plan: Plan, kept: Sequence[int], last: Placement) -> Placement:
 
 
 def has_drifted(seconds: Sequence[float], predicted_s: float, drift: float) -> bool:
-    """Tell whether the median iteration differs from the prediction by more than a share."""
+    """Return whether the median iteration deviates from the prediction by more than `drift`."""
     return abs(float(np.median(seconds)) - predicted_s) > drift * predicted_s > 0.0
 
 
 def busy_seconds(lines: Sequence[StepMetrics]) -> list[float] | None:
-    """Return the median seconds that each node computes in an iteration, if the metrics tell."""
+    """Return the median seconds that each node computes in an iteration; None if not measured."""
     shares = [line.idle_share for line in lines]
     if any(share is None for share in shares):
         return None

@@ -1,8 +1,8 @@
-"""The planner in a process of its own, which is ready before it is needed.
+"""Planner in a separate process, which is warmed up before it is needed.
 
-It takes little from training: another interpreter, with a low priority. Not the lowest, by which it
-would get nothing where all cores are busy. To load and to compile it takes far longer than a search
-may, so both are done while nothing is searched for.
+The process has a low priority, so that it takes little from training, but not the lowest, with
+which it would starve when all cores are busy. Loading and compiling take far longer than the budget
+of a search, so both are done in advance.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from skippipe_jax.config.cluster import ReplanConfig
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 
-# Beside what keeps a core busy it gets a quarter of that.
+# With nice 5 it gets a quarter as much time as a process that keeps the same core busy.
 LOW_PRIORITY = ("nice", "-n", "5")
 
-# A run that has begun has enough to do; one that ends soon needs no search. Hosts prepare one after
-# another, as many of them may share a machine.
+# Seconds until a host warms up: not during the start of a run, nor for a run that ends soon. Hosts
+# warm up one after another, as many of them may share a machine.
 PREPARES_AFTER_S = 20.0
 
-# So many keep in memory what a search needs: whoever leads, and who does when it is lost.
+# Hosts that keep a warm process in memory: the leader, and its successor.
 READY_HOSTS = 2
 
-# So short a search finds more if it does nothing but improve the plan that stands.
+# Within this budget in seconds, a search finds more if it only improves the current plan.
 IMPROVES_WITHIN_S = 2.0
 
-# Of a search that is made only so that all is loaded and compiled.
+# Budget in seconds of a search that only serves to load and compile.
 SHORTEST_BUDGET_S = 0.01
 
 
 class PlannerProcess:
-    """Runs commands of the planner, one after another, until it is closed."""
+    """Process that runs commands of the planner, one after another, until it is closed."""
 
     def __init__(self):
-        """Start it."""
+        """Start the process."""
         nice = LOW_PRIORITY if shutil.which(LOW_PRIORITY[0]) else ()
         self._lock, self._is_closed = threading.Lock(), False
         self._folder = tempfile.TemporaryDirectory(prefix="skippipe-search-")
@@ -61,24 +61,24 @@ class PlannerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                bufsize=0,  # What is not taken is not kept.
-                start_new_session=True,  # Signals to this host are not for the search.
+                bufsize=0,  # A failed write leaves nothing to flush.
+                start_new_session=True,  # Shield the search from signals to this host.
             )
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether it has ended, by itself or because it was closed."""
+        """True if the process has ended, by itself or by `close`."""
         return self._process.poll() is not None
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command after those before it; return its exit code, or that of the process."""
+        """Run a command after earlier ones; return its exit code, or that of an ended process."""
         source, target = self._pipes
         with self._lock:
             if not self._is_closed:
                 try:
                     target.write(json.dumps(words).encode() + b"\n")
                 except BrokenPipeError:
-                    return self._process.wait()  # Its exit code tells why.
+                    return self._process.wait()  # Its exit code gives the reason.
                 if answer := source.readline():
                     return int(answer)
         return self._process.wait()
@@ -96,14 +96,14 @@ class PlannerProcess:
         return next((line for line in reversed(said) if line.strip()), "it says nothing")
 
     def interrupt(self) -> None:
-        """End the search that is under way."""
+        """Interrupt the current search."""
         self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
-        """End it, whatever it is at."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
-        with self._lock:  # Whoever waits for an answer has got none.
+        with self._lock:  # Wait until `run` has returned.
             if not self._is_closed:
                 self._is_closed = True
                 for pipe in self._pipes:
@@ -112,7 +112,7 @@ class PlannerProcess:
 
 
 class WarmPlanner:
-    """The search process of a host, which is kept from one generation of hosts to the next."""
+    """Search process of a host, kept across generations of hosts."""
 
     def __init__(self):
         """Start nothing yet."""
@@ -127,9 +127,9 @@ class WarmPlanner:
         return self._kept
 
     def warm_up(self, plan: Plan, *, stays: bool) -> None:
-        """Begin to load and compile what a search needs, such as one for the case of a plan.
+        """Start to load and compile the code of a search, by searching the case of a plan.
 
-        What is compiled is kept on this machine; with `stays`, what is loaded stays in memory.
+        Compiled code is cached on this machine; with `stays`, the process is kept too.
         """
         is_there = self._kept is not None and not self._kept.has_ended
         if is_there or (self._has_prepared and not stays):
@@ -142,7 +142,7 @@ class WarmPlanner:
         def search() -> None:
             with tempfile.TemporaryDirectory(prefix="skippipe-prepare-") as folder:
                 path = Path(folder, "case.yaml")
-                # If that fails, the search that is needed will say why.
+                # A failure is ignored: the real search reports it.
                 process.run(_search_of(plan.case, path, SHORTEST_BUDGET_S))
             if not stays:
                 process.close()
@@ -150,13 +150,13 @@ class WarmPlanner:
         threading.Thread(target=search, daemon=True).start()
 
     def close(self) -> None:
-        """End whatever runs."""
+        """Kill all processes."""
         for process in (*self._others, *([self._kept] if self._kept else [])):
             process.close()
 
 
 class PlanSearch:
-    """Searches for the best plan of some cases, one after another, which share the budget."""
+    """Search for the best plan of each of some cases, one after another, within one budget."""
 
     def __init__(
         self,
@@ -167,10 +167,10 @@ class PlanSearch:
         process: PlannerProcess,
         then: Callable[[Sequence[Plan]], None],
     ):
-        """Begin at once, from the plan that stands where the case is like its own.
+        """Start the search, from the plan `standing` for a case that it fits.
 
-        When all have been searched, `then` is called with the plans that were found, by a thread of
-        its own: a step that takes long is not waited for.
+        At the end `then` is called with the plans found, from a separate thread, so that it does
+        not wait for the end of a step.
         """
         self._process, self._then = process, then
         self._is_closed, self._is_over = threading.Event(), threading.Event()
@@ -204,38 +204,38 @@ class PlanSearch:
         self._is_over.set()
 
     def is_over(self) -> bool:
-        """Tell whether all cases have been searched."""
+        """Return whether all cases have been searched."""
         return self._is_over.is_set()
 
     def close(self) -> None:
-        """End it, if it is not over, without waiting for that."""
+        """Interrupt the search if it is not over, without waiting for its end."""
         self._is_closed.set()
         if not self._is_over.is_set():
             for path in self._cases:
-                path.unlink(missing_ok=True)  # A search that has not begun to read it ends at once.
+                path.unlink(missing_ok=True)  # A search that has yet to read it fails at once.
             self._process.interrupt()
 
 
 def _search_of(case: Case, path: Path, budget_s: float) -> list[str]:
-    """Write a case to a path, and make the command that puts a plan for it beside it."""
+    """Write a case to a path, and return the command that writes a plan for it next to it."""
     path.write_text(json.dumps(dict(case.source)), encoding="utf-8")
     where = [str(path), "-o", str(path.with_suffix(".json"))]
     return ["plan", *where, "--method", DEFAULT_METHOD, "--budget", f"{budget_s:g}", "--compiled"]
 
 
 class PlannerWarmup(Callback):
-    """Prepares a search once a generation of hosts has lasted for a while."""
+    """Callback that warms up the planner once a generation has lasted for a while."""
 
     def __init__(self, planner: WarmPlanner, plan: Plan, place: int, clock: Clock = SYSTEM_CLOCK):
-        """Prepare for the case of a plan, on the host with this index in its team."""
+        """Schedule the warm-up for the case of a plan; `place` is the index of this host."""
         self._planner, self._plan, self._stays = planner, plan, place < READY_HOSTS
         self._clock, self._at_s = clock, clock.now() + PREPARES_AFTER_S * (1 + place)
         self._is_done = False
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Prepare it, if it is time."""
+        """Warm up the planner, if it is due."""
         if not self._is_done and self._clock.now() > self._at_s:
             self._is_done = True
-            # If that fails, the search that is needed will say why.
+            # A failure is ignored: the real search reports it.
             with suppress(OSError):
                 self._planner.warm_up(self._plan, stays=self._stays)

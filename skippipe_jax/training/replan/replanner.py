@@ -1,8 +1,8 @@
-"""The leader looks for a better plan while all train on by the quick one, and proposes it.
+"""Replanning on the leader: it searches for a better plan during training and proposes it.
 
-It searches when the hosts have changed, and where `replan.drift` is given, when iterations take
-other than predicted for several of them; then nodes count as quick as they were measured to be.
-Links are not measured while a run trains.
+It searches after a change of hosts, and with `replan.drift` also when the median time of several
+iterations deviates from the prediction; that search uses measured node speeds. Links are not
+measured during training.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from skippipe_jax.training.replan.candidates import (
 from skippipe_jax.training.replan.planner_process import PlanSearch, WarmPlanner
 from skippipe_jax.training.report import SessionPlan
 
-# Of so many iterations the median is compared with what was predicted.
+# Number of iterations whose median is compared with the prediction.
 SEVERAL = 8
 
-# What is told besides a plan in the message that tells it.
+# Room in characters for the rest of a message with a plan.
 ROOM_CHARACTERS = 1 << 10
 
 
 class SharedPlans:
-    """The plan of each generation that goes on by one that was searched for, as hosts know it."""
+    """Plans found by a search that this host has, by digest."""
 
     def __init__(self):
-        """Know none."""
+        """Start without plans."""
         self._plans: dict[str, Plan] = {}
 
     def keep(self, plan: Plan) -> str | None:
-        """Know a plan, and return its digest; None for one that is too large to be told."""
+        """Store a plan and return its digest; return None for one too large for a message."""
         packed = _packed(plan)
         if len(packed) > MESSAGE_CHARACTERS - ROOM_CHARACTERS:
             return None
         name = digest(plan.to_json())
-        self._plans[name] = _unpacked(packed)  # As all others get it.
+        self._plans[name] = _unpacked(packed)  # Identical to the received plan of other hosts.
         return name
 
     @property
     def names(self) -> list[str]:
-        """The digests of those that are known here."""
+        """Digests of the plans that this host has."""
         return [*self._plans]
 
     def fetch(self, group: Group, agreed: SessionPlan) -> Plan | None:
-        """Return the plan of a group's generation; hosts that know it send it to the others.
+        """Return the plan of a group's generation; a host that has it sends it to the others.
 
-        All hosts of the group call this together. None where the generation has none, or nobody who
-        is left knows it: they then go on by the quick plan.
+        All hosts of the group call this together. Returns None if the generation has no such plan,
+        or no remaining host has it: then they continue by the repair plan.
         """
         name, source = group.generation.plan, agreed.plan_source
         if not name or not agreed.is_plan_known:
@@ -94,7 +94,7 @@ def _unpacked(packed: str) -> Plan:
 
 
 class Replanner(Callback):
-    """Searches as long as a generation lasts, on the leader, which may take what is found."""
+    """Callback of the leader that searches for better plans during a generation."""
 
     def __init__(
         self,
@@ -107,9 +107,10 @@ class Replanner(Callback):
         planner: WarmPlanner,
         wish: Callable[[Wish], object],
     ):
-        """Search once training begins, if `standing` is a quick plan, and `wish` for a better one.
+        """Store the plans; a search starts with training if `standing` is a repair plan.
 
-        `own` is the run's own plan, whose nodes are served by the hosts `host_of`.
+        A better plan is proposed by `wish`. `own` is the run's own plan, and `host_of` the host of
+        each of its nodes.
         """
         self._config, self._group, self._plans = config, group, plans
         self._planner, self._wish = planner, wish
@@ -121,7 +122,7 @@ class Replanner(Callback):
         self._search: PlanSearch | None = None
 
     def on_train_begin(self, run: RunView) -> None:
-        """Begin to search."""
+        """Start the search after a change of hosts."""
         self._view = run
         if self._standing is not self._own and not self._group.generation.plan:
             self._begin_search()
@@ -131,19 +132,19 @@ class Replanner(Callback):
         config = self._config
         try:
             process = self._planner.process()
-        except OSError as error:  # No memory, or a full disk: a run needs no better plan.
+        except OSError as error:  # Out of memory or disk: the run can continue without.
             return log.info(f"no search for a better plan: {error}")
         self._search = PlanSearch(
             cases, self._standing, config.replan, config.plan.seed, process, self._found
         )
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        """Look whether a search has to begin."""
+        """Start a search if iterations deviate from the prediction and none is running."""
         if self._search is None or self._search.is_over():
             self._look_for_drift(metrics)
 
     def _found(self, plans: Sequence[Plan]) -> None:
-        """Propose the quickest plan that may be used, while a step is under way, if it pays off."""
+        """Propose the fastest usable plan if it pays off; called during a step."""
         config, standing, host_of = self._config, self._standing, self._host_of
         generation, apart = self._group.generation, self._group.generation.apart
         suitable = [own for own in plans if keeps_data_hosts(own, standing, host_of, apart)]
@@ -165,7 +166,7 @@ class Replanner(Callback):
         self._wish(Wish(generation.number, placement, name))
 
     def _look_for_drift(self, metrics: StepMetrics) -> None:
-        """Search once in a generation with node speeds as measured."""
+        """Start at most one search a generation with measured node speeds, if iterations drift."""
         drift = self._config.replan.drift
         if drift is None or not self._looks_for_drift or metrics.compilations:
             return
@@ -182,7 +183,7 @@ class Replanner(Callback):
             self._begin_search()
 
     def close(self) -> None:
-        """Search no more."""
+        """Stop searching."""
         if self._search is not None:
             self._search.close()
             self._search = None
