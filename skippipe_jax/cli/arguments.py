@@ -38,16 +38,16 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, resumes: bool = Tru
         "--config",
         type=Path,
         default=DEFAULT_CONFIG,
-        help="the configuration, YAML: skippipe config keys lists what it may hold (default: "
-        "%(default)s, which skippipe init writes)",
+        help="configuration file, YAML; skippipe init writes one, skippipe config keys lists its "
+        "keys (default: %(default)s)",
     )
-    add_overrides(parser, "override a key of the configuration; repeatable")
+    add_overrides(parser, "override a configuration key; repeatable")
     if resumes:
         parser.add_argument(
             "--resume",
             action="store_true",
             help="continue from the last checkpoint in run_dir, or in checkpoint.copy_to if "
-            "run_dir is gone",
+            "run_dir does not exist",
         )
 
 
@@ -87,8 +87,8 @@ def add_addresses(parser: argparse.ArgumentParser) -> None:
         "address",
         metavar="ADDRESS",
         nargs="+",
-        help="HOST:PORT of a host of the run, such as its --coordinator; of several addresses, the "
-        "first that answers is used",
+        help="HOST:PORT of a host of the run, such as its --coordinator; the first of several "
+        "addresses that answers is used",
     )
 
 
@@ -98,8 +98,8 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=log.LEVELS,
         default=log.LEVELS[0],
-        help="the least severe messages to print on stderr; results are printed on stdout in any "
-        "case (default: %(default)s)",
+        help="minimum severity of messages on stderr; results always go to stdout (default: "
+        "%(default)s)",
     )
 
 
@@ -113,7 +113,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--distributed",
         action="store_true",
-        help="let JAX detect the hosts (for TPU pods whose environment does not name them)",
+        help="let JAX detect the hosts, for TPU pods whose environment does not list them",
     )
 
 
@@ -163,14 +163,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="DIR",
-        help="the folder of a run; if repeated, the models are mixed",
+        help="folder of a run; repeat to mix several models",
     )
     where.add_argument(
         "--hf",
         type=Path,
         action="append",
         metavar="DIR",
-        help="a model folder in the format of Hugging Face; if repeated, the models are mixed",
+        help="Hugging Face model folder; repeat to mix several models",
     )
     add_step(parser, "checkpoint of --run")
     parser.add_argument(
@@ -186,28 +186,29 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--mix",
         metavar="{posterior,prior,top-1}",
-        help="weight of each model: its posterior, which each token updates; its prior, constant; "
-        "or top-1, all for the model of the highest posterior (default: posterior)",
+        help="weights of the models: posterior, updated after each token; prior, constant; or "
+        "top-1, only the model with the highest posterior (default: posterior)",
     )
     several.add_argument(
         "--prior",
         metavar="PRIOR",
-        help="probability of each model at the start of a document: uniform, or a FILE.json that "
-        "evaluate --json has written; evaluate also takes cached, estimated on a part of the "
-        "held-out text, and decay, updated along the text (default: uniform; cached in evaluate)",
+        help="probability of each model at the start of a document: uniform, or a FILE.json "
+        "written by evaluate --json; in evaluate also cached, estimated on part of the held-out "
+        "text, or decay, updated along the text (default: uniform; cached in evaluate)",
     )
 
 
 def add_scale(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "the model"
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "scale"
 ) -> None:
     """Add the argument that scales residual branches, for `scaling_of`."""
     parser.add_argument(
         "--scale",
         metavar="SCALE",
-        help=f"{scaled} with residual branches of inner stages multiplied by a NUMBER; or by "
-        "`share`, the share of the run's microbatches that visited the stage (if only some stages "
-        "run, more in proportion, at most 1); or by `fit`, fitted on training text in seconds",
+        help=f"{scaled} the residual branches of inner stages: by a NUMBER; by `share`, the "
+        "fraction of the run's microbatches that visited the stage (increased in proportion, to 1 "
+        "at most, if only some stages run); or by `fit`, factors fitted on training text in "
+        "seconds (default: no scaling)",
     )
 
 
@@ -242,7 +243,7 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
     def step(text: str) -> int | str:
         return int(text) if text.lstrip("-").isdecimal() else text
 
-    told = f"{of}: its step, or best for the lowest held-out loss (default: the latest)"
+    told = f"{of}: its step, or best for the lowest validation loss (default: latest)"
     parser.add_argument("--step", type=step, metavar="N", help=told)
 
 
@@ -389,7 +390,7 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep-fraction",
         type=float,
         metavar="SHARE",
-        help="run this share of the stages, drawn at random by --seed",
+        help="run this fraction of the stages, drawn at random with --seed",
     )
     accept_former(parser, stages="--stage-order", keep="--keep-fraction")
     add_scale(parser)

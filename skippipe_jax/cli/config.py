@@ -12,17 +12,19 @@ SHOW, KEYS, SCHEMA = "show", "keys", "schema"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Show a configuration with all defaults, or every key that there is."
+    parser.description = (
+        "Show a configuration with all defaults, list all keys, or print a JSON schema."
+    )
     parser.add_argument(
         "action",
         nargs="?",
         choices=(SHOW, KEYS, SCHEMA),
         default=SHOW,
-        help="show: print the configuration with all defaults, as YAML, and which file says each "
-        "value where it extends another; keys: list all keys with "
-        "type, default and meaning; schema: print a JSON schema for editors (default: show)",
+        help="show: print the configuration with all defaults, as YAML, with the file of each "
+        "value if it extends another; keys: list all keys with type, default and meaning; schema: "
+        "print a JSON schema for editors (default: show)",
     )
-    parser.add_argument("--config", type=Path, help="the configuration to show, YAML")
+    parser.add_argument("--config", type=Path, help="configuration file to show, YAML")
     add_overrides(parser, "override a key of --config; repeatable")
     accept_former(parser, print="--config")
     for former in (KEYS, SCHEMA):

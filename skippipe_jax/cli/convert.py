@@ -12,19 +12,19 @@ from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import LAYERS_OF_STAGE
 
 DESCRIPTION = """\
-Convert models between the format of Hugging Face and a run's folder: those of the Llama 2 and 3
-family, and Mistrals without a sliding window, which are written as Llamas.
+Convert models between the Hugging Face format and the folder of a run. Supported: Llama 2 and 3,
+and Mistral without a sliding window, which is exported as Llama.
 
 from-hf reads config.json and safetensors files (one or many; float32, bfloat16 or float16) and
-writes a run folder with its configuration, a checkpoint of step 0 and, in tokenizer/, the files of
-the tokenizer. Pickled weights (.bin, .pt) are never loaded. Fine-tuning needs no conversion: write
-init_from: hf:DIR in the configuration of the run.
+writes a run folder with a configuration, a checkpoint of step 0 and, in tokenizer/, the tokenizer
+files. Pickled weights (.bin, .pt) are never loaded. Fine-tuning needs no conversion: set init_from:
+hf:DIR in the configuration of the run.
 
-to-hf writes config.json, safetensors and the tokenizer, which transformers, vLLM and others load.
-The tokenizer of a run on bytes has a token for each byte.
+to-hf writes config.json, safetensors files and the tokenizer, for transformers, vLLM and others.
+For a run on bytes, it writes a tokenizer with one token for each byte.
 
-One stage of the model is held in memory at a time, except by --scale fit, which needs all. The
-output is written completely or not at all.
+Memory use is one stage of the model at a time; --scale fit needs all stages. The output is written
+completely or not at all.
 """
 
 
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="direction")
     reading = commands.add_parser("from-hf", help="convert a Hugging Face model to a run")
-    reading.add_argument("source", type=Path, metavar="DIR", help="the folder of the model")
+    reading.add_argument("source", type=Path, metavar="DIR", help="Hugging Face model folder")
     reading.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="RUN", help="a new folder for the run"
+        "-o", "--output", type=Path, required=True, metavar="RUN", help="new folder for the run"
     )
     reading.add_argument(
         "--num-stages",
@@ -45,15 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     accept_former(reading, cut="--num-stages", stages="--num-stages")
     writing = commands.add_parser("to-hf", help="convert a run to a Hugging Face model")
-    add_path(writing, "--run", "the folder of the run")
+    add_path(writing, "--run", "folder of the run")
     writing.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder for the model"
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the model"
     )
     add_step(writing, "checkpoint")
     writing.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="dtype of the weights (default: that of the run's parameters)",
+        help="dtype of the weights (default: as the parameters of the run)",
     )
     add_scale(writing)
 

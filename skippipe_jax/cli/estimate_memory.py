@@ -12,14 +12,14 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import DEFAULT_CONFIG, add_config_arguments, config_of
 
 EPILOG = """\
-No host is started and no data is read. If no plan is named, or it is auto, one machine with one
-device is estimated. If the case leaves stages or path lengths open, the
-candidate that looks best without a search is estimated.
+No host is started and no data is read. Without a plan, or with plan: auto, the estimate is for one
+machine with one device. If the case leaves stages or path lengths open, the estimate is for the
+candidate that is best without a search.
 
-Before there is a case: --model 8b --devices 3x24GB says into how few stages the model can be cut on
-these devices, or how many of them it takes, and what each remedy saves. It starts with microbatches
-of one sequence, of 4,096 tokens at most, computed in bfloat16 with recompute: block; --set and
---config say otherwise.
+Without a case, --model 8b --devices 3x24GB prints the smallest number of stages with which the
+model fits on these devices, or the number of devices that it needs, and the memory that each remedy
+saves. Defaults: microbatches of one sequence of at most 4,096 tokens, bfloat16, recompute: block;
+change them with --set or --config.
 """
 
 LONGEST_SEQUENCE = 4096
@@ -28,17 +28,16 @@ LONGEST_SEQUENCE = 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Estimate the memory that a node of each stage needs, and the bytes that an iteration "
-        "sends over the links."
+        "Estimate the memory that a node of each stage needs, and the bytes per step on the links."
     )
     parser.epilog = EPILOG
     add_config_arguments(parser, resumes=False)
     parser.add_argument(
-        "--model", help="a preset, such as 8b, or hf:DIR, the folder of a Hugging Face model"
+        "--model", help="model preset, such as 8b, or hf:DIR, a Hugging Face model folder"
     )
     parser.add_argument(
         "--devices",
-        help="devices with their memory, as 3x24GB or 2x80GB,24GB, or the file of a case",
+        help="devices with their memory, as 3x24GB or 2x80GB,24GB, or a case file",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -35,61 +35,66 @@ DEFAULT_SUBSETS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Compute held-out loss and perplexity of the full model, all stages in order, and of "
-        "partial models, on the same text: the held-out part of data.source and data.path, which "
-        "--set can change. For several models, compute the loss of each alone and of the mixture, "
-        "by domain, on a part of the held-out text of the first."
+        "Compute held-out loss and perplexity of the full model (all stages in order) and of "
+        "partial models on the same text: the held-out split of data.source and data.path, which "
+        "--set can change. For several models, compute the loss of each model and of the mixture, "
+        "by domain, on part of the held-out text of the first model."
     )
     add_model_arguments(parser)
     parser.add_argument(
         "--sequences",
         type=int,
-        help="limit of sequences; for a mixture also for each of its domains (default: "
+        help="maximum number of sequences; for a mixture also in each domain (default: "
         f"{DEFAULT_SEQUENCES})",
     )
     parser.add_argument(
         "--part",
         choices=HELD_OUT_PARTS,
-        help="held-out documents to evaluate on: all, or those on which the priors of an ensemble "
-        "are estimated, or those on which an ensemble is scored (default: all)",
+        help="held-out documents to evaluate on: all, the part for estimating the priors of an "
+        "ensemble, or the part for scoring an ensemble (default: all)",
     )
-    partial = parser.add_argument_group("partial models", "What to evaluate besides.")
+    partial = parser.add_argument_group(
+        "partial models", "Evaluated in addition to the full model."
+    )
     partial.add_argument(
         "--keep-fraction",
         metavar="SHARES",
-        help="shares of the stages, as 1.0,0.75,0.5: all subsets of so many with the data stage",
+        help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets of that size that "
+        "include the data stage",
     )
     partial.add_argument(
         "--subsets",
         type=int,
         default=DEFAULT_SUBSETS,
-        help="number of subsets drawn where --keep-fraction has more (default: %(default)s)",
+        help="maximum number of subsets for each fraction, drawn at random (default: %(default)s)",
     )
     partial.add_argument(
-        "--seed", type=int, default=0, help="seed of that draw (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of the draw of subsets (default: %(default)s)"
     )
-    partial.add_argument("--paths", action="store_true", help="the paths of the run's plan")
-    partial.add_argument("--swaps", action="store_true", help="each two neighboring stages swapped")
+    partial.add_argument("--paths", action="store_true", help="paths of the run's plan")
+    partial.add_argument(
+        "--swaps", action="store_true", help="each pair of neighboring stages swapped"
+    )
     partial.add_argument("--importance", action="store_true", help="each stage skipped in turn")
     accept_former(parser, keep="--keep-fraction", stages="--num-stages")
-    add_scale(partial, "evaluate once more")
-    service = parser.add_argument_group("service", "Who computes, instead of this process.")
+    add_scale(partial, "also evaluate after scaling")
+    service = parser.add_argument_group("service", "Evaluate a model on a server.")
     service.add_argument(
         "--url",
         metavar="http://HOST:PORT/v1",
-        help="address of a skippipe serve, which computes all that is evaluated; --run or --hf "
-        "then names only the text and its tokenizer",
+        help="URL of a skippipe serve process, which runs the model; --run or --hf then selects "
+        "only the text and its tokenizer",
     )
     service.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file with an API key of the service in its first line",
+        help="file with an API key of the service in the first line",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="draw perplexity against --keep-fraction"
+        "--plot", type=Path, metavar="FILE.svg", help="plot perplexity against --keep-fraction"
     )
 
 

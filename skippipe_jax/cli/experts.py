@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 ACTIONS = TRAIN, EVALUATE, PROBE, PLAN, EXPORT = "train", "evaluate", "probe", "plan", "export"
 EPILOG = """\
-train      train missing seed models, probes and experts, score all domains, compare (default)
-evaluate   compare again what is trained and scored, and write results.json and results.svg
-probe      measure how hard each domain is, and propose lanes, steps and sizes
+train      train missing seed models, probes and experts; score all domains; compare (default)
+evaluate   repeat the comparison from existing scores, and write results.json and results.svg
+probe      measure the difficulty of each domain, and propose lanes, steps and sizes
 plan       divide the nodes of `nodes.case` among the lanes of each arm
 export     write every expert as a Hugging Face model to FOLDER/huggingface
 
-An arm is one of the ensembles compared. A lane is a sequence of domains: each of its experts starts
-from the one before, the first from the seed model. Two runs train at a time (at_once). Ctrl-C stops
-after a checkpoint of each; the same command continues, also after a crash, and trains no run twice:
-a digest of its configuration identifies each. If runs there have another text, case or plan than
-their files hold now, they are named and nothing is trained.
+An arm is an ensemble to compare. A lane is a sequence of domains: its first expert starts from the
+seed model, each later one from the previous expert. Two runs train at a time by default (at_once).
+Ctrl-C saves a checkpoint of each run and stops. The same command continues, also after a crash. A
+digest of its configuration identifies a run, so that no run is trained twice. If the text, case or
+plan of an existing run has changed, the command lists these runs and trains nothing.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Train experts, each on its own domain and from the weights of a seed model, and compare "
+        "Train experts, each on one domain from the weights of a seed model, and compare "
         "ensembles of them (HDEE, arXiv 2502.19385)."
     )
     parser.epilog = EPILOG
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="CONFIG",
-        help="the configuration of the experts, YAML (required)",
+        help="configuration file of the experts, YAML (required)",
     )
-    add_overrides(parser, "override a key of the configuration; repeatable")
+    add_overrides(parser, "override a configuration key; repeatable")
     parser.set_defaults(interrupted="stopped; the same command goes on where this one was")
 
 

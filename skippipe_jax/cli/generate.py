@@ -28,37 +28,40 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Sample the continuation of a prompt from a model, or a mixture of models, and print it; "
-        "or with --chat, what the model answers to it."
+        "Print a continuation of a prompt, sampled from a model or a mixture of models; with "
+        "--chat, print the model's answer to the prompt."
     )
     add_language_model_arguments(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads stdin")
+    parser.add_argument("--prompt", metavar="TEXT", help="prompt; - reads it from stdin")
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="write the prompt by the chat template, as a question, and print the answer alone; "
-        "without --prompt, a conversation on the terminal",
+        help="apply the chat template to the prompt and print only the answer; without --prompt, "
+        "start an interactive conversation",
     )
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         default=100,
-        help="limit of tokens to sample (default: %(default)s)",
+        help="maximum number of sampled tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=Sampling.temperature,
-        help="divides the logits; 0 is greedy decoding (default: %(default)s)",
+        help="divisor of the logits; 0: greedy decoding (default: %(default)s)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=Sampling.top_p,
-        help="sample from the likeliest tokens of this total probability (default: %(default)s)",
+        help="sample from the likeliest tokens with this total probability (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=Sampling.seed, help="seed of all draws (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=Sampling.seed,
+        help="seed of sampling and of --keep-fraction (default: %(default)s)",
     )
     accept_former(parser, tokens="--max-new-tokens")
     parser.set_defaults(interrupted="\ninterrupted")

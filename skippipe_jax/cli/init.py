@@ -25,20 +25,20 @@ NEXT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Write a configuration with comments, to be edited and trained."
+    parser.description = "Write a commented configuration file to edit."
     parser.add_argument(
         "--kind",
         choices=NEXT,
         default=next(iter(NEXT)),
-        help="what is trained on: this machine, several machines, or this machine from the weights "
-        "of a given model (default: %(default)s)",
+        help="configuration for one machine, for several machines, or for fine-tuning a given "
+        "model on one machine (default: %(default)s)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=DEFAULT_CONFIG,
         metavar="FILE",
-        help="a new file (default: %(default)s)",
+        help="new file (default: %(default)s)",
     )
 
 

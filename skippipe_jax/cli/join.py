@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
 
 EPILOG = """\
-The other hosts send what this one needs: configuration, plans, tokenizer, and the state of its
-stages. It replaces the first failed host whose training text it has; a host without data nodes
-needs no text. If no host has failed, it joins as one of join.places extra hosts, if faster
-iterations make up for the state transfer within join.horizon. If the run is full, it waits for
+This host downloads configuration, plans, tokenizer and the state of its stages from the other
+hosts. It replaces the first failed host whose training text it has; a host without data nodes needs
+no text. If no host has failed, it joins as one of join.places extra hosts, provided that faster
+steps make up for the state transfer within join.horizon. If the run is full, it waits for
 cluster.rejoin_s.
 """
 
@@ -30,9 +30,9 @@ INTERRUPTED = "interrupted; the run goes on without this host"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Join a run that trains, in the place of a failed host or as an extra one, or a service as "
-        "a host that holds stages. This machine needs neither the configuration nor the folder of "
-        "the run."
+        "Join a running training job, as a replacement of a failed host or as an extra host; or "
+        "join a service as a host of stages. This machine needs neither the configuration nor the "
+        "run folder."
     )
     parser.epilog = EPILOG
     add_addresses(parser)
@@ -40,16 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="folder for what is downloaded (default: one here with the name of the run's own); "
-        "files that are there already are not downloaded again",
+        help="folder for downloads; existing files are not downloaded again (default: a folder in "
+        "the working directory with the name of the run folder)",
     )
     parser.add_argument(
         "--anyway",
         action="store_true",
-        help="join as an extra host although the time that it saves does not make up for the "
-        "transfer of state, as far as was measured beside the traffic of the run",
+        help="join as an extra host even if, by measurements during the run, the state transfer "
+        "costs more time than faster steps save",
     )
-    add_overrides(parser, "override a key on this host, such as data.path; repeatable")
+    add_overrides(
+        parser, "override a configuration key on this host, such as data.path; repeatable"
+    )
     add_log_level(parser)
     parser.set_defaults(interrupted=INTERRUPTED)
 

@@ -12,9 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Generate the secret with which the hosts of a run authenticate each other and encrypt "
-        "their messages. Whoever has it can join the run."
+        "their messages. Any host with the secret can join the run."
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a new file, readable by you alone")
+    parser.add_argument("file", type=Path, metavar="FILE", help="new file, readable only by you")
 
 
 def run(arguments: argparse.Namespace) -> int:

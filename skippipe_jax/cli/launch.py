@@ -21,16 +21,16 @@ NEVER, RESUME, JOIN = "never", "resume", "join"
 """Restart of a failed host: none, with its id, or by joining at addresses of live hosts."""
 
 EPILOG = f"""\
---restart=resume starts a host again that was ended by a signal or with code 75, with --resume once
-the run has begun. A host that ended by an error of its own (code 1 and others) is started again at
-most --max-restarts times; each {FORGOTTEN_S / 60:g} min that it has run make up for one restart.
-The pause before a restart is {FIRST_PAUSE_S:g} s; it doubles each time that the host ends within a
-minute, to {LONGEST_PAUSE_S:g} s at most. A host is not started again after code 0, 2, 130 or 143,
-after this command was told to stop, or once the run is trained. While another host stays away, code
-75 counts as an error of its own.
+--restart=resume restarts a host that a signal killed or that exited with code 75, with --resume if
+the run has begun. After a local error (code 1 and others), a host is restarted at most
+--max-restarts times; every {FORGOTTEN_S / 60:g} min of running time restore one restart. The pause
+before a restart is {FIRST_PAUSE_S:g} s; it doubles each time that the host exits within a minute,
+to {LONGEST_PAUSE_S:g} s at most. A host is not restarted after code 0, 2, 130 or 143, after this
+command received SIGINT or SIGTERM, or after the end of training. While another host is down, code
+75 counts as a local error.
 
---restart=join is for hosts that do not reach run_dir: the host joins the live ones, as skippipe
-join does, with a folder of its own beside run_dir.
+--restart=join is for hosts that cannot access run_dir: the host joins the live hosts, as with
+skippipe join, with a separate folder beside run_dir.
 """
 
 
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Start skippipe train N times on this machine, once for each host of a run, and print the "
-        "output of all. If a host fails before they train, all are stopped. After that, with "
-        "cluster.runtime: independent, the others continue without a host that a signal has ended."
+        "output of all hosts. If a host fails during startup, all are stopped. After that, with "
+        "cluster.runtime: independent, the run continues without hosts that a signal kills."
     )
     parser.epilog = EPILOG
     add_config_arguments(parser)
@@ -48,20 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restart",
         choices=(NEVER, RESUME, JOIN),
         default=NEVER,
-        help="whether and how a lost host is started again, see below (default: %(default)s)",
+        help="how to restart a failed host, see below (default: %(default)s)",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=MOST_FAULTS,
         metavar="N",
-        help="limit of restarts of a host after errors of its own (default: %(default)s)",
+        help="maximum number of restarts of a host after local errors (default: %(default)s)",
     )
     parser.add_argument(
         "--kill-after",
         default="60s",
         metavar="TIME",
-        help="time that hosts have to stop before they are killed (default: %(default)s)",
+        help="time for hosts to stop before they are killed (default: %(default)s)",
     )
     parser.add_argument(
         "--respawn", dest="restart", nargs="?", const=RESUME, choices=(RESUME, JOIN),

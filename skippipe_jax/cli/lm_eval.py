@@ -31,23 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         required=True,
         metavar="NAMES",
-        help="names of tasks, separated by commas; * is a wildcard",
+        help="task names, separated by commas; * is a wildcard",
     )
     parser.add_argument(
         "--tasks-from",
         type=Path,
         metavar="DIR",
-        help="folder with your own tasks, used instead of the built-in ones",
+        help="folder of task definitions, instead of the built-in tasks",
     )
     parser.add_argument("--num-fewshot", type=int, help="number of examples before each question")
-    parser.add_argument("--limit", type=int, help="limit of questions per task")
+    parser.add_argument("--limit", type=int, help="maximum number of questions per task")
     parser.add_argument(
         "--batch-size",
         type=int,
         default=DEFAULT_SLOTS,
         metavar="N",
-        help="sequences that are scored, or generated, at once: more are faster, and take "
-        "more memory (default: %(default)s)",
+        help="number of sequences scored or generated at a time; more are faster and need more "
+        "memory (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
 

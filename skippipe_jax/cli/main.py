@@ -18,25 +18,25 @@ from skippipe_jax import log
 
 # Description of each command, in the order of --help.
 COMMANDS = {
-    "init": "write a configuration to begin with",
-    "train": "train a model, as one host or as one of several",
-    "join": "join a run that trains, by the address of one of its hosts",
-    "status": "show the status of a run, by the address of one of its hosts",
+    "init": "write an initial configuration",
+    "train": "train a model, on one host or as one of several hosts",
+    "join": "join a running training job, given the address of one of its hosts",
+    "status": "show the status of a run, given the address of one of its hosts",
     "launch": "start all hosts of a run on this machine",
     **planner.COMMANDS,
     "keygen": "generate the secret with which the hosts of a run authenticate each other",
-    "measure": "measure a cluster, and write the case to plan for",
+    "measure": "measure a cluster and write a case for the planner",
     "estimate-memory": "estimate the memory of each node and the traffic on links",
-    "evaluate": "compute the held-out loss of a model, in full and with stages skipped or swapped",
+    "evaluate": "compute the held-out loss of a model, full and with skipped or swapped stages",
     "generate": "sample text from a model, or from some of its stages",
-    "serve": "serve a model through the API of OpenAI",
+    "serve": "serve a model through an OpenAI-compatible API",
     "lm-eval": "run tasks of lm-evaluation-harness on a model, or on some of its stages",
-    "experts": "train experts on domains, independently of each other, and compare ensembles",
+    "experts": "train independent experts on domains, and compare ensembles of them",
     "report": "write an HTML page about a run",
-    "tokenize": "tokenize text once, or train a tokenizer for it",
-    "convert": "convert models from and to Hugging Face",
-    "config": "show a configuration with its defaults, all keys, or a JSON schema",
-    "completion": "print a script with which a shell completes these commands",
+    "tokenize": "tokenize text in advance, or train a tokenizer",
+    "convert": "convert models from and to the Hugging Face format",
+    "config": "show a configuration with defaults, all keys, or a JSON schema",
+    "completion": "print a shell completion script",
 }
 FORMER_NAMES = {
     "keys": "keygen",
@@ -46,12 +46,12 @@ FORMER_NAMES = {
     **planner.FORMER_NAMES,
 }
 EPILOG = """\
-A host is a process of a run. A stage is a part of the model, consecutive layers; a node serves one
-stage on a device of a host, and the nodes of a stage are its replicas. A case describes nodes and
-links; a plan for it assigns nodes to stages and gives each microbatch its path.
+A host is one process of a run. A stage is a part of the model, of consecutive layers. A node serves
+one stage on a device of a host; the nodes of a stage are its replicas. A case describes nodes and
+links; a plan assigns nodes to stages and a path to each microbatch.
 
 Details of a command: skippipe COMMAND --help. Exit codes: 0 done; 2 wrong input; 75 temporary
-failure, run it again; 130 and 143 stopped by SIGINT and SIGTERM; others: an unexpected error.
+failure, retry; 130 and 143 stopped by SIGINT and SIGTERM; others: an unexpected error.
 """
 SHELLS = ("bash", "zsh", "fish")
 INTERRUPTED = "interrupted; nothing is kept"
@@ -88,10 +88,8 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
         if name not in named:
             continue
         if name == "completion":
-            inner.description = (
-                "Print a script by which a shell completes the commands of skippipe."
-            )
-            inner.add_argument("shell", choices=SHELLS, help="which shell")
+            inner.description = "Print a shell completion script for skippipe."
+            inner.add_argument("shell", choices=SHELLS, help="shell")
             inner.set_defaults(command=_complete)
             continue
         package = "skippipe_sched.commands" if name in planner.COMMANDS else "skippipe_jax.cli"

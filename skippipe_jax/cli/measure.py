@@ -18,18 +18,18 @@ from skippipe_jax.cli.arguments import (
 )
 
 EPILOG = """\
-Start it on all hosts like skippipe train, with the same configuration, whose model, data and
-network it uses. plan.case, or the case of the plan in plan.file, may hold what cannot be
-measured: locations, stages or stage_count, path_length or skip_ratio, microbatches or
-microbatches_per_data_node, rules, and memory: the maximum number of microbatches in flight on a
-node, or auto. What else it holds is left aside, but for the number of nodes.
+Start the command on all hosts like skippipe train, with the same configuration; it uses the
+sections model, data and network. Keys that cannot be measured are read from plan.case, or from the
+case of the plan in plan.file: locations, stages or stage_count, path_length or skip_ratio,
+microbatches or microbatches_per_data_node, rules, memory (maximum number of microbatches in flight
+on a node, or auto), and the number of nodes. Other keys are ignored.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Measure the links between hosts, the time of each stage on each node, and the memory of "
+        "Measure links between hosts, compute time of each stage on each node, and memory of "
         "nodes, and write a case for skippipe plan."
     )
     parser.epilog = EPILOG
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         default=Path("case.yaml"),
-        help="where host 0 writes the case; all figures in full go beside it, to "
-        "case.measured.json (default: %(default)s)",
+        help="case file that host 0 writes; all measurements go to case.measured.json beside it "
+        "(default: %(default)s)",
     )
     add_cluster_arguments(parser)
 

@@ -14,8 +14,13 @@ from skippipe_jax.cli.arguments import add_path, named_path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "Write an HTML page about a run: curves, timelines, links, idle nodes."
-    add_path(parser, "--run", "the folder of a run")
-    parser.add_argument("-o", "--output", type=Path, help="default: report.html in that folder")
+    add_path(parser, "--run", "folder of a run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="HTML file (default: report.html in the folder of the run)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

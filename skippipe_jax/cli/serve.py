@@ -39,35 +39,33 @@ DTYPES = ("auto", "float32", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Serve a model through the API of OpenAI: completions, conversations, and streams of both."
+        "Serve a model through an OpenAI-compatible API: completions and chat, with streaming."
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--run", metavar="DIR[@STEP]", help="the folder of a run, and which step of it: a number, "
-        "or best for the lowest held-out loss (default: the latest)",
+        "--run", metavar="DIR[@STEP]", help="folder of a run, and its checkpoint: a step, or best "
+        "for the lowest validation loss (default: latest)",
     )  # fmt: skip
-    where.add_argument(
-        "--hf", type=Path, metavar="DIR", help="a model folder in the format of Hugging Face"
-    )
+    where.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face model folder")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; any but a loopback address needs --api-key-file (default: "
-        "%(default)s)",
+        help="address to listen on; requires --api-key-file unless it is a loopback address "
+        "(default: %(default)s)",
     )
     parser.add_argument(
-        "--port", type=int, default=8000, help="port; 0 takes any (default: %(default)s)"
+        "--port", type=int, default=8000, help="port; 0: any free port (default: %(default)s)"
     )
     parser.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file with API keys, one in a line, of which clients send one",
+        help="file with accepted API keys, one per line",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="name by which clients ask for the model (default: that of its folder)",
+        help="model name in requests (default: name of the folder)",
     )
     _add_limits(parser)
     _add_hosts(parser)
@@ -75,16 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         default=DTYPES[0],
-        help="number format of activations and caches, and of the weights of --hf (default: "
-        "%(default)s, as the model's configuration says)",
+        help="dtype of activations and caches, and of --hf weights; auto: as in the model's "
+        "configuration (default: %(default)s)",
     )
     parser.add_argument(
         "--num-stages",
         type=int,
         metavar="N",
-        help="number of stages of an --hf model (default: as for evaluate)",
+        help="number of stages of an --hf model (default: as in evaluate)",
     )
-    add_scale(parser, "serve it")
+    add_scale(parser)
     add_overrides(parser, "override a key of the model's configuration; repeatable")
     add_log_level(parser)
 
@@ -94,28 +92,28 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         type=int,
         metavar="N",
-        help="limit of tokens of a sequence, its prompt included (default: the model's context)",
+        help="maximum tokens per sequence, with the prompt (default: the model's context)",
     )
     parser.add_argument(
         "--max-num-seqs",
         type=int,
         default=DEFAULT_SLOTS,
         metavar="N",
-        help="sequences that get tokens at a time (default: %(default)s)",
+        help="maximum number of sequences decoded at a time (default: %(default)s)",
     )
     parser.add_argument(
         "--max-waiting",
         type=int,
         default=256,
         metavar="N",
-        help="sequences that may wait for that; more are refused (default: %(default)s)",
+        help="maximum number of waiting sequences; more are rejected (default: %(default)s)",
     )
     parser.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds in which answers are finished after SIGTERM (default: %(default)s)",
+        help="time to finish answers after SIGTERM, in seconds (default: %(default)s)",
     )
 
 
@@ -126,46 +124,47 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of hosts: the first takes requests and has the data stage, the others have "
-        "the rest. Without --coordinator all are started on this machine (default: %(default)s)",
+        help="number of hosts; the first receives requests and holds the data stage, the others "
+        "hold the other stages. Without --coordinator, all start on this machine (default: "
+        "%(default)s)",
     )
     several.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of the first host, for the others; they come and go as they like, and need "
-        "no --run or --hf: the first sends them what they have not",
+        help="address of the first host; other hosts may join and leave at any time and need no "
+        "--run or --hf, as the first host sends the weights",
     )
     several.add_argument(
         "--host-id",
         type=int,
         metavar="I",
-        help="with --coordinator: 0 for the first host; others need no number",
+        help="0 for the first host, with --coordinator; other hosts need no id",
     )
     several.add_argument(
         "--max-stages",
         type=int,
         metavar="N",
-        help="limit of stages that a host holds; on the first, the data stage is one of them "
-        "(default: as many as it has memory for)",
+        help="maximum number of stages per host; the data stage of the first host counts (default: "
+        "as many as fit into memory)",
     )
     several.add_argument(
         "--take-over-after",
         metavar="TIME",
-        help="time after which hosts that stay load a lost stage, if they have memory for it, such "
-        "as 30s (default: never)",
+        help="time after which remaining hosts load a lost stage if memory allows, such as 30s "
+        "(default: never)",
     )
     several.add_argument(
         "--activation-dtype",
         choices=HOPS,
-        help="number format of activations on their way from host to host; int8 has a scale for "
-        "some channels each (default: as they are computed)",
+        help="dtype of activations in transfers between hosts; int8 has one scale per group of "
+        "channels (default: as computed)",
     )
     several.add_argument(
         "--when-stage-lost",
         choices=WHEN_LOST,
         default=WHEN_LOST[0],
-        help="what becomes of sequences while no host has a stage: they do without it, wait for "
-        "it, or fail (default: %(default)s)",
+        help="policy for sequences while no host holds a stage: skip the stage, wait for it, or "
+        "fail (default: %(default)s)",
     )
 
 

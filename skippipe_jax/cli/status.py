@@ -16,12 +16,12 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import add_addresses, add_log_level, add_overrides
 
 EPILOG = """\
-This machine needs the secret of the run, as a host that joins does: --set cluster.secret=FILE,
-SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It is no host of the run and changes nothing about it. A
-run of a single host does not listen, so it cannot be asked.
+This machine needs the secret of the run, as does a joining host: --set cluster.secret=FILE,
+SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It does not become a host and does not change the run. A
+run on a single host does not listen and has no status.
 
-With http://HOST:PORT as ADDRESS, the service is shown that skippipe serve has there: which host
-has which stages, what is lost, and how many sequences run and wait.
+With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service: the
+stages of each host, lost hosts and stages, and the numbers of running and waiting sequences.
 """
 
 WATCH_S = "2s"
@@ -31,30 +31,30 @@ CLEAR = "\x1b[H\x1b[2J"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Show the status of a run: hosts, stages, links, progress, and what is lost or waited for."
+        "Show the status of a run: hosts, stages, links, progress, failures and waits."
     )
     parser.epilog = EPILOG
     add_addresses(parser)
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object on a line; docs/watch.md lists its keys",
+        help="print one JSON object per line; docs/watch.md lists its keys",
     )
     parser.add_argument(
         "--watch",
         nargs="?",
         const=WATCH_S,
         metavar="SECONDS",
-        help=f"show it again and again, so many seconds after the last time (default: {WATCH_S}), "
-        "until Ctrl-C; write it after ADDRESS",
+        help=f"repeat at this interval until Ctrl-C (without a value: {WATCH_S}); place it after "
+        "ADDRESS",
     )
     parser.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file with an API key of the service in its first line, where ADDRESS is a URL",
+        help="file with an API key of the service in the first line, if ADDRESS is a URL",
     )
-    add_overrides(parser, "set a key of cluster, such as cluster.secret; repeatable")
+    add_overrides(parser, "set a key of section cluster, such as cluster.secret; repeatable")
     add_log_level(parser)
     parser.set_defaults(interrupted="interrupted; the run goes on")
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from skippipe_jax.data.tokenizer import Tokenizer
 
 EPILOG = """\
-DIR must be new, and appears once it is complete. A hash of a document decides whether it is held
-out: of the name of its file, or of the text of its row; of a single document, the end is held out.
-Train on DIR with:
+DIR must be new; it appears when its content is complete. Held-out documents are chosen by a
+hash of the file name, or of the text of a row; of a single document, the end is held out. Train on
+DIR with:
 
   skippipe train --data DIR
 """
@@ -31,60 +31,61 @@ Train on DIR with:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Tokenize text into shards for data.source: tokens, or train a tokenizer for it."
-    )
+    parser.description = "Tokenize text into shards for data.source: tokens, or train a tokenizer."
     parser.epilog = EPILOG
     parser.add_argument(
         "input", nargs="+", metavar="INPUT", help="file, folder, glob or URL of the text"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="DIR", help="a new folder to write"
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
     )
     parser.add_argument(
         "--source",
         choices=("text", "jsonl", "parquet", "chat"),
-        help="format of the inputs (default: jsonl or parquet by their names, else text)",
+        help="format of the inputs (default: jsonl or parquet by file name, else text)",
     )
     parser.add_argument(
-        "--text-field", default="text", help="key or column of the text (%(default)s)"
+        "--text-field", default="text", help="key or column of the text (default: %(default)s)"
     )
     parser.add_argument(
         "--today",
         metavar="DAY",
-        help="date for chat templates that write one, as 2026-11-22",
+        help="date for chat templates that include the date, such as 2026-11-22",
     )
     parser.add_argument(
         "--chat-template",
         metavar="NAME",
-        help="how conversations are written: plain, chatml, llama3 or a Jinja file (default: by "
-        "the tokenizer's own template)",
+        help="chat template: plain, chatml, llama3 or a Jinja file (default: the template of the "
+        "tokenizer)",
     )
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--tokenizer",
         default=BYTES,
         metavar="PATH",
-        help="tokenizer.json, or a folder with one (%(default)s)",
+        help="tokenizer.json, a folder with one, or bytes (default: %(default)s)",
     )
     own.add_argument(
         "--train-bpe",
         type=int,
         metavar="SIZE",
-        help="train a byte-level BPE tokenizer of this vocabulary size",
+        help="train a byte-level BPE tokenizer with this vocabulary size",
     )
     parser.add_argument("--tokenizer-only", action="store_true", help="write only the tokenizer")
     parser.add_argument(
         "--held-out",
         type=float,
         default=0.05,
-        help="share of documents kept for evaluation (%(default)s)",
+        help="fraction of documents held out for evaluation (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the hash that decides which (%(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the hash that selects held-out documents (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-workers", type=int, help="number of processes (default: one for each core)"
+        "--num-workers", type=int, help="number of processes (default: one per core)"
     )
     accept_former(parser, processes="--num-workers")
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from skippipe_jax.training.trainer import RunResult
 
 EPILOG = """\
-Under SLURM and on TPU pods the hosts find each other. Elsewhere start one process for each host
-with --coordinator, --hosts and --host-id, or set SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and
-SKIPPIPE_HOST_ID; skippipe launch does that on one machine.
+Under SLURM and on TPU pods, hosts are detected. Elsewhere, start one process for each host with
+--coordinator, --hosts and --host-id, or set SKIPPIPE_COORDINATOR, SKIPPIPE_HOSTS and
+SKIPPIPE_HOST_ID; on one machine, skippipe launch does so.
 """
 
 INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept, if there is one"
@@ -38,29 +38,28 @@ INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept, if t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Train a LLaMA over a pipeline in which every microbatch takes the path of its plan."
+        "Train a LLaMA model in a pipeline in which each microbatch takes the path of the plan."
     )
     parser.epilog = EPILOG
     add_config_arguments(parser)
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="text to train on: a file, a folder or a glob of plain text, conversations, other "
-        "JSON lines or Parquet, or a folder of skippipe tokenize; needs no --config",
+        help="training text: a file, folder or glob of plain text, conversations, other JSON lines "
+        "or Parquet, or an output folder of skippipe tokenize; needs no --config",
     )
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"shapes of the model, {', '.join(PRESETS)}; or hf:DIR, a model folder in the format "
-        "of Hugging Face, whose weights it begins with (default: as in the configuration, or "
-        "tiny)",
+        help=f"model preset, {', '.join(PRESETS)}; or hf:DIR, a Hugging Face model folder with the "
+        "initial weights (default: as in the configuration, or tiny)",
     )
     add_cluster_arguments(parser)
     add_log_level(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check and print configuration, plan and memory, and exit without training",
+        help="check and print configuration, plan and memory, then exit",
     )
     parser.set_defaults(interrupted=INTERRUPTED)
 

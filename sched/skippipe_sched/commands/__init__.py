@@ -11,8 +11,8 @@ COMMANDS = {
     "plan": "make a plan for a case",
     "compare": "plan a case by all methods, side by side",
     "simulate": "simulate one iteration of a plan",
-    "plot": "draw one iteration of a plan",
-    "simulate-faults": "simulate a run whose hosts vanish and come back",
-    "serve-plan": "plan which hosts serve which stages of a model",
+    "plot": "plot one iteration of a plan",
+    "simulate-faults": "simulate a run with failing and returning hosts",
+    "serve-plan": "assign the stages of a model to hosts that serve it",
 }
 FORMER_NAMES = {"draw": "plot", "churn": "simulate-faults"}

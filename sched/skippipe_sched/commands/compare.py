@@ -15,11 +15,17 @@ from skippipe_sched.methods import METHODS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
-    add("case", type=Path, help="the case, a YAML file")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
+    add("case", type=Path, help="case, a YAML file")
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="methods to compare (default: all)",
+    )
     add_search_arguments(parser)
-    add("--json", type=Path, metavar="FILE", help="write the figures here")
-    add("-o", "--output", type=Path, help="write a picture (SVG) here")
+    add("--json", type=Path, metavar="FILE", help="file for the results")
+    add("-o", "--output", type=Path, help="SVG file for a plot")
 
 
 def run(arguments: argparse.Namespace) -> int:

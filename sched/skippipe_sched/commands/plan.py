@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "\n".join(
     [
-        "Makes a plan for a case by one of these methods:",
+        "Make a plan for a case, by one of these methods:",
         *(f"  {name:<16} {method.about}" for name, method in METHODS.items()),
-        "Ctrl-C ends the search with the best plan so far.",
+        "Ctrl-C ends the search and writes the best plan so far.",
     ]
 )
 
@@ -32,35 +32,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("case", type=Path, help="the case, a YAML file")
-    add("-o", "--output", type=Path, required=True, help="where to write the plan")
-    add("--method", choices=METHODS, default=DEFAULT_METHOD, help="default: %(default)s")
+    add("case", type=Path, help="case, a YAML file")
+    add("-o", "--output", type=Path, required=True, help="file for the plan")
+    add(
+        "--method",
+        choices=METHODS,
+        default=DEFAULT_METHOD,
+        help="planning method (default: %(default)s)",
+    )
     add_search_arguments(parser)
     add(
         "--bound", choices=("quick", "placements"), default="quick",
-        help="placements: reckon a second lower bound, which is greater, and takes minutes for 20 "
+        help="lower bounds to compute; placements adds a tighter one, which takes minutes for 20 "
         "nodes (default: %(default)s)",
     )  # fmt: skip
     add(
         "--bound-budget", default=DEFAULT_BOUND_BUDGET_S, metavar="TIME",
-        help="how long to reckon that one at most (default: %(default)g)",
+        help="time limit of --bound placements (default: %(default)gs)",
     )  # fmt: skip
-    add("--placement", type=Path, metavar="PLAN", help="keep the placement of this plan")
+    add("--placement", type=Path, metavar="PLAN", help="fix the placement to that of this plan")
     known = parser.add_mutually_exclusive_group()
     known.add_argument(
         "--begin", type=Path, metavar="PLAN",
-        help="let the search of joint begin at this plan too, of a case with the same stages",
+        help="additional starting point of joint: a plan for a case with the same stages",
     )  # fmt: skip
     known.add_argument(
         "--improve", type=Path, metavar="PLAN",
-        help="let it begin at this plan only, which finds more within seconds: after nodes were "
-        "lost, say",
+        help="the only starting point of joint: a plan to improve within seconds, for "
+        "example after a loss of nodes",
     )  # fmt: skip
     add(
         "--compiled", action="store_true",
-        help="wait until joint is compiled, once on a machine, also with a budget of 2 s or less, "
-        "and write no plan before: the plan does not depend on whether a machine has searched "
-        "before",
+        help="wait until joint is compiled (once per machine), also with a budget of 2 s or less, "
+        "and write no earlier plan: the plan then does not depend on previous searches on the "
+        "machine",
     )  # fmt: skip
 
 

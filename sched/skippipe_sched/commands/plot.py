@@ -14,11 +14,11 @@ from skippipe_sched.errors import InputError, loading
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
-    add("plan", type=Path, help="the plan, a JSON file")
-    add("-o", "--output", type=Path, metavar="SVG", help="a Gantt chart")
-    add("--flows", type=Path, metavar="SVG", help="a map of which links carry how much")
-    add("--paths", type=Path, metavar="SVG", help="the way of every microbatch through the stages")
-    add("--trace", type=Path, metavar="JSON", help="a trace for ui.perfetto.dev, chrome://tracing")
+    add("plan", type=Path, help="plan, a JSON file")
+    add("-o", "--output", type=Path, metavar="SVG", help="Gantt chart")
+    add("--flows", type=Path, metavar="SVG", help="map of the traffic on links")
+    add("--paths", type=Path, metavar="SVG", help="path of each microbatch through the stages")
+    add("--trace", type=Path, metavar="JSON", help="trace for ui.perfetto.dev or chrome://tracing")
 
 
 def run(arguments: argparse.Namespace) -> int:

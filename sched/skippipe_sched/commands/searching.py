@@ -15,11 +15,11 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=0,
-        help="the same seed and budget give the same plan (default: 0)",
+        help="seed of the search; the same seed and budget give the same plan (default: 0)",
     )
     parser.add_argument(
         "--budget", default=DEFAULT_BUDGET_S, metavar="TIME",
-        help="how long to search at most (default: %(default)g)",
+        help="time limit of the search (default: %(default)gs)",
     )  # fmt: skip
 
 

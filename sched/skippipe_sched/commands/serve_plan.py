@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
-    add("case", type=Path, help="the case of a service, a YAML file")
+    add("case", type=Path, help="case of a service, a YAML file")
     add(
         "--objective", choices=("tokens_per_s", "seconds_per_token"), default="tokens_per_s",
-        help="most tokens per second of all groups, or fewest seconds per token of one sequence "
-        "(default: %(default)s)",
+        help="maximize tokens per second of all groups, or minimize seconds per token of one "
+        "sequence (default: %(default)s)",
     )  # fmt: skip
-    add("--seed", type=int, default=0, help="of the search (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the search (default: 0)")
     add("--json", action="store_true", help="print one JSON object")
 
 

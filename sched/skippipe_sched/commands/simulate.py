@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
-    add("plan", type=Path, help="the plan, a JSON file")
+    add("plan", type=Path, help="plan, a JSON file")
     add(
         "--contention", choices=("none", "link", "node"),
-        help="whether transfers on one link follow one another, and with node also whatever a node "
-        "sends to other locations (default: as the plan's case says)",
+        help="contention of transfers: none; link: transfers on one link are sequential; node: as "
+        "link, and all transfers of a node to other locations are sequential (default: as in the "
+        "case of the plan)",
     )  # fmt: skip
     add(
         "--jitter", type=float, metavar="SHARE",
-        help="replay it with every hop and operation taking random times longer, by this mean "
-        "share (exponential), and print median and 95th percentile",
+        help="replay with random durations: each hop and operation takes longer by an "
+        "exponentially distributed fraction with this mean; print median and 95th percentile",
     )  # fmt: skip
     add(
         "--draws", type=int, default=200,
-        help="how often to replay with --jitter (default: %(default)s)",
+        help="number of replays with --jitter (default: %(default)s)",
     )  # fmt: skip
-    add("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the jitter (default: 0)")
     add("--json", action="store_true", help="print one JSON object")
 
 

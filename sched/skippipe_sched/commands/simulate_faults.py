@@ -26,11 +26,11 @@ MOST_FAULTS, MOST_SEEDS, MOST_DOUBLINGS = 10_000_000, 1000, 20
 DAY_S = 86400.0
 DESCRIPTION = "\n".join(
     [
-        "Simulates a run whose hosts, a node each, vanish at random and come back: how many",
-        "microbatches count, as a share of those of a run without faults, by what is done then:",
+        "Simulate a run whose hosts, with one node each, fail at random and return. Print the",
+        "goodput, useful microbatches as a fraction of a run without faults, by recovery policy:",
         *(f"  {name:<8} {policy.about}" for name, policy in POLICIES.items()),
-        "All but restart go on without those that are lost while every stage has a host left,",
-        "by the instant plan that a run makes; all of them live through the same faults.",
+        "All policies except restart continue without failed hosts while every stage has a live",
+        "host, with the repair plan that a run makes. All policies see the same faults.",
     ]
 )
 
@@ -42,65 +42,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
         "case", type=Path,
-        help="the case, a YAML file, which is planned first; or a plan, a .json file",
+        help="case, a YAML file, to plan first; or a plan, a .json file",
     )  # fmt: skip
-    time = parser.add_argument_group("hosts that come and go; times are given as 30s, 5min, 2h, 7d")
+    time = parser.add_argument_group("faults; times are written as 30s, 5min, 2h, 7d")
     time.add_argument(
         "--mtbf", required=True, metavar="TIME",
-        help="mean time between the faults of one node; a thousand nodes have a thousand times as "
-        "many",
+        help="mean time between faults of one node",
     )  # fmt: skip
-    _add_time(
-        time, "--repair", "10min", "how long a node that was lost is away, its start included"
-    )
+    _add_time(time, "--repair", "10min", "downtime of a failed node, startup included")
     time.add_argument(
-        "--days", type=float, default=7.0, help="how long the run is watched (default: %(default)g)"
+        "--days", type=float, default=7.0, help="simulated time in days (default: %(default)g)"
     )
     time.add_argument(
         "--sweep", type=int, default=3, metavar="N",
-        help="halve and double --mtbf so often (default: %(default)s)",
+        help="number of times to halve and to double --mtbf (default: %(default)s)",
     )  # fmt: skip
     time.add_argument(
-        "--seed", type=int, default=0, help="of the faults, and of the search (default: 0)"
+        "--seed", type=int, default=0, help="seed of the faults and of the search (default: 0)"
     )
     time.add_argument(
         "--seeds", type=int, default=3, metavar="N",
-        help="draw faults so often, with this seed and those after it (default: %(default)s)",
+        help="number of draws of the faults, with seeds from --seed on (default: %(default)s)",
     )  # fmt: skip
-    costs = parser.add_argument_group("what it costs")
-    _add_time(costs, "--heartbeat", "30s", "how long a loss stays unnoticed")
-    _add_time(costs, "--regroup", "1s", "how long a generation takes to form, without its plan")
-    _add_time(costs, "--restore", "10s", "how long hosts that live take to read a checkpoint")
-    _add_time(costs, "--restart", "2min", "how long a run takes to start again, once all are there")
+    costs = parser.add_argument_group("costs")
+    _add_time(costs, "--heartbeat", "30s", "time until a failure is detected")
+    _add_time(costs, "--regroup", "1s", "time to form a generation, without planning")
+    _add_time(costs, "--restore", "10s", "time of live hosts to read a checkpoint")
+    _add_time(costs, "--restart", "2min", "time to restart a run once all hosts are present")
     costs.add_argument(
-        "--checkpoint-every", type=int, default=50, metavar="STEPS", help="default: %(default)s"
-    )
-    _add_time(costs, "--checkpoint", "1s", "how long a checkpoint stops training")
+        "--checkpoint-every", type=int, default=50, metavar="STEPS",
+        help="interval of checkpoints, in steps (default: %(default)s)",
+    )  # fmt: skip
+    _add_time(costs, "--checkpoint", "1s", "pause of training for a checkpoint")
     costs.add_argument(
         "--copy-every", type=int, default=10, metavar="STEPS",
-        help="how often stages are copied to their buddies (default: %(default)s)",
+        help="interval of buddy checkpoints, in steps (default: %(default)s)",
     )  # fmt: skip
     costs.add_argument(
         "--state-factor", type=float, default=3.0, metavar="FACTOR",
-        help="a stage's state as a multiple of stage_bytes (default: %(default)g, for parameters "
+        help="state of a stage as a multiple of stage_bytes (default: %(default)g, for parameters "
         "and two moments)",
     )  # fmt: skip
     plans = parser.add_argument_group("plans")
     plans.add_argument(
         "--method", choices=METHODS, default=DEFAULT_METHOD,
-        help="of the plan for all nodes (default: %(default)s)",
+        help="method of the plan for all nodes (default: %(default)s)",
     )  # fmt: skip
     plans.add_argument(
         "--budget", default=DEFAULT_BUDGET_S, metavar="TIME",
-        help="how long to search for it at most (default: %(default)g)",
+        help="time limit of the search for it (default: %(default)gs)",
     )  # fmt: skip
     plans.add_argument(
         "--plans", type=int, metavar="N",
-        help="plan for so many sets of live nodes at most, and liken the others to those (default: "
-        "as many as take some minutes)",
+        help="maximum number of sets of live nodes to plan for; step times of others are estimated "
+        "from similar sets (default: planning takes a few minutes at most)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--figure", type=Path, metavar="SVG", help="write a picture here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
+    parser.add_argument("--figure", type=Path, metavar="SVG", help="file for a plot")
 
 
 def _add_time(group: argparse._ArgumentGroup, option: str, default: str, about: str) -> None:
