@@ -1,4 +1,4 @@
-"""Which nodes of a case train which experts, side by side, so that the last one is done soonest.
+"""Division of a case's nodes among experts that train in parallel, for the earliest last end.
 
-Others use `dividing.divide`, which makes a `lanes.Division` of lanes, and `picture`.
+Public modules: `dividing.divide`, which makes a `lanes.Division` of lanes, and `picture`.
 """
