@@ -239,7 +239,7 @@ class _Search:
                 origin = int(np.argmax(shared))
                 old, chain = before.places[origin], parent.chains[origin]
                 chain = self.chains.carried(old, chain, lane, place, random, seed + lane)
-                if old.cut.model != place.cut.model:  # Its paths were drawn anew.
+                if old.cut.model != place.cut.model:  # Its paths were drawn at random.
                     self.chains.anneal_alone(lane, place.cut, chain, STEPS_OF_LANE)
                 chains.append(chain)
         except InputError:

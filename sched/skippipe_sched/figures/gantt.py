@@ -162,7 +162,7 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
 
 
 def node_label(plan: Plan, node: int) -> str:
-    """Format a node's number and location, shortened to fit beside a plot."""
+    """Format a node's number and location, shortened to fit next to a plot."""
     label = f"node {node} · {plan.case.nodes[node].location}"
     return shortened(label, LONGEST_LABEL)
 

@@ -50,7 +50,7 @@ def start_picture(scope: str, size: tuple[float, float], about: str, styles: str
 
 
 def add_title(svg: Element, title: str, figures: str) -> None:
-    """Add the line at the top: the title, and beside it the main figures."""
+    """Add the line at the top: the title, and next to it the main figures."""
     text = add_text(svg, "title", MARGIN, TITLE_Y, title)
     SubElement(text, "tspan", {"class": "figures", "dx": "10"}).text = figures
 

@@ -27,7 +27,7 @@ POPULATION = 16
 SWAPS_PER_NODE = 30
 # Pairs of locations examined per second, which sets the number of children that a budget pays for.
 PAIRS_PER_SECOND = 2e7
-# Cost of a child besides its swaps, in the same unit.
+# Cost of a child in addition to its swaps, in the same unit.
 PAIRS_PER_CHILD = 30_000
 # The slowest stage decides the averaging; this weight of the others guides the search.
 WEIGHT_OF_MEAN_AVERAGING = 0.1

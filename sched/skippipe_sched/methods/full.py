@@ -1,4 +1,4 @@
-"""The full pipeline: every microbatch visits every stage, in order.
+"""Full pipeline: every microbatch visits every stage, in order.
 
 The placement is DT-FM's. The microbatches are matched with the replicas stage by stage, given the
 replicas of the stages before and after, until no matching improves; then the pipeline is simulated,
@@ -24,7 +24,7 @@ PLACEMENT_SHARE = 0.4
 PATHS_SHARE = 0.6
 # Operations simulated per second, which sets the number of trades that a budget pays for.
 OPERATIONS_PER_SECOND = 120_000
-# Cost of a trade besides, in the same unit.
+# Additional cost of a trade, in the same unit.
 OPERATIONS_PER_TRADE = 30
 # A matching takes time with the cube of its size, so microbatches are matched in blocks.
 MATCHED_AT_ONCE = 256

@@ -59,8 +59,8 @@ PREPARING_SHARE = 0.2
 # there, at the same low temperature.
 PLACING_SHARE = 0.1
 
-# Work per second of a search in plain Python, the first share of it by the quick estimate; its
-# temperature falls within this many seconds of its budget.
+# A search in plain Python: the seconds of its budget within which its temperature falls, its
+# operations per second, and the share of this work for the quick estimate.
 SHORT_BUDGET_S = 2.0
 INTERPRETED_OPERATIONS_PER_S = 6e4
 INTERPRETED_SETTLE_SHARE = 0.6

@@ -41,7 +41,7 @@ class AveragingPolicy:
 
     @property
     def is_outer(self) -> bool:
-        """Whether iterations follow one another without waiting for averaging."""
+        """True if iterations follow one another without waiting for averaging."""
         return self.mode == "outer"
 
     def sent_after(self, iteration: int) -> int | None:

@@ -169,7 +169,7 @@ class Case:
 
     @property
     def shares_connections(self) -> bool:
-        """Whether all traffic of a node to other locations shares its connection."""
+        """True if all traffic of a node to other locations shares its connection."""
         return self.contention == "node"
 
     @cached_property
@@ -193,13 +193,13 @@ class Case:
         return both / self.connection_rates[0] + 2 * self.hop_overhead_s
 
     def leaves_location(self, nodes: Sequence[int]) -> bool:
-        """Return whether traffic around these nodes uses their connections, which are shared."""
+        """Return whether a ring over these nodes uses their shared connections."""
         return self.shares_connections and len({self.nodes[node].location for node in nodes}) > 1
 
     def visit_s(self, stage: int) -> Float[np.ndarray, " nodes"]:
-        """Compute the duration of a visit to `stage` on each node, in terms of its `forward_s` [s].
+        """Compute the effective `forward_s` of each node in a visit to `stage` [s].
 
-        It is longer where the node's connection is busy for longer than the node.
+        It exceeds the node's own where its connection is busy for longer than the node.
         """
         of_stage = self.stage_cost[stage] * (1.0 + self.backward_ratio)
         forward_s = [node.forward_s for node in self.nodes]
@@ -244,7 +244,7 @@ class Case:
 
 
 def load_case(path: Path) -> Case:
-    """Read and check a case file (YAML), including a link table beside it."""
+    """Read and check a case file (YAML), including its link table."""
     return parse_case(fields.load_yaml(path, "case"), path.parent)
 
 

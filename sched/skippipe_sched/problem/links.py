@@ -32,7 +32,7 @@ BANDWIDTHS = {
 }
 
 # gcp12: measured between 12 cloud regions (SkipPipe, arXiv 2502.19913, March 2025). NL-London is
-# published about 1000 times slower than its neighbours and kept as published.
+# published about 1000 times slower than its neighbors and kept as published.
 # world12: 12 cities (the paper's first release, February 2025); Amsterdam-Ireland and
 # Sofia-Ireland are missing there and have the figure of a nearby pair: 10 ms, 0.80 GiB/s.
 BUILT_IN = ("gcp12", "world12")

@@ -24,7 +24,7 @@ from skippipe_sched.search.evaluator import evaluate, replay
 # Operations that a second of the budget pays for on each thread, on a machine of any speed. The
 # machine of the committed results simulates half as many again.
 OPERATIONS_PER_S = 13e6
-# Cost of a move besides its simulation, in operations.
+# Cost of a move in addition to its simulation, in operations.
 OPERATIONS_OF_MOVE = 50
 # Beyond the size of the caches, an operation takes up to three times as long.
 CACHED_OPERATIONS = 5000

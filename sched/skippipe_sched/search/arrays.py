@@ -261,7 +261,7 @@ def send(parts, uplink_free_s, link_free_s, source, target, ready_s):
 
 @kernel
 def visit_s(problem, node, stage):
-    """Compute the duration of a visit to a node that serves `stage`, as `Case.visit_s` [s]."""
+    """Compute the effective `forward_s` of a node that serves `stage`, as `Case.visit_s` [s]."""
     of_stage = problem.stage_cost[stage] * (1.0 + problem.backward_ratio)
     return max(problem.forward_s[node], problem.visit_load_s[node] / of_stage)
 
@@ -291,7 +291,7 @@ def leaves_location(problem, candidate, stage):
 
 @kernel
 def beside_hops_s(problem, candidate, stage):
-    """Compute the duration of a stage's ring beside hops that share its connections [s]."""
+    """Compute the duration of a stage's ring, slowed by hops on its connections [s]."""
     seconds = candidate.averaging_s[stage]
     if leaves_location(problem, candidate, stage):
         seconds += problem.rings.delay * sending_s(problem, candidate, stage)

@@ -1,4 +1,4 @@
-"""Parameters of a planning method besides its case: a seed, a budget, and a callback."""
+"""Parameters of a planning method in addition to its case: a seed, a budget, and a callback."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass
 class End:
-    """State of a search and its parts at its end: whether it ended early, and why.
+    """Reasons for the early end of a search and its parts.
 
-    `interpreted`: the search was not compiled when it ended, and has done little. `uncompilable`:
-    compiling it has failed, so it never will be.
+    `cut_short`: its steps were not done. `interrupted`: the user ended it. `interpreted`: the
+    search was not compiled when it ended, and has done little. `uncompilable`: compiling it has
+    failed, so it never will be.
     """
 
     cut_short: bool = False

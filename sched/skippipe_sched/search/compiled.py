@@ -1,7 +1,7 @@
 """Kernels: functions that run interpreted, or compiled once for each machine.
 
 Python code calls a kernel with `fast(kernel)(...)`; kernels call each other by name. numba is
-loaded when the first one is compiled. It caches compiled code beside each module and checks only
+loaded when the first one is compiled. It caches compiled code next to each module and checks only
 that module's own file: after an update of evaluator.py alone, it would use a cached annealing.py
 that contains the old evaluator. So the cache folder's name depends on the code of all kernels.
 """
@@ -100,7 +100,7 @@ class Compilation:
     """Separate process that compiles the search; it continues if this one ends."""
 
     def __init__(self, program: str):
-        """Run a program in Python; its output goes to a file beside the compiled code."""
+        """Run a program in Python; its output is written to a file next to the compiled code."""
         self._said = _cache_folder() / "compilation.txt"
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(

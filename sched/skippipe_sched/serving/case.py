@@ -134,7 +134,7 @@ class ServingCase:
 
 
 def load_case(path: Path) -> ServingCase:
-    """Read and check a case file (YAML) of a service, with a link table beside it."""
+    """Read and check a case file (YAML) of a service, including its link table."""
     return parse_case(fields.load_yaml(path, "case"), path.parent)
 
 

@@ -154,7 +154,7 @@ class _Search:
         return steps_per_s([self.cycle(route) for route in routes], STEPS)
 
     def left(self, routes: Iterable[Route]) -> Room:
-        """Return the memory that is left beside the stages of these routes."""
+        """Return the memory that the stages of these routes leave."""
         held = self.room.held.copy()
         for route in routes:
             held[np.array(route), np.arange(len(route))] = True

@@ -68,9 +68,9 @@ def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
 
 
 def beside_hops_s(work: Work, stage: int) -> float:
-    """Compute the duration of a stage's ring beside hops that share its connections [s].
+    """Compute the duration of a stage's ring, slowed by hops on its connections [s].
 
-    Hops have priority. Where iterations wait for rings, there are none beside them.
+    Hops have priority. Where iterations wait for rings, there are no hops at the same time.
     """
     case, nodes = work.case, work.stages[stage]
     seconds = quickest_averaging_s(case, stage, tuple(nodes))
