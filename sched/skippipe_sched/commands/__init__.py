@@ -1,4 +1,4 @@
-"""Commands of the planner, one module each: `add_arguments` builds the parser, `run` runs it.
+"""Commands of the planner, a module each: `add_arguments` adds options, `run` executes it.
 
 `python -m skippipe_sched` and `skippipe` take the same commands from here. No module loads NumPy,
 or modules that need it, before it runs, so that ``--help`` answers at once.

@@ -1,4 +1,4 @@
-"""Division of a case's nodes among experts that train in parallel, for the earliest last end.
+"""Division of a case's nodes among experts trained in parallel, to minimize the last end.
 
-Public modules: `dividing.divide`, which makes a `lanes.Division` of lanes, and `picture`.
+Entry points: `dividing.divide`, which makes a `lanes.Division` of lanes, and `picture`.
 """
