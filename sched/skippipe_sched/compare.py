@@ -44,9 +44,9 @@ class Row:
     `full` (None if `full` has no figures), `wide_area_bytes` the traffic between locations in an
     iteration, `busiest_link_s` the time in use of the busiest link, `idle_share` the share of
     pipeline_s in which nodes do not compute, `lower_bound_s` the bound for paths of this length,
-    and `gap` the excess of iteration_s over it as a share. In outer mode, the times are means of
-    the steady state, and `late_s` is the most by which a ring exceeds its delay; otherwise it is
-    None.
+    and `gap` the excess of iteration_s over it as a share. In outer mode, iteration_s and
+    pipeline_s are means of the steady state, and `late_s` is the most by which a ring exceeds its
+    delay; otherwise it is None.
     """
 
     method: str
