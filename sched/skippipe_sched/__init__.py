@@ -1,4 +1,4 @@
-"""The planner: places nodes on stages and finds the path of every microbatch. Never imports JAX."""
+"""Planner: places nodes on stages and finds the path of every microbatch. Never imports JAX."""
 
 from skippipe_sched.errors import end_quietly_on_interrupt
 

@@ -12,7 +12,7 @@ from skippipe_sched.errors import run_command
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command of these words, or of the command line; returns the exit code."""
+    """Run the command given by `words` or the command line; return the exit code."""
     words = list(sys.argv[1:] if words is None else words)
     words[:1] = [FORMER_NAMES.get(word, word) for word in words[:1]]
     arguments = _parser().parse_args(words)

@@ -1,4 +1,4 @@
-"""All methods on one case, side by side: as figures, as a table, as a picture."""
+"""Comparison of all methods on one case: figures, table and picture."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import link_name, link_traffic, wide_area_bytes
 
-# The method that the others are measured against.
+# Reference of the other methods' ratios.
 BASELINE = "full"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one method makes of the case. Times in seconds.
+    """Figures of one method's plan for the case. Times in seconds.
 
     `averaging_s` is the longest averaging of one stage, `ratio_to_full` iteration_s over that of
-    `full` (None where `full` has no figures), `wide_area_bytes` what goes between locations in an
-    iteration, `busiest_link_s` how long the busiest link is in use, `idle_share` the share of
-    pipeline_s that nodes do not compute, `lower_bound_s` the bound for paths of this length, and
-    `gap` how far iteration_s lies above it as a share. Where averaging goes on behind iterations,
-    the first two are means of the steady state, and `late_s` is by how much a ring is longer than
-    its delay allows; elsewhere it is None.
+    `full` (None if `full` has no figures), `wide_area_bytes` the traffic between locations in an
+    iteration, `busiest_link_s` the time in use of the busiest link, `idle_share` the share of
+    pipeline_s in which nodes do not compute, `lower_bound_s` the bound for paths of this length,
+    and `gap` the excess of iteration_s over it as a share. In outer mode, iteration_s and
+    pipeline_s are means of the steady state, and `late_s` is the most by which a ring exceeds its
+    delay; otherwise it is None.
     """
 
     method: str
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a method has no plan for the case."""
+    """Reason why a method has no plan for the case."""
 
     method: str
     reason: str
@@ -77,8 +77,8 @@ def compare(
 ) -> list[Row | Refusal]:
     """Plan `case` with each of the methods, each with its own search from `search_of`.
 
-    A method that refuses the case has its reason in its place. Ctrl-C ends the search of the method
-    at work, which then has the best plan that it found so far.
+    A method that refuses the case is replaced by its reason. Ctrl-C ends the search of the current
+    method, which then has the best plan that it found so far.
     """
     outcomes = [_outcome(case, method, search_of(method)) for method in methods]
     baseline_s = next(
@@ -125,9 +125,9 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
 
 
 def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
-    """Turn the rows into JSON objects; a refusal has only its method and its reason.
+    """Convert the rows to JSON objects; a refusal has only its method and its reason.
 
-    `late_s` is there if it means something.
+    `late_s` is omitted if it is None.
     """
     return [
         {key: value for key, value in asdict(row).items() if (key, value) != ("late_s", None)}
@@ -151,7 +151,7 @@ HEADINGS = (
 
 
 def table(rows: Sequence[Row | Refusal]) -> str:
-    """Write the rows as aligned text, a line each; below, late rings and who has refused."""
+    """Format the rows as aligned text, a line each, followed by late rings and refusals."""
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
     late = [
@@ -199,7 +199,7 @@ def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
     """Draw the rows as the text of an SVG: a bar for every method, as long as its iteration.
 
     The bar begins with the pipeline; the rest is averaging that the pipeline does not hide. A mark
-    stands at the lower bound for paths of the method's length.
+    shows the lower bound for paths of the method's length.
     """
     left = MARGIN + CHARACTER * max(len(row.method) for row in rows) + 12
     longest_s = max((row.iteration_s for row in rows if isinstance(row, Row)), default=0.0)

@@ -1,4 +1,4 @@
-"""The errors that a user's own input or machine can cause, and how a command reports them."""
+"""Errors caused by a user's input or machine, and their report by commands."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 INPUT_ERROR_EXIT_CODE = 2
-"""What no further try mends."""
+"""Exit code of errors that persist on a retry."""
 TRY_AGAIN_EXIT_CODE = 75
-"""What a later try of the same may not meet any more (EX_TEMPFAIL)."""
+"""Exit code of errors that may be over on a retry (EX_TEMPFAIL)."""
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 UNREAD_EXIT_CODE = 128 + 13
-"""As of a process that ends by SIGPIPE, which not all platforms have."""
+"""Exit code of a process that ends by SIGPIPE, which not all platforms have."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = (
@@ -36,11 +36,11 @@ _PASSING = (
 
 
 SHOWN_CHARACTERS = 200
-"""Bounds of what a message shows of a value."""
+"""Limit on the shown part of a value in a message."""
 
 
 class _Shown(reprlib.Repr):
-    """Writes a value as `repr` does, and no more of what lies in it than is shown."""
+    """Version of `repr` that visits only the shown part of a value."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class _Shown(reprlib.Repr):
         self._left = SHOWN_CHARACTERS
 
     def repr1(self, x: Any, level: int) -> str:
-        """Write what lies in the value; each takes one character at least."""
+        """Write an inner value; each takes at least one character."""
         self._left -= 1
         return super().repr1(x, level) if self._left >= 0 else self.fillvalue
 
@@ -64,32 +64,32 @@ class _Shown(reprlib.Repr):
 
 
 LINES = "\n\t"
-"""Characters kept in a text of several lines, besides those that are printed."""
+"""Characters kept in a text of several lines, in addition to printable ones."""
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape what moves a terminal's cursor in a text of others, but for what is `kept`."""
+    """Escape the characters of a foreign text that are not printable, except those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
 class SkipPipeError(Exception):
-    """The base of the project's own errors; each has a text."""
+    """Base of the project's own errors; each has a text."""
 
     def __init__(self, text: str):
-        """Keep the text."""
+        """Store the text."""
         super().__init__(text)
 
 
 class InputError(SkipPipeError, ValueError):
-    """Says which field is wrong, what it holds, why that is wrong, and what to do about it.
+    """Invalid input, with the field, its value, the problem and the remedy.
 
-    Raised at the edge, where input enters; commands print it and exit with its code, 2.
+    Raised where input enters; commands print it and exit with its code, 2.
     """
 
     exit_code = INPUT_ERROR_EXIT_CODE
 
     def __init__(self, field: str, value: Any, problem: str, remedy: str):
-        """Keep the four parts; `field` is a dotted path such as ``case.rules.max_jump``."""
+        """Store the four parts; `field` is a dotted path such as ``case.rules.max_jump``."""
         self.field = field
         self.value = value
         self.problem = problem
@@ -97,25 +97,25 @@ class InputError(SkipPipeError, ValueError):
         shown = _Shown().repr(value)
         if len(shown) > SHOWN_CHARACTERS:
             shown = shown[: SHOWN_CHARACTERS - 3] + "..."
-        # Keys and names come from the user too: whatever they hold, the message is one line.
+        # Keys and names are user input too: whatever they contain, the message is one line.
         super().__init__(printable(f"{field} = {shown}: {problem}. {remedy}."))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process raise it anew."""
+        """Pickle the four parts, so that another process can raise the error again."""
         return type(self), (self.field, self.value, self.problem, self.remedy)
 
 
 class TemporaryError(InputError):
-    """Says the same of what may be over by itself: a full disk, a port that is taken, a late host.
+    """Error that may be over on a retry: a full disk, a port in use, a late host.
 
-    Commands exit with code 75 then, and whoever starts them may do so again.
+    Commands then exit with code 75, and their caller may start them again.
     """
 
     exit_code = TRY_AGAIN_EXIT_CODE
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come: what is under way ends as by Ctrl-C, but with a code of its own, 143."""
+    """SIGTERM: a command ends as by Ctrl-C, but with its own exit code, 143."""
 
 
 def code_of_interrupt(error: KeyboardInterrupt) -> int:
@@ -124,13 +124,13 @@ def code_of_interrupt(error: KeyboardInterrupt) -> int:
 
 
 def kind_of(error: BaseException) -> type[InputError]:
-    """Choose which of the two tells of an error of the system: may it be over by itself?"""
+    """Return `TemporaryError` for system errors that may be over on a retry, else `InputError`."""
     passes = isinstance(error, OSError) and error.errno in _PASSING
     return TemporaryError if passes else InputError
 
 
 def as_input_error(error: BaseException) -> InputError | None:
-    """Turn an error into one that a user is told in one line, wherever it arose; else None."""
+    """Convert an error into one that is reported in one line, if it is such an error; else None."""
     if isinstance(error, InputError):
         return error
     if isinstance(error, OSError) and error.errno in FULL_DISK:
@@ -141,7 +141,7 @@ def as_input_error(error: BaseException) -> InputError | None:
 
 
 def _stdout_is_read() -> bool:
-    """Tell whether the pipe that stdout may be has a reader."""
+    """Return whether stdout, if it is a pipe, has a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))
@@ -152,9 +152,9 @@ def run_command(
 ) -> int:
     """Run a command and return its exit code; an `InputError` becomes one line and its code.
 
-    So does a full disk. A Ctrl-C that the command does not take itself becomes the line
-    `interrupted`, and code 130; SIGTERM the same line after its name, and code 143. Where nobody
-    reads stdout any more, as after `| head`, the command ends with code 141.
+    So does a full disk. A Ctrl-C that the command does not handle becomes the line `interrupted`,
+    and code 130; SIGTERM the same line after its name, and code 143. If stdout has no reader any
+    more, as after `| head`, the command ends with code 141.
     """
     try:
         with _signals_that_raise():
@@ -163,7 +163,7 @@ def run_command(
             return code
     except (InputError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _stdout_is_read():
-            # What is still in the buffer is written when the interpreter ends.
+            # The interpreter writes the rest of the buffer when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return UNREAD_EXIT_CODE
         told = as_input_error(error)
@@ -179,11 +179,11 @@ def run_command(
 
 @contextmanager
 def _signals_that_raise() -> Iterator[None]:
-    """Let SIGINT and SIGTERM raise, where nobody has chosen what else they do."""
+    """Let SIGINT and SIGTERM raise, unless they have another handler."""
     if not _is_main_thread():
         yield
         return
-    if signal.getsignal(signal.SIGINT) is _end_at_once:  # By `end_quietly_on_interrupt`.
+    if signal.getsignal(signal.SIGINT) is _end_at_once:  # Set by `end_quietly_on_interrupt`.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     if before in (signal.SIG_DFL, _end_at_once):
@@ -195,23 +195,23 @@ def _signals_that_raise() -> Iterator[None]:
 
 
 def raise_terminated(*_: Any) -> NoReturn:
-    """Raise what ends a command that has begun when SIGTERM comes."""
+    """Raise the exception that ends a running command on SIGTERM."""
     raise Terminated("by SIGTERM")
 
 
 def loading() -> AbstractContextManager[None]:
-    """Let signals end a command without a traceback while it imports what it computes with.
+    """Let signals end a command without a traceback while it imports its libraries.
 
-    That takes seconds, and some packages would take a KeyboardInterrupt for a failed import.
+    That takes seconds, and some packages treat a KeyboardInterrupt as a failed import.
     """
     return signals_that_end()
 
 
 @contextmanager
 def signals_that_end() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process at once, by a line, where they would raise.
+    """Let SIGINT and SIGTERM end the process at once with one line, where they would raise.
 
-    For what would lose an exception, or take it for another.
+    For code that would lose the exception, or mistake it for another.
     """
     raising = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: raise_terminated}
     replaced = _end_by(raising)
@@ -225,7 +225,7 @@ def signals_that_end() -> Iterator[None]:
 def end_quietly_on_interrupt() -> None:
     """Let signals end a process without a traceback while a package is imported for a command.
 
-    That is over when `run_command` begins.
+    The effect ends when `run_command` begins.
     """
     is_command = sys.argv[:1] == ["-m"] or os.path.basename(*sys.argv[:1] or [""]) == "skippipe"
     if is_command:
@@ -233,7 +233,7 @@ def end_quietly_on_interrupt() -> None:
 
 
 def _end_by(handled: Mapping[signal.Signals, Any]) -> list[signal.Signals]:
-    """Let signals end the process at once that are handled like this; returns which were."""
+    """Let signals with these handlers end the process at once; return those signals."""
     found = [
         number
         for number, handler in handled.items()
@@ -245,7 +245,7 @@ def _end_by(handled: Mapping[signal.Signals, Any]) -> list[signal.Signals]:
 
 
 def _end_at_once(number: int, _: Any) -> NoReturn:
-    """End by a signal, whatever is under way."""
+    """End the process by a signal, whatever is in progress."""
     with suppress(OSError):  # a closed stream has no reader to lose
         os.write(2, f"ended by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)

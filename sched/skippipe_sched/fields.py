@@ -1,4 +1,4 @@
-"""Reading values out of YAML and JSON: a function checks one kind of value and names its field."""
+"""Checked values of YAML and JSON: each function checks one kind of value and names its field."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 
-# Greater numbers mean nothing here, and times computed from them would not stay finite.
+# Larger numbers have no meaning here, and times computed from them would not stay finite.
 LARGEST = 1e100
-# Sizes and counts go into arrays of 32-bit integers, seeds into ones without a sign.
+# Sizes and counts are stored in arrays of signed 32-bit integers, seeds in unsigned ones.
 LARGEST_WHOLE, LARGEST_SEED = 2**31 - 1, 2**32 - 1
-# What a time may be given in, and how many seconds that is.
+# Units of times, in seconds.
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -44,7 +44,7 @@ def load_yaml(path: Path, field: str) -> Any:
 
 def parse_yaml(text: str, field: str, origin: str) -> Any:
     """Read the value of a YAML text from `origin` (a path or an argument, for messages)."""
-    # It is half of what importing a configuration takes, and help needs none.
+    # Half of the import time of a configuration, and not needed for --help.
     import yaml
 
     from skippipe_sched.strict_yaml import StrictLoader
@@ -89,10 +89,10 @@ def mapping(
 
 
 def guess(given: Any, known: Collection[str]) -> str:
-    """Guess which known name was meant, as the beginning of a remedy; return "" if none is near."""
+    """Return the start of a remedy with the nearest known name; "" if none is near."""
     names = list(known)
     close = difflib.get_close_matches(str(given), names, n=1)
-    # Or what was given has the name in it, as llama3-8b has 8b.
+    # The given text may contain the name, as llama3-8b contains 8b.
     words = re.split(r"[^\w.]+", str(given).lower())
     found = close or [name for name in names if name.lower() in words]
     return f"Did you mean {found[0]}? " if found else ""
@@ -117,9 +117,9 @@ def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = 
 
 
 def duration(value: Any, field: str, *, above: bool = False) -> float:
-    """Return the seconds of a time: a number, or one with its unit, as 30s, 5min, 2h or 7d.
+    """Return the seconds of a time: a number, or one with its unit, such as 30s, 5min, 2h or 7d.
 
-    It is 0 or more, and not 0 where `above`.
+    It is at least 0, and greater than 0 where `above`.
     """
     if not isinstance(value, str):
         return number(value, field, 0.0, above=above)
@@ -136,7 +136,7 @@ def duration(value: Any, field: str, *, above: bool = False) -> float:
 def integer(
     value: Any, field: str, minimum: int | None = None, maximum: int = LARGEST_WHOLE
 ) -> int:
-    """Read a whole number within the bounds."""
+    """Read an integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(field, value, "must be a whole number", "Write a number without fraction")
     if minimum is not None and value < minimum:

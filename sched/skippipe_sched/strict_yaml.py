@@ -1,4 +1,4 @@
-"""YAML that says one thing: no key twice, no wrong tag, no aliases that make much of little."""
+"""Strict YAML: no duplicate keys, no wrong tags, no aliases that expand to much more text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import yaml
 
 MOST_REPEATED, FEW_VALUES = 10, 1000
-"""A YAML text may stand for so many times the values that are written in it, and for a few more."""
+"""Limit on expanded values of a YAML text: a multiple of the written ones, plus a constant."""
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a key given twice in one mapping is an error, and so is `!!int x`."""
+    """YAML's safe loader with errors for duplicate keys in a mapping and for `!!int x`."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping, but not with a key given twice."""
+        """Compose a mapping; raise for a duplicate key."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -27,7 +27,7 @@ class StrictLoader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> yaml.Node | None:
-        """Compose the text, but not what its aliases make much larger than it is."""
+        """Compose the text; raise if its aliases expand it too much."""
         node = super().get_single_node()
         if node is not None:
             sizes: dict[int, float] = {}
@@ -38,7 +38,7 @@ class StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Make the value of a node; one that its tag does not fit is an error of YAML."""
+        """Make the value of a node; raise a YAML error if its tag does not fit."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -48,9 +48,9 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def _unfolded(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Count the values in a node, each alias as what it stands for.
+    """Count the values in a node, with aliases expanded.
 
-    `sizes` has the nodes that are known already; one that lies in itself has no end.
+    `sizes` has the nodes that are already counted; a node that contains itself counts as infinite.
     """
     if id(node) not in sizes:
         sizes[id(node)] = math.inf

@@ -1,5 +1,5 @@
-"""Churn on paper: how much a run gets done whose hosts vanish and come back, by what it does then.
+"""Simulation of runs whose hosts fail and return, by recovery policy.
 
-Others use `sweep`, which draws faults, lets a run live through them by each of the `policies`, and
-says from which rate of faults on another pays more; and `picture`. `life` is one run.
+Entry points: `sweep` draws faults, simulates a run under each of the `policies` and finds the fault
+rate from which another policy pays more; `picture` draws the result. `life` simulates one run.
 """

@@ -1,4 +1,4 @@
-"""When nodes vanish and when they are back: drawn by a seed, the same for every policy."""
+"""Times at which nodes fail and return, drawn from a seed and equal for every policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Change(NamedTuple):
-    """A node is lost, or is there again, at a time [s]."""
+    """Loss or return of a node at a time [s]."""
 
     time_s: float
     node: int
@@ -20,11 +20,11 @@ class Change(NamedTuple):
 def draw_changes(
     nodes: int, mtbf_s: float, repair_s: float, end_s: float, seed: int
 ) -> tuple[Change, ...]:
-    """Draw all changes before `end_s`, in order of time; all nodes are there at first.
+    """Draw all changes before `end_s`, in order of time; all nodes are present at first.
 
-    A node that is there is lost after a time that is exponential with the mean `mtbf_s`, so its
-    faults are a Poisson process while it is there, and it is back `repair_s` later. Each node has
-    luck of its own, the same at every rate: with half the `mtbf_s` each of its lives is half as
+    A present node fails after an exponentially distributed time with mean `mtbf_s`, so its faults
+    are a Poisson process while it is present. It returns `repair_s` later. Each node has its own
+    random numbers, the same at every rate: with half the `mtbf_s`, each of its lives is half as
     long.
     """
     lives = (_of_node(node, mtbf_s, repair_s, end_s, seed) for node in range(nodes))
@@ -46,26 +46,26 @@ def _of_node(
 
 
 class Attendance:
-    """Which nodes are there, as time goes on.
+    """Set of present nodes over time.
 
     Attributes:
-        there: the nodes that are there now.
+        there: the nodes that are present now.
     """
 
     def __init__(self, nodes: int, changes: tuple[Change, ...]):
-        """Take `changes` in order of time; all nodes are there before the first."""
+        """Take `changes` in order of time; all nodes are present before the first."""
         self.there = set(range(nodes))
         self._changes = changes
         self._next = 0
 
     @property
     def next_s(self) -> float:
-        """When the next change comes [s]; infinite if there is none."""
+        """Time of the next change [s]; infinite if there is none."""
         done = self._next == len(self._changes)
         return float("inf") if done else self._changes[self._next].time_s
 
     def take(self) -> Change:
-        """Let the next change come."""
+        """Apply the next change and return it."""
         change = self._changes[self._next]
         self._next += 1
         (self.there.add if change.is_back else self.there.discard)(change.node)

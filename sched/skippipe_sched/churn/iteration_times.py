@@ -1,7 +1,7 @@
-"""How long an iteration takes on the nodes that are there, by the planner and the simulator.
+"""Duration of an iteration on the nodes that are present, by the planner and the simulator.
 
-It is what the runtime does: the instant plan (`methods.without_nodes`) of the nodes that are left,
-simulated. Better plans, which a search finds later, are not reckoned with.
+As in the runtime, the remaining nodes get a repair plan without a search (`methods.without_nodes`),
+which is simulated. The better plans that a search finds later are ignored.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate_plan
 
-# What planning a placement takes for each operation of an iteration, on a core of an EPYC [s]: half
-# of this for 20 nodes, twice as much for 1,000.
+# Planning time for a placement, per operation of an iteration, on one core of an EPYC [s]: half of
+# this for 20 nodes, twice as much for 1,000.
 PLANNING_S = 1e-4
-# Where iterations do not wait for averaging, some cycles of them are gone through besides: each of
-# their operations takes about so much of that.
+# In outer mode, planning also simulates some cycles of iterations: each of their operations costs
+# about this share.
 STEADY_SHARE = 0.1
-# So many operations are planned at most, which takes minutes.
+# Limit on the operations that are planned; this many take minutes.
 OPERATIONS_PLANNED = 2_000_000
 
 
 def planning_s(plan: Plan) -> float:
-    """Estimate how long the instant plan takes when nodes of a plan are lost [s]."""
+    """Estimate the time of a repair plan after nodes of a plan are lost [s]."""
     return PLANNING_S * _planned(plan)
 
 
 def affordable(plan: Plan) -> int:
-    """Count the placements that may be planned before one waits for too long."""
+    """Return the number of placements that can be planned in acceptable time."""
     return max(1, int(OPERATIONS_PLANNED / _planned(plan)))
 
 
 def _planned(plan: Plan) -> float:
-    """Compute what planning a placement takes, in operations of an iteration by itself."""
+    """Compute the planning cost of a placement, in operations of a single iteration."""
     cycle = plan.case.averaging.every if plan.case.averaging.is_outer else 0
     return sum(map(len, plan.order)) * (1.0 + STEADY_SHARE * cycle)
 
 
 class IterationTimes:
-    """Seconds of an iteration by who serves which stage; each placement is planned once.
+    """Seconds of an iteration by placement; each placement is planned once.
 
-    `most` bounds how many are planned; it may be raised. Beyond it a placement takes as long as
-    the ones planned that are most like it do, in the mean. How much two differ is counted by how
-    many nodes each stage has at each location: nodes of one stage and location have the same links,
-    and where they are as fast as each other, a plan for one is a plan for the other.
+    At most `most` placements are planned; this limit may be raised. Beyond it, the time of a
+    placement is the mean over the most similar planned placements. The difference between two
+    placements is counted by the number of nodes that each stage has at each location: nodes of one
+    stage and location have the same links, and where they are equally fast, a plan for one is a
+    plan for the other.
 
     Attributes:
-        most: how many placements are planned at most.
-        planned: how many have been.
-        likened: how many others have the time of those that are like them.
+        most: limit on the number of placements that are planned.
+        planned: number of placements planned so far.
+        likened: number of other placements, which have the time of similar ones.
     """
 
     def __init__(self, plan: Plan, most: int, watch: Callable[[int], None] | None = None):
-        """Take the `plan` for all nodes; `watch` is told how many placements are planned."""
+        """Take the `plan` for all nodes; `watch` is called with the number of plans."""
         self.most = most
         self.planned = self.likened = 0
         self._plan = plan
@@ -71,7 +72,7 @@ class IterationTimes:
     def __call__(self, placement: Placement) -> float:
         """Return the seconds of an iteration with these nodes on each stage; skip empty stages.
 
-        The first stage has a node, for every path begins there.
+        The first stage must have a node, as every path begins there.
         """
         known = self._seconds.get(placement)
         if known is None:
@@ -89,7 +90,7 @@ class IterationTimes:
         return seconds
 
     def planned_s(self, placement: Placement) -> float:
-        """Simulate an iteration with these nodes on each stage, by a plan made anew [s]."""
+        """Simulate an iteration with these nodes on each stage, by a new plan [s]."""
         if placement == self._plan.stages:
             return simulate_plan(self._plan).iteration_s
         left_out = [stage for stage, nodes in enumerate(placement) if not nodes]

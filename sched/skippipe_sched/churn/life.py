@@ -1,39 +1,38 @@
-"""One run under churn: what it gets done until the end, by one policy.
+"""Simulation of one run under churn, by one policy.
 
-What is modelled. Each node is a host of its own. A loss shows after the heartbeat's timeout, until
-which all wait. The step that was in hand is lost, and run again. Those left form the next
-generation (`regroup_s`) and make the instant plan (`planning_s`); whoever is lost meanwhile makes
-them begin anew. A host that is back, its software started and compiled, is taken in when the step
-under way has counted, by a generation too, and fetches the state of its stage from a replica; all
-wait for that. Checkpoints stop all hosts for `save_s` every `save_every` steps.
+The model: each node is a host of its own. A loss is detected after the heartbeat timeout, until
+which all hosts wait. The step in progress is lost and run again. The remaining hosts form the next
+generation (`regroup_s`) and make the repair plan (`planning_s`); a further loss meanwhile restarts
+this. A returning host, with its software started and compiled, is admitted when the current step
+has committed, also by a new generation, and fetches the state of its stage from a replica; all
+hosts wait for that. Checkpoints stop all hosts for `save_s` every `save_every` steps.
 
-Where no host is left that holds a stage, the policy decides:
+When no remaining host holds a stage, the policy decides:
 
-- `rewind`: all go back to the last checkpoint, which takes `restore_s`. Where a stage has no host
-  at all, one of the fullest moves there (`without_nodes.refilled`), now and whenever else that
-  happens; it goes back to its own stage when others serve that one again.
-- `buddy`: a copy of each stage goes to a node of the next one, a part in each of `copy_every` steps
-  of a generation, and then anew. A step takes as long as its part at least. A lost stage goes on
-  from the last whole copy, the others from where they were.
-- `average`: an inner stage whose neighbours both live gets the mean of their parameters.
-- `skip`: the others train without the stage until a host of it is back, which reads it from the
+- `rewind`: all hosts return to the last checkpoint, which takes `restore_s`. If a stage has no host
+  at all, a host of one of the fullest stages moves there (`without_nodes.refilled`), now and
+  whenever this happens again; it returns to its own stage when other hosts serve the new one again.
+- `buddy`: a node of the next stage receives a copy of each stage, one part in each of `copy_every`
+  steps of a generation, and then again from the start. A step takes at least as long as its part. A
+  lost stage continues from the last complete copy, the other stages from their current state.
+- `average`: an inner stage whose two neighbors both live gets the mean of their parameters.
+- `skip`: the others train without the stage until one of its hosts is back, which reads it from the
   last checkpoint.
-- `stop`: the run starts again, as by `restart` after any loss.
+- `stop`: the run restarts, as under `restart` after any loss.
 
-Where `buddy`, `average` or `skip` cannot, they rewind: the copy is lost with the stage, or never
-was whole; a stage has no two neighbours; it is the data stage. So do the first two where the last
-step is that of the checkpoint.
+Where `buddy`, `average` or `skip` is impossible, the run rewinds: the copy is lost with the stage
+or was never complete; a stage lacks one of its neighbors; it is the data stage. `buddy` and
+`average` also rewind if the last step is that of the checkpoint.
 
-A run starts again when all its hosts are there at once. That takes `restart_s`, reading the
-checkpoint included. By any policy it has to where half of the hosts of a generation or more are
-lost before the next one has formed (of two hosts one goes on), or where there are fewer than
-stages.
+A run restarts when all its hosts are present at once. That takes `restart_s`, including reading the
+checkpoint. Under every policy it must restart if at least half of the hosts of a generation are
+lost before the next one has formed (of two hosts, one remaining host suffices), or if there are
+fewer hosts than stages.
 
-What is not modelled: links and nodes that change; a notice before a loss; the better plan that a
-search finds later, but for the way back of those that have moved; hosts that are held off as they
-come and go too often; what else goes over the links on which states and copies do; and what an
-inexact recovery costs in loss. A microbatch is useful when its step counted and was not undone,
-whichever stages it skipped.
+Not modeled: changes of links and nodes; notice before a loss; the better plan that a search finds
+later, except that moved hosts return; rejection of hosts that come and go too often; other traffic
+on the links that carry states and copies; and the loss in quality due to an inexact recovery. A
+microbatch is useful if its step committed and was not undone, whichever stages it skipped.
 """
 
 from __future__ import annotations
@@ -61,18 +60,18 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
 NOTICING = "noticing"
-"""All wait for a loss to show."""
+"""Activity in which all hosts wait until a loss is detected."""
 REGROUPING = "regrouping"
-"""A generation forms, and states are fetched, or read from a checkpoint."""
+"""Activity in which a generation forms, and states are fetched or read from a checkpoint."""
 DOWN = "down"
-"""The run has ended, waits for all its hosts, and starts again."""
+"""Activity in which the run has ended, waits for all its hosts, and restarts."""
 SPENT = (NOTICING, REGROUPING, DOWN)
 IterationTime = Callable[[Placement], float]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What churn costs besides slower iterations [s]; the module says when each is paid.
+    """Costs of churn other than slower iterations [s]; the module says when each is paid.
 
     `state_factor` is a stage's state as a multiple of its `stage_bytes`.
     """
@@ -90,13 +89,13 @@ class Costs:
 
 @dataclass
 class Record:
-    """What became of a run.
+    """Result of a run.
 
     Attributes:
-        steps: those that counted and were not undone.
-        undone: steps that counted, and were undone by going back to a checkpoint.
-        losses: hosts that were lost while they took part.
-        returns: times that a step was followed by taking in hosts that were back.
+        steps: steps that committed and were not undone.
+        undone: steps that committed and were undone by a return to a checkpoint.
+        losses: members of the run that were lost.
+        returns: number of times that returning hosts were admitted after a step.
         recoveries: by policy, how often a generation began without a stage that the last one had.
         spent_s: seconds that `NOTICING`, `REGROUPING` and `DOWN` took.
     """
@@ -117,17 +116,16 @@ def live(
     end_s: float,
     iteration_s: IterationTime,
 ) -> Record:
-    """Let a run with all nodes of a plan live by a policy; return what it has done by `end_s`.
+    """Simulate a run with all nodes of a plan under a policy; return its record at `end_s`.
 
-    `iteration_s` says how long an iteration takes by who serves which stage; a stage that is
-    skipped has nobody.
+    `iteration_s` gives the duration of an iteration by placement; a skipped stage has no nodes.
     """
     return _Life(plan, policy, costs, changes, end_s, iteration_s).record()
 
 
 @dataclass(eq=False)
 class _Life:
-    """The state of a run: what time it is, who takes part, who holds what."""
+    """State of a run: the time, the members, and the holders of states and copies."""
 
     plan: Plan
     policy: str
@@ -142,12 +140,12 @@ class _Life:
         self.now_s = 0.0
         self.saved = 0
         self.stage_of = list(self.plan.stage_of)
-        # Who takes part in the generation, how many did when it formed, and who of them has the
-        # state of his stage.
+        # Members of the generation, their number when it formed, and the members that have the
+        # state of their stage.
         self.members = set(self.hosts.there)
         self.formed = len(self.members)
         self.holders = set(self.members)
-        # Who has the copy of each stage, and which stages the others train without.
+        # Holder of the copy of each stage, and the stages that the others train without.
         self.copies: dict[int, int] = {}
         self.skipped: set[int] = set()
         self.told = Record()
@@ -162,7 +160,7 @@ class _Life:
     # Training.
 
     def train(self) -> bool:
-        """Make steps until a host is lost (true), or others are back and a step is at its end."""
+        """Run steps until a host is lost (true), or a step ends after others have returned."""
         placement = self.placement(self.members)
         costs, iteration_s = self.costs, self.iteration_s(placement)
         if self.policy == BUDDY:
@@ -188,7 +186,7 @@ class _Life:
                 join_s = float("inf")
 
     def settle(self, pace: Pace, placement: Placement, time_s: float) -> None:
-        """Go on to a time: steps that count by then do, checkpoints and copies are whole."""
+        """Advance to a time: steps commit, checkpoints and copies complete, if due by then."""
         self.now_s = time_s
         self.told.steps = pace.steps_by(time_s)
         saved = pace.saved_by(time_s)
@@ -198,7 +196,7 @@ class _Life:
             self.copies = {stage: node for stage, node in kept if node in self.members}
 
     def placement(self, nodes: set[int]) -> Placement:
-        """Sort these nodes by stage: first those whose stage it is in the plan, in its order."""
+        """Sort these nodes by stage: first those that the plan puts there, in its order."""
         placed = [
             [node for node in stage if node in nodes and self.stage_of[node] == number]
             for number, stage in enumerate(self.plan.stages)
@@ -209,7 +207,7 @@ class _Life:
         return tuple(map(tuple, placed))
 
     def misses(self, change: Change) -> bool:
-        """Tell whether a change is the loss of a member; drop a lost one and what he holds."""
+        """Return whether a change is the loss of a member; drop the member and what it holds."""
         if change.is_back or change.node not in self.members:
             return False
         self.members.discard(change.node)
@@ -221,7 +219,7 @@ class _Life:
     # The next generation.
 
     def go_on(self, *, lost: bool) -> None:
-        """Go on after a loss, or with those that are back, until all that are there may train."""
+        """Continue after a loss, or with returning hosts, until all present hosts may train."""
         while self.now_s < self.end_s:
             if lost:
                 if not self.wait(self.costs.heartbeat_s, NOTICING):
@@ -242,7 +240,7 @@ class _Life:
                     return
 
     def wait(self, seconds: float, what_for: str) -> bool:
-        """Let time pass; false as soon as one who takes part is lost."""
+        """Let time pass; return false as soon as a member is lost."""
         until_s = self.now_s + seconds
         while self.hosts.next_s <= until_s:
             change = self.hosts.take()
@@ -253,15 +251,15 @@ class _Life:
         return True
 
     def pass_to(self, time_s: float, what_for: str) -> None:
-        """Go on to a time; count the time until then as spent."""
+        """Advance to a time; add the time until then to the time spent."""
         spent_s = min(time_s, self.end_s) - min(self.now_s, self.end_s)
         self.told.spent_s[what_for] += spent_s
         self.now_s = time_s
 
     def generation_s(self) -> float | None:
-        """Take in all that are there; seconds until they have their states.
+        """Admit all present hosts; return the seconds until they have their states.
 
-        None where the run has to start again.
+        None if the run has to restart.
         """
         self.members = set(self.hosts.there)
         self.formed = len(self.members)
@@ -275,7 +273,7 @@ class _Life:
             return self.fetched_s(held)
         recovery = recovery_of(self.policy, lost, held, self.copies)
         if recovery in (BUDDY, AVERAGE) and self.told.steps == self.saved:
-            recovery = REWIND  # Nothing is lost by it.
+            recovery = REWIND  # No steps are lost.
         if recovery == STOP or (recovery != SKIP and not self.refill()):
             return None
         if not self.skipped.issuperset(lost):
@@ -299,7 +297,7 @@ class _Life:
         return max(self.fetched_s(held), *averaged_s)
 
     def fetched_s(self, held: list[set[int]]) -> float:
-        """Compute the seconds until all who can take their states from holders have them."""
+        """Compute the seconds until all members that can fetch states from holders have them."""
         placed = self.placement(self.members)
         return max(
             self.states.fetched_s(stage, placed[stage], holders)
@@ -308,7 +306,7 @@ class _Life:
         )
 
     def refill(self) -> bool:
-        """Move hosts to the stages that have none; whether there are enough of them."""
+        """Move hosts to the empty stages; return whether there are enough hosts."""
         if len(self.members) < len(self.plan.stages):
             return False
         if not all(self.placement(self.members)):
@@ -322,7 +320,7 @@ class _Life:
         return True
 
     def go_home(self) -> None:
-        """Send those that have moved back to their own stages, once none is without a host then."""
+        """Return moved hosts to their own stages, if no stage is then without a host."""
         own = self.plan.stage_of
         if len({own[node] for node in self.members}) == len(self.plan.stages):
             for node in self.members:
@@ -331,14 +329,14 @@ class _Life:
                     self.holders.discard(node)
 
     def rewind(self) -> None:
-        """Take all back to the last checkpoint; what they hold counts no more."""
+        """Return all hosts to the last checkpoint; drop the states that they hold."""
         self.told.undone += self.told.steps - self.saved
         self.told.steps = self.saved
         self.holders = set()
         self.copies = {}
 
     def start_again(self) -> None:
-        """End all, and start them together when all are there, from the last checkpoint."""
+        """End all hosts and restart them from the last checkpoint when all are present."""
         self.count(RESTART)
         self.rewind()
         self.skipped = set()
@@ -359,15 +357,15 @@ class _Life:
         self.told.recoveries[recovery] = self.told.recoveries.get(recovery, 0) + 1
 
 
-# No run has more of them; what is looked through has a length that fits into a word.
+# Bound on the steps of a run; the range that is bisected must have a machine-word length.
 MOST_STEPS = 10**15
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Steps of `iteration_s` each, from `start_s` on, when `step` of them have been made.
+    """Schedule of steps of `iteration_s` each, from `start_s` on, after `step` steps.
 
-    After every `save_every` steps a checkpoint stops all for `save_s`.
+    After every `save_every` steps a checkpoint stops all hosts for `save_s`.
     """
 
     start_s: float
@@ -377,11 +375,11 @@ class Pace:
     save_s: float
 
     def counts_s(self, step: int) -> float:
-        """Tell when a later step counts [s]."""
+        """Return the time at which a later step commits [s]."""
         return self._time_s(step, step - 1)
 
     def free_s(self, step: int) -> float:
-        """Tell when a step has counted, and its checkpoint is whole if it has one [s]."""
+        """Return the time at which a step and its checkpoint, if it has one, are complete [s]."""
         return self._time_s(step, step)
 
     def _time_s(self, step: int, saved: int) -> float:
@@ -389,28 +387,28 @@ class Pace:
         return self.start_s + (step - self.step) * self.iteration_s + checkpoints * self.save_s
 
     def steps_by(self, time_s: float) -> int:
-        """Find the last step that counts by then."""
+        """Return the last step that commits by this time."""
         most = min(MOST_STEPS, int((time_s - self.start_s) / self.iteration_s) + 1)
         later = range(self.step + 1, self.step + most + 1)
         return self.step + bisect_right(later, time_s, key=self.counts_s)
 
     def saved_by(self, time_s: float) -> int | None:
-        """Find the last of these steps whose checkpoint is whole by then, if there is one."""
+        """Return the last of these steps whose checkpoint is complete by this time, if any."""
         step = self.steps_by(time_s) // self.save_every * self.save_every
         if step > self.step and self.free_s(step) > time_s:
             step -= self.save_every
         return step if step > self.step else None
 
     def free_after(self, time_s: float) -> float:
-        """Tell when the step or checkpoint that is under way at a time is done [s]."""
+        """Return the time at which the step or checkpoint in progress at a time is done [s]."""
         step = self.steps_by(time_s)
         return self.free_s(step) if self.free_s(step) >= time_s else self.free_s(step + 1)
 
 
 def buddies(placement: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Tell who keeps copies of stages: the first node of the next stage that has one, in a circle.
+    """Return the holder of each stage's copy: the first node of the next non-empty stage, cyclic.
 
-    The copy comes from the first node of the stage itself, as in a run.
+    The copy is sent by the first node of the stage itself, as in a run.
     """
     further = {
         stage: [*placement[stage + 1 :], *placement[:stage]]
@@ -424,14 +422,15 @@ def buddies(placement: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 class States:
-    """Fetches of the states of a case's stages. Each comes over the best link to one who has it.
+    """Transfer times of the stages' states, each over the best link from one of its holders.
 
-    Fetches go side by side, and none waits for another: a set of them takes as long as its longest.
-    A state is `factor` times `stage_bytes`, which are the gradients that its replicas average.
+    Fetches run in parallel and none waits for another: a set of them takes as long as its longest.
+    A state has `factor` times `stage_bytes`, which are the gradients that the stage's replicas
+    average.
     """
 
     def __init__(self, case: Case, factor: float):
-        """Take a `factor`; with 0, states take no longer than the latency of a link."""
+        """Take a `factor`; with 0, a state takes only the latency of a link."""
         self._factor = factor
         self._stage_bytes = case.stage_bytes
         self._latency_s, self._bandwidth = case.link_matrices
@@ -441,10 +440,10 @@ class States:
         return self._seconds(self._factor * self._stage_bytes[stage], targets, holders)
 
     def averaged_s(self, stage: int, targets: Iterable[int], beside: Sequence[set[int]]) -> float:
-        """Compute the seconds until all `targets` have both neighbours' parameters, in turn.
+        """Compute the seconds until all `targets` have both neighbors' parameters, in turn.
 
-        `beside` are the nodes that hold the stage before and the stage after; equal stages have as
-        many bytes.
+        `beside` are the nodes that hold the stage before and the stage after; equal stages have
+        equal numbers of bytes.
         """
         targets, size = list(targets), self._stage_bytes[stage]
         return sum(self._seconds(size, targets, holders) for holders in beside)
@@ -468,6 +467,6 @@ class States:
         return float(self._each_s(size, lacking, holders).min(axis=0).max())
 
     def _each_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> np.ndarray:
-        """Compute the seconds from each holder (row) to each target."""
+        """Compute the seconds from each holder (row) to each target (column)."""
         pairs = np.ix_(sorted(holders), targets)
         return self._latency_s[pairs] + size / self._bandwidth[pairs]

@@ -1,4 +1,4 @@
-"""The goodput of every policy over the rates of faults, as a picture."""
+"""SVG picture of the goodput of every policy over the fault rates."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ STYLE = """
 
 
 def picture(points: Sequence[Point], name: str) -> str:
-    """Draw a line for each policy, dashed where it is not exact, as the text of an SVG.
+    """Draw a line for each policy, dashed where it is not exact, and return the text of an SVG.
 
-    From the left to the right each rate of faults is higher; between two rates the line is straight
-    on a logarithmic axis.
+    The fault rate increases from left to right; between two rates the line is straight on a
+    logarithmic axis.
     """
     mtbfs_s = sorted({one.mtbf_s for one in points}, reverse=True)
     highest = max(1.0, *(one.goodput for one in points))

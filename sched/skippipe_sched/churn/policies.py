@@ -1,4 +1,4 @@
-"""What a run may do when its hosts vanish."""
+"""Policies for a run that loses hosts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 
 class Policy(NamedTuple):
-    """One way to go on.
+    """A recovery policy.
 
-    `survives` says whether the others go on where every stage has a host left; without that, all
-    end and start again. `is_exact` says whether the parameters become those of a run without
-    faults.
+    `survives` says whether the others continue while every stage has a host; otherwise all hosts
+    end and restart. `is_exact` says whether the parameters become those of a run without faults.
     """
 
     about: str
@@ -35,9 +34,9 @@ POLICIES = {
 def recovery_of(
     policy: str, lost: Sequence[int], held: Sequence[Collection[int]], copied: Collection[int]
 ) -> str:
-    """Choose what is done about lost stages: what the policy says, or `REWIND` where it cannot.
+    """Choose the recovery of lost stages: that of the policy, or `REWIND` if it is impossible.
 
-    `held` are the nodes that hold the state of each stage, `copied` the stages whose copy is left.
+    `held` are the nodes that hold the state of each stage, `copied` the stages whose copy remains.
     """
     last = len(held) - 1
     if policy == BUDDY:

@@ -1,4 +1,4 @@
-"""Every policy at every rate of faults, and what that comes to."""
+"""Simulation of every policy at every fault rate, and tables of the results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from skippipe_sched.problem.plan import Plan
 
 @dataclass(frozen=True)
 class Churn:
-    """What hosts come and go by, besides the rate of faults. Times in seconds.
+    """Parameters of churn other than the fault rate. Times in seconds.
 
-    `repair_s` is how long a host that was lost is away, `end_s` how long a run is watched; each
-    policy lives through the faults of each of the `seeds`.
+    `repair_s` is how long a lost host stays away, `end_s` the length of the simulated run; each
+    policy is simulated with the faults of each of the `seeds`.
     """
 
     repair_s: float
@@ -32,11 +32,11 @@ class Churn:
 
 @dataclass(frozen=True)
 class Point:
-    """What one policy comes to at one rate of faults: means over the seeds.
+    """Result of one policy at one fault rate: means over the seeds.
 
     `goodput` is the number of useful microbatches as a share of those of a run without faults that
-    saves as often; `least` and `most` are those of a single seed. The others are those of `Record`,
-    and `faults` those of all nodes.
+    saves as often; `least` and `most` are its extremes over the seeds. `faults` counts the faults
+    of all nodes; the other fields are those of `Record`.
     """
 
     policy: str
@@ -52,7 +52,7 @@ class Point:
 
 
 def doublings(mtbf_s: float, steps: int) -> list[float]:
-    """List 2**steps times `mtbf_s`, down to its 2**steps-th part, each half of the one before."""
+    """List `mtbf_s` times 2**steps to 2**-steps, each half of the one before."""
     return [mtbf_s * 2.0**power for power in range(steps, -steps - 1, -1)]
 
 
@@ -66,11 +66,11 @@ def sweep(
 ) -> list[Point]:
     """Compute a point for each policy at each of the rates, all under the same faults.
 
-    `times` are those of the plan; each rate may take an equal part of the placements that they may
+    `times` are those of the plan; each rate may use an equal share of the placements that they may
     plan. `watch` is called after every run.
 
     Raises:
-        InputError: if a run without faults would not make a single step.
+        InputError: if a run without faults would not complete a single step.
     """
     calm = calm_steps(times(plan.stages), costs, churn.end_s)
     most, points = times.most, []
@@ -129,14 +129,14 @@ def _point(
     )
 
 
-# What is less counts as luck of the draw.
+# Smaller differences in goodput are treated as noise.
 MARGIN = 0.01
 
 Cells = Sequence[str]
 
 
 def goodputs(points: Sequence[Point]) -> str:
-    """Write the goodput by policy (a line each) and by mean time between faults of a node."""
+    """Format the goodput by policy (a line each) and by mean time between faults of a node."""
     mtbfs_s = list(dict.fromkeys(point.mtbf_s for point in points))
     lines: list[Cells] = [("goodput", *map(duration_text, mtbfs_s))]
     for policy in POLICIES:
@@ -146,7 +146,7 @@ def goodputs(points: Sequence[Point]) -> str:
 
 
 def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
-    """Show where the time goes at one rate, by policy: shares of it, steps undone, recoveries."""
+    """Format the use of time at one rate, by policy: shares of it, steps undone, recoveries."""
     lines: list[Cells] = [("of the time", *SPENT, "lost", "steps undone", "recoveries")]
     for point in points:
         if point.mtbf_s == mtbf_s:
@@ -167,7 +167,7 @@ def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
 
 
 def verdict(points: Sequence[Point]) -> str:
-    """Say in one line from which rate on others have more than exact survival, by over `MARGIN`."""
+    """Write in one line the rates from which others beat exact recovery by over `MARGIN`."""
     inexact = [name for name, policy in POLICIES.items() if not policy.is_exact]
     mtbfs_s = sorted({point.mtbf_s for point in points}, reverse=True)
     ends = " to ".join(map(duration_text, dict.fromkeys((mtbfs_s[0], mtbfs_s[-1]))))

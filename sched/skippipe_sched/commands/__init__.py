@@ -1,12 +1,12 @@
-"""The planner's commands, a module each: `add_arguments` makes its parser, `run` does what it says.
+"""Commands of the planner, a module each: `add_arguments` adds options, `run` executes it.
 
-`python -m skippipe_sched` and `skippipe` have the same commands from here. No module loads NumPy,
-or what needs it, before it runs, so that ``--help`` answers at once.
+`python -m skippipe_sched` and `skippipe` take the same commands from here. No module loads NumPy,
+or modules that need it, before it runs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-# What each does, in the order of the list that --help prints.
+# Descriptions, in the order in which --help lists them.
 COMMANDS = {
     "plan": "make a plan for a case",
     "compare": "plan a case by all methods, side by side",

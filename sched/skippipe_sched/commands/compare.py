@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table, and write figures and a picture where they are asked for."""
+    """Print a table, and write the requested figures and picture."""
     with loading():
         from skippipe_sched import fields
         from skippipe_sched.compare import compare, picture, table, to_json

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, write the plan, and say how good it is."""
+    """Make a plan, write it, and print its figures."""
     with loading():
         from skippipe_sched import fields
         from skippipe_sched.commands.simulate import summary
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _searched(cases: tuple[Case, ...], search: Search, arguments: argparse.Namespace) -> Plan:
-    """Search for the best plan; while joint is being compiled, write one found without."""
+    """Search for the best plan; while joint is being compiled, write one found without it."""
     from skippipe_sched.methods import plan_best
     from skippipe_sched.methods.joint import SHORT_BUDGET_S
     from skippipe_sched.search.compiled import is_compiled
@@ -141,7 +141,7 @@ def _searched(cases: tuple[Case, ...], search: Search, arguments: argparse.Names
 
 
 def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> Plan:
-    """Load another plan, whose placement must be one of the case's."""
+    """Load another plan, whose placement must fit the case."""
     from skippipe_sched.problem.plan import load_plan
 
     plan = load_plan(path)

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write every picture that is asked for."""
+    """Write every requested picture."""
     with loading():
         from skippipe_sched.figures.flows import flows_map
         from skippipe_sched.figures.gantt import gantt

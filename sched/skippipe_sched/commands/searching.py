@@ -27,7 +27,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 def progress(name: str) -> Iterator[Callable[[Search], None]]:
     """Show a bar on a terminal, with the best iteration so far and the bound; elsewhere nothing.
 
-    Gives what a `Search` calls as its `watch`.
+    Yields the `watch` callback of a `Search`.
     """
     from tqdm import tqdm
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what each host holds, the routes, what they give and what nothing can beat."""
+    """Print the stages of each host, the routes, their predicted rates and the bounds."""
     with loading():
         from dataclasses import asdict, replace
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(placement: Placement, routes: tuple[Route, ...]) -> str:
-    """Write what each host holds, and then which way how many groups go."""
+    """Format the stages of each host, then the routes with their numbers of groups."""
     from skippipe_sched.figures.tables import aligned
 
     rows = [["host", "stages", "groups"]]
@@ -71,7 +71,7 @@ def _table(placement: Placement, routes: tuple[Route, ...]) -> str:
 
 
 def _summary(case: ServingCase, predicted: Prediction, bound: Bounds) -> str:
-    """Write what the routes give as lines of text."""
+    """Format the predicted rates of the routes and their bounds."""
     return (
         f"{case.groups} groups of {case.slots} sequences: {predicted.tokens_per_s:.1f} tokens/s, "
         f"at most {bound.tokens_per_s:.1f}\n"

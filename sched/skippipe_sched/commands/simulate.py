@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of the plan, and which rules it breaks."""
+    """Print the figures of the plan, and the rules that it breaks."""
     with loading():
         import numpy as np
 
@@ -79,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
 def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """Collect the figures of one simulated iteration, as a JSON object; times in seconds.
 
-    Where averaging goes on behind iterations, they are those of the steady state, and `late_s` is
-    one more; so is `placement_bound_s` of a plan that has one.
+    In outer mode they are those of the steady state, and `late_s` is added; `placement_bound_s` is
+    added for a plan that has one.
     """
     from skippipe_sched.timing.bound import lower_bound_s
 
@@ -103,7 +103,7 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def summary(plan: Plan, timeline: Timeline) -> str:
-    """Write the same as a line of text."""
+    """Format the figures as a line of text."""
     told = figures(plan, timeline)
     averaging = f"longest averaging {told['averaging_s']:.2f} s"
     if plan.case.averaging.is_outer:

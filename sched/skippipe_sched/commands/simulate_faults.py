@@ -1,4 +1,4 @@
-"""Simulate a run whose hosts vanish and come back: what it gets done, on paper."""
+"""Simulate a run whose hosts fail and return."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skippipe_sched.churn.sweep import Churn
     from skippipe_sched.problem.plan import Plan
 
-# What is more is a mistake, and would only fill the memory.
+# Larger values are mistakes, and would only fill the memory.
 MOST_FAULTS, MOST_SEEDS, MOST_DOUBLINGS = 10_000_000, 1000, 20
 DAY_S = 86400.0
 DESCRIPTION = "\n".join(
@@ -38,7 +38,7 @@ DESCRIPTION = "\n".join(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = DESCRIPTION
-    # Or argparse takes -5h for an option, and says that the time before it is missing.
+    # Otherwise argparse takes -5h for an option, and reports that the time before it is missing.
     parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
         "case", type=Path,
@@ -108,7 +108,7 @@ def _add_time(group: argparse._ArgumentGroup, option: str, default: str, about: 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print tables and a verdict, and write figures and a picture where they are asked for."""
+    """Print tables and a verdict, and write the requested figures and picture."""
     with loading():
         from tqdm import tqdm
 

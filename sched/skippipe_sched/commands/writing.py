@@ -1,4 +1,4 @@
-"""Where a command writes what it was asked for."""
+"""Output files of the commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError, kind_of
 
 
 def require_writable(option: str, path: Path | None) -> None:
-    """Refuse before a search, not after it, what cannot be written.
+    """Check before a search that a path can be written.
 
     Raises:
         InputError: naming the option.
@@ -29,7 +29,7 @@ def require_writable(option: str, path: Path | None) -> None:
 
 
 def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None:
-    """Write text, or what a function of the path writes, with the folders that are missing.
+    """Write text, or call a function that writes the path; make missing folders.
 
     Raises:
         InputError: naming the option, if it cannot be written.

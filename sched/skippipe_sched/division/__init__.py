@@ -1,4 +1,4 @@
-"""Which nodes of a case train which experts, side by side, so that the last one is done soonest.
+"""Division of a case's nodes among experts trained in parallel, to minimize the last end.
 
-Others use `dividing.divide`, which makes a `lanes.Division` of lanes, and `picture`.
+Entry points: `dividing.divide`, which makes a `lanes.Division` of lanes, and `picture`.
 """

@@ -1,4 +1,4 @@
-"""A lane's chain: its nodes on their stages and its paths, annealed beside those of others."""
+"""Annealing chain of a lane: its nodes on their stages, and its paths."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, p
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.search.compiled import fast
 
-# Temperatures as shares of what is made small.
+# Temperatures as shares of the cost that is minimized.
 HOTTEST, COLDEST = 0.05, 0.0005
 
 
 class Chains:
-    """Makes the chains of lanes. Each knows all nodes of the whole case, so that they may trade."""
+    """Factory of the lanes' chains; all cover the nodes of the whole case, so lanes can trade."""
 
     def __init__(self, whole: Whole, lanes: Sequence[Lane]):
-        """Prepare the lanes; of each the mean of its trainings counts."""
+        """Prepare the lanes, each with the mean of its trainings."""
         self.whole = whole
         self.trainings = [lane.mean for lane in lanes]
         self.microbatches = sum(whole.case.microbatches)
@@ -39,7 +39,7 @@ class Chains:
         """Draw balanced paths at random.
 
         Raises:
-            InputError: if the rules leave none.
+            InputError: if the rules allow none.
         """
         case, stages, local = self.on_stages(place, self.trainings[lane])
         paths = np.argsort(local)[np.array(random_paths(case, stages, random))]
@@ -48,7 +48,7 @@ class Chains:
         return chain_from(problem, candidate, seed)
 
     def of_plan(self, lane: int, place: Place, plan: Plan, seed: int) -> ChainState:
-        """Make a chain of the paths of a plan."""
+        """Make a chain from the paths of a plan."""
         problem = self.problem(lane, place.cut)
         local = np.searchsorted(np.sort(place.nodes), place.nodes)
         slots = np.argsort(local)[np.array(dealt(plan.case, plan))]
@@ -93,7 +93,7 @@ class Chains:
         return chain_from(problem, candidate, seed)
 
     def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
-        """Improve a lane whatever the others do; its nodes stay."""
+        """Anneal a lane independently of the others, on its own nodes."""
         problem = self.problem(lane, cut)
         chain.costs[:] = fast(cost_of)(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
         hottest = HOTTEST * chain.costs[0]
@@ -102,7 +102,7 @@ class Chains:
         copy(chain.best, chain.candidate)
 
     def on_stages(self, place: Place, training: Training) -> tuple[Case, Placement, np.ndarray]:
-        """Return the case of a lane's nodes, and their numbers there by stage and by slot."""
+        """Return the case of a lane's nodes, and their numbers in it by stage and by slot."""
         own = np.sort(place.nodes)
         case = self.whole.part(own.tolist(), place.cut, training)
         local = np.searchsorted(own, place.nodes)
@@ -110,7 +110,7 @@ class Chains:
         return case, tuple(map(tuple, stages)), local
 
     def problem(self, lane: int, cut: Cut) -> Problem:
-        """Return the arrays of a lane by a cut, on any of the nodes of the whole case."""
+        """Return the arrays of a lane with a cut, on any of the nodes of the whole case."""
         if (lane, cut) in self.problems:
             return self.problems[lane, cut]
         training, nodes = self.trainings[lane], self.whole.case.nodes

@@ -1,10 +1,10 @@
-"""Dividing the nodes of a case among lanes of experts that train side by side.
+"""Division of the nodes of a case among lanes of experts that train in parallel.
 
-Many layouts are tried: which lane has how many nodes, and how its model is cut over them. Each is
-annealed with all that its lanes do at once: nodes trade places within a lane and between lanes, and
-paths change, judged by the simulation of a whole iteration. The best ones have children that differ
-a little. In the end `joint` plans every expert of the few best, from what annealing found, and the
-division is taken whose last expert is done soonest.
+The search tries many layouts: numbers of nodes of the lanes, and the cut of each model over its
+nodes. Each layout is annealed for all its lanes at once: nodes trade places within a lane and
+between lanes, and paths change, judged by the simulation of a whole iteration. The best layouts
+have children with small changes. At the end `joint` plans every expert of the few best layouts,
+starting from the annealed paths, and the division with the earliest last end is returned.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from skippipe_sched.search.budget import Search
 from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.trading import trade
 
-# Of the budget; the rest is for the plans of the finalists.
+# Share of the budget; the rest is for the plans of the finalists.
 DIVIDING_SHARE = 0.6
 FINALISTS = 3
-# Of what the threads could do; the rest goes into making layouts.
+# Share of the threads' capacity; the rest is spent on making layouts.
 WORKING_SHARE = 0.5
-# What it takes to judge a layout, in steps for each lane, and how many have children.
+# Cost of judging a layout, in steps for each lane, and the number of layouts that have children.
 STEPS_OF_LANE = 2_000
 SCREENING_STEPS = 500
 PARENTS = 8
 CHILDREN = 8
-# Of the parents, at most so many have the same cuts.
+# Limit on the parents that have the same cuts.
 ALIKE = 2
-# Of the steps, those for layouts that are no children.
+# Share of the steps for layouts that are not children.
 FIRST_SHARE = 0.2
-# A piece is for two lanes; then come two others.
+# Steps of a piece, which covers two lanes; the next piece covers two others.
 PIECE = 200
-# How hot a child starts.
+# Initial temperature of a child.
 OF_CHILD = 0.01
 
 
@@ -69,26 +69,25 @@ def divide(
     equal: bool = False,
     begin: Division | None = None,
 ) -> Division:
-    """Divide the nodes of a case, given as YAML gives it, among lanes that train side by side.
+    """Divide the nodes of a case, a mapping as read from YAML, among lanes that train in parallel.
 
-    A part of the case has the links between its nodes and all its microbatches; how many replicas a
-    stage has is chosen, and so is whether neighbouring stages become one (`Whole`). Nodes that only
-    make a lane slower stay idle. With `equal`, no lane has more nodes than another but for one that
-    is left over: the control, with the same search. A division known already is where the search
-    begins too, with `begin`, and it ends with none that is worse.
+    A part of the case has the links between its nodes and all its microbatches; the search chooses
+    the number of replicas of each stage and whether neighboring stages are merged (`Whole`). Nodes
+    that only slow a lane down stay idle. With `equal`, the numbers of nodes of two lanes differ by
+    at most one: the control, with the same search. With `begin`, the search also starts from a
+    known division, and returns none that is worse.
 
-    Like a plan's, the outcome follows from the seed and the budget on a machine that is quick
-    enough.
+    As for a plan, the result depends only on the seed and the budget on a fast enough machine.
 
     Raises:
-        InputError: if the case, a lane or an expert is not in order, or there are too few nodes.
+        InputError: if the case, a lane or an expert is invalid, or there are too few nodes.
     """
     return _Search(Whole(source, folder), checked(lanes), search, equal).run(begin)
 
 
 @dataclass(eq=False)
 class _Member:
-    """A layout at work: a chain for each lane, and when each ends, in the unit of `weights`."""
+    """A layout being annealed: a chain for each lane, and when each ends, in units of `weights`."""
 
     layout: Layout
     chains: list[ChainState]
@@ -98,7 +97,7 @@ class _Member:
 
     @property
     def found(self) -> Layout:
-        """The layout as annealing has left it."""
+        """Layout that annealing has produced."""
         places = tuple(
             replace(place, nodes=tuple(chain.candidate.node_of_slot.tolist()))
             for place, chain in zip(self.layout.places, self.chains, strict=True)
@@ -107,7 +106,7 @@ class _Member:
 
 
 class _Search:
-    """One search for a division."""
+    """A search for a division."""
 
     def __init__(self, whole: Whole, lanes: tuple[Lane, ...], search: Search, equal: bool):
         self.whole, self.lanes, self.search = whole, lanes, search
@@ -130,7 +129,7 @@ class _Search:
         self.steps_per_s = WORKING_SHARE * THREADS * OPERATIONS_PER_S / operations
 
     def run(self, begin: Division | None) -> Division:
-        """Divide, and plan."""
+        """Search for the best division, and plan its experts."""
         self.compile()
         self.search.start_clock()
         members = self.evolved(begin)
@@ -145,7 +144,7 @@ class _Search:
         return min(known + divisions, key=lambda division: division.seconds)
 
     def compile(self) -> None:
-        """Run once what is compiled, so that it does not count as searching."""
+        """Run the compiled functions once, so that compiling does not count as searching."""
         with suppress(InputError):
             random = np.random.default_rng(0)
             stages = len(self.whole.case.stages)
@@ -190,7 +189,7 @@ class _Search:
         return best
 
     def first(self, seed: int) -> _Member | None:
-        """Make a member on a layout of its own; None if the rules leave it none."""
+        """Make a member on a new layout; None if the rules allow none."""
         random = np.random.default_rng(seed)
         try:
             layout = self.layouts.first(random)
@@ -204,10 +203,10 @@ class _Search:
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
     def screened(self, lane: int, nodes: Sequence[int], random: np.random.Generator) -> Place:
-        """Choose the best of several cuts over these nodes, and where they are best on its stages.
+        """Choose the best of several cuts over these nodes, and their best order on its stages.
 
         Raises:
-            InputError: if the rules leave paths for none of them.
+            InputError: if the rules allow paths for none of them.
         """
         found: dict[float, Place] = {}
         refusals = []
@@ -226,7 +225,7 @@ class _Search:
         return found[min(found)]
 
     def child(self, parent: _Member, seed: int) -> _Member | None:
-        """Make a member that differs a little; lanes without a change go on from where they are."""
+        """Make a member with a small change; unchanged lanes continue from their state."""
         random = np.random.default_rng(seed)
         before = parent.found
         try:
@@ -235,12 +234,12 @@ class _Search:
                 return None
             chains = []
             for lane, place in enumerate(layout.places):
-                # A lane goes on from the one before that has most of its nodes.
+                # Continue each lane from the previous one that shares most of its nodes.
                 shared = [len({*place.nodes} & {*other.nodes}) for other in before.places]
                 origin = int(np.argmax(shared))
                 old, chain = before.places[origin], parent.chains[origin]
                 chain = self.chains.carried(old, chain, lane, place, random, seed + lane)
-                if old.cut.model != place.cut.model:  # Nothing is left of what it was.
+                if old.cut.model != place.cut.model:  # Its paths were drawn at random.
                     self.chains.anneal_alone(lane, place.cut, chain, STEPS_OF_LANE)
                 chains.append(chain)
         except InputError:
@@ -248,7 +247,7 @@ class _Search:
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
     def known(self, division: Division, seed: int) -> _Member:
-        """Make a member that goes on from the plans of a division."""
+        """Make a member from the plans of a division."""
         stages = len(self.whole.case.stages)
         places, chains = [], []
         for lane, part in enumerate(division.parts):
@@ -261,7 +260,7 @@ class _Search:
         return _Member(layout, chains, np.zeros(len(chains)), np.random.default_rng(seed))
 
     def anneal(self, member: _Member, steps: int, hottest: float) -> None:
-        """Anneal all lanes of a member at once."""
+        """Anneal all lanes of a member together."""
         problems = [
             self.chains.problem(lane, place.cut) for lane, place in enumerate(member.layout.places)
         ]
@@ -307,7 +306,7 @@ class _Search:
         return Division(tuple(parts), tuple(sorted(layout.idle)))
 
     def plan(self, place: Place, chain: ChainState, training: Training, share: float) -> Plan:
-        """Plan an expert by `joint`, from what annealing has found."""
+        """Plan an expert by `joint`, starting from the annealed paths."""
         case, stages, local = self.chains.on_stages(place, training)
         paths = tuple(map(tuple, local[chain.candidate.paths].tolist()))
         begin = with_prediction(case, "joint", Routes(stages, paths))
@@ -316,7 +315,7 @@ class _Search:
 
 
 def _unlike(members: Sequence[_Member]) -> list[_Member]:
-    """Keep the members but those that are like others before them in all cuts."""
+    """Drop members whose cuts all equal those of `ALIKE` members before them."""
     seen: Counter[tuple[Cut, ...]] = Counter()
     kept = []
     for member in members:
@@ -328,7 +327,7 @@ def _unlike(members: Sequence[_Member]) -> list[_Member]:
 
 
 def _kind(training: Training) -> tuple[float, float]:
-    """Return what makes two trainings take the same plan."""
+    """Return the values on which the plan of a training depends."""
     return training.compute, training.bytes
 
 

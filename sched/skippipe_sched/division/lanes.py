@@ -1,4 +1,4 @@
-"""What trains side by side: lanes of experts, one after the other in each."""
+"""Lanes of experts: lanes train in parallel, the experts of a lane one after another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 @dataclass(frozen=True)
 class Training:
-    """The training of one expert.
+    """Training of one expert.
 
     Attributes:
         name: of the expert.
-        steps: iterations of it.
-        compute: how many times as long as the case says a forward takes, as its model is larger.
-        bytes: how many times as much as the case says its replicas average.
+        steps: number of iterations.
+        compute: duration of a forward pass as a multiple of the case's, as the model is larger.
+        bytes: bytes that its replicas average, as a multiple of the case's.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Lane:
-    """Experts that the same nodes train one after the other."""
+    """Experts that the same nodes train one after another."""
 
     name: str
     trainings: tuple[Training, ...]
@@ -44,7 +44,7 @@ class Lane:
 
     @property
     def mean(self) -> Training:
-        """One training in place of all, by which a lane's end is guessed."""
+        """Mean training, by which a lane's end is estimated."""
 
         def mean_of(key: str) -> float:
             return sum(one.steps * getattr(one, key) for one in self.trainings) / self.steps
@@ -53,15 +53,16 @@ class Lane:
 
     @property
     def work(self) -> float:
-        """Iterations in the unit of the case's own model."""
+        """Iterations in units of the case's own model."""
         return self.steps * self.mean.compute
 
 
 def checked(lanes: Sequence[Lane]) -> tuple[Lane, ...]:
-    """Return the lanes, if they make sense.
+    """Return the lanes after checking them.
 
     Raises:
-        InputError: if there are none, two have one name, or what an expert says is out of bounds.
+        InputError: if there are none, two have the same name, or a value of an expert is out of
+            bounds.
     """
     for place, lane in enumerate(fields.sequence(lanes, "lanes")):
         field = f"lanes[{place}]"
@@ -83,7 +84,7 @@ class Part:
     """A lane on its nodes.
 
     Attributes:
-        lane: what is trained.
+        lane: the experts.
         nodes: their numbers in the whole case, ascending: node k of the plans is the k-th of them.
         plans: of each training of the lane.
     """
@@ -94,7 +95,7 @@ class Part:
 
     @cached_property
     def iteration_s(self) -> tuple[float, ...]:
-        """Seconds of an iteration of each training, simulated."""
+        """Simulated seconds of an iteration of each training."""
         of_plan = {id(plan): simulate_plan(plan).iteration_s for plan in self.plans}
         return tuple(of_plan[id(plan)] for plan in self.plans)
 
@@ -106,11 +107,11 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """When the lane's last expert is done."""
+        """Seconds until the lane's last expert is done."""
         return sum(self.training_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into a JSON object, without the plans, which are files of their own."""
+        """Return a JSON object without the plans, which are files of their own."""
         return {
             "name": self.lane.name,
             "nodes": list(self.nodes),
@@ -135,18 +136,18 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """All lanes on their nodes; `idle` are the nodes of the case that are of no use to any."""
+    """All lanes on their nodes; `idle` are the nodes of the case that no lane uses."""
 
     parts: tuple[Part, ...]
     idle: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
-        """When the last expert of all is done."""
+        """Seconds until the last expert of all is done."""
         return max(part.seconds for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into a JSON object, without the plans."""
+        """Return a JSON object without the plans."""
         return {
             "seconds": self.seconds,
             "idle": list(self.idle),

@@ -1,4 +1,4 @@
-"""Where the nodes of a case are while they are divided: on which stage of which lane, or idle."""
+"""Layout of the nodes of a case during a division: on a stage of a lane, or idle."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import numpy as np
 
 from skippipe_sched.division.parts import Cut, Whole
 
-# So often a change is drawn until one is possible.
+# Number of draws until a possible change is found.
 TRIES = 20
-# So many cuts are looked at where nodes may have any.
+# Number of cuts that are examined for a set of nodes.
 SCREENED = 8
-# Of the first layouts, those in which all lanes have about as many nodes whatever their work.
+# Share of the first layouts in which all lanes have about as many nodes, whatever their work.
 ALIKE_SHARE = 0.4
-# And those that leave nodes idle.
+# Share of the first layouts that leave nodes idle.
 FEWER_SHARE = 0.3
 
 
 @dataclass(frozen=True)
 class Place:
-    """The nodes of a lane on their stages, and its cut."""
+    """Nodes of a lane in the order of their stages, and its cut."""
 
     cut: Cut
     nodes: tuple[int, ...]
 
     def stage(self, number: int) -> slice:
-        """Tell where the nodes of a stage are in `nodes`."""
+        """Return the position of a stage's nodes in `nodes`."""
         start = sum(self.cut.sizes[:number])
         return slice(start, start + self.cut.sizes[number])
 
     def without(self, stage: int, node: int) -> Place:
-        """Return the same with a replica less."""
+        """Return a copy with one replica less."""
         sizes = _changed(self.cut.sizes, stage, -1)
         return Place(
             replace(self.cut, sizes=sizes), tuple(own for own in self.nodes if own != node)
         )
 
     def with_node(self, stage: int, node: int) -> Place:
-        """Return the same with a replica more."""
+        """Return a copy with one replica more."""
         at = self.stage(stage).stop
         sizes = _changed(self.cut.sizes, stage, 1)
         return Place(replace(self.cut, sizes=sizes), (*self.nodes[:at], node, *self.nodes[at:]))
@@ -48,19 +48,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all lanes, and who has none."""
+    """Places of all lanes, and the idle nodes."""
 
     places: tuple[Place, ...]
     idle: tuple[int, ...]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Nodes of each lane."""
+        """Number of nodes of each lane."""
         return tuple(len(place.nodes) for place in self.places)
 
     @property
     def groups(self) -> tuple[frozenset[int], ...]:
-        """Who is in which lane."""
+        """Set of nodes of each lane."""
         return tuple(frozenset(place.nodes) for place in self.places)
 
 
@@ -72,7 +72,7 @@ Placed = Callable[[int, Sequence[int], np.random.Generator], Place]
 
 
 class Layouts:
-    """First layouts, and others that differ a little.
+    """Generator of layouts: initial ones, and ones with small changes.
 
     With `equal`, the numbers of nodes of any two lanes differ by one at most.
     """
@@ -98,7 +98,7 @@ class Layouts:
         return Layout(tuple(places), tuple(nodes))
 
     def counts(self, random: np.random.Generator) -> np.ndarray:
-        """Draw how many nodes each lane has, all together mostly all of them."""
+        """Draw the number of nodes of each lane; usually all nodes are used."""
         lanes, fewest = len(self.work), self.whole.fewest_nodes
         total = len(self.whole.case.nodes)
         if random.random() < FEWER_SHARE:
@@ -112,14 +112,14 @@ class Layouts:
         return counts
 
     def tour(self, left: list[int]) -> list[int]:
-        """Make a tour of these nodes from the last on, each followed by the nearest of the rest."""
+        """Order nodes as a tour that starts at the last one and always visits the nearest next."""
         nodes = [left.pop()]
         while left:
             nodes.append(left.pop(int(np.argmin(self.near_s[nodes[-1], left]))))
         return nodes
 
     def cuts(self, nodes: int, random: np.random.Generator) -> list[Cut]:
-        """Draw some of the cuts that so many nodes may have, mostly promising ones."""
+        """Draw some of the cuts that this number of nodes may have, preferring promising ones."""
         merges = self.whole.merges
         possible = [merged for merged in merges if self.whole.can_cut(nodes, merged)] or merges
         found: dict[Cut, None] = {}
@@ -131,7 +131,7 @@ class Layouts:
     def changed(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
     ) -> Layout | None:
-        """Return the same with a change or more; None where none is found."""
+        """Return a copy with one or two changes; None if none is found."""
         for _ in range(TRIES):
             changes = 1 + random.integers(2)
             other = reduce(
@@ -147,7 +147,7 @@ class Layouts:
     def with_change(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
     ) -> Layout | None:
-        """Move one node elsewhere, or give a lane another cut; return None if that cannot be."""
+        """Move one node elsewhere, or give a lane another cut; return None if impossible."""
         places = list(layout.places)
         idle = list(layout.idle)
         lanes = len(places)
@@ -160,7 +160,7 @@ class Layouts:
             lane = int(random.integers(lanes))
             places[lane] = self.placed(lane, places[lane].nodes, random)
             return Layout(tuple(places), tuple(idle))
-        # -1 is none of the lanes; the one that is done last takes more often than others.
+        # -1 means idle; the lane that ends last takes nodes more often than others.
         giver = int(random.integers(-1, lanes))
         taker = int(np.argmax(ends)) if random.random() < 0.4 else int(random.integers(-1, lanes))
         if kind < 0.5:

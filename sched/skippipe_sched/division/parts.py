@@ -1,4 +1,4 @@
-"""The case of some of the nodes of a whole one, for one expert that these train."""
+"""Case of some of the nodes of a whole case, for one expert."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from skippipe_sched.problem.auto import DEFAULT_SKIP_RATIO, candidates
 from skippipe_sched.problem.case import AUTO, Case, parse_case
 from skippipe_sched.problem.fewer_nodes import with_nodes
 
-# What a node keeps of its stage's parameters, in their own number: beside them their gradients and
-# the two moments of an optimizer.
+# Copies of its stage's parameters that a node stores: parameters, gradients and the two moments of
+# an optimizer.
 STATE_COPIES = 4
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the model of a lane lies on its nodes.
+    """Partition of a lane's model over its nodes.
 
-    `merged` neighbouring stages of the whole case are one stage here, of which each has as many
-    nodes as `sizes` says, the data stage first.
+    `merged` neighboring stages of the whole case form one stage; `sizes` are the numbers of nodes
+    of these stages, the data stage first.
     """
 
     merged: int
@@ -34,30 +34,30 @@ class Cut:
 
     @property
     def nodes(self) -> int:
-        """How many it needs."""
+        """Number of nodes."""
         return sum(self.sizes)
 
     @property
     def model(self) -> tuple[int, int]:
-        """Return what paths depend on: how many stages are merged, and how many a path visits."""
+        """Values on which paths depend: the number of merged stages, and the path length."""
         return self.merged, self.path_length
 
 
 class Whole:
-    """A case to take parts of, and how its stages may be merged in them.
+    """A case to take parts of, and the ways in which its stages may be merged in them.
 
     A part has the links between its nodes, all the whole's microbatches in an iteration, and the
-    same share of stages skipped. Where few nodes take part, neighbouring stages become one, so that
-    the model stays whole: a merged stage costs and averages what its stages do together, a node
-    that holds it has room for so many times fewer microbatches, and the rules of paths (CC2) allow
-    no more of the model to be passed over or swapped than before.
+    same share of skipped stages. For few nodes, neighboring stages are merged so that the model
+    stays whole: a merged stage has the cost and averaged bytes of its stages together, a node that
+    holds it has memory for proportionally fewer microbatches, and the rules of paths (CC2) allow no
+    more of the model to be skipped or swapped than before.
     """
 
     def __init__(self, source: Mapping[str, Any], folder: Path = Path()):
-        """Read a case as YAML gives it; `folder` is where its link table would lie.
+        """Read a case as YAML gives it; `folder` is the folder of its link table, if any.
 
         Raises:
-            InputError: for what `candidates` refuses, or stages that are left out.
+            InputError: as `candidates` does, or for stages that are left out.
         """
         if "left_out" in source:
             problem = "is for a run that has lost nodes, and what is divided has lost none"
@@ -78,7 +78,7 @@ class Whole:
 
     @cached_property
     def merges(self) -> tuple[int, ...]:
-        """How many neighbouring stages may be one: 1 first, and what fits the nodes' memory."""
+        """Numbers of stages that may be merged: 1 first, then those that fit the nodes' memory."""
         return tuple(
             merged for merged in range(1, len(self.case.stages) + 1) if self._is_possible(merged)
         )
@@ -89,7 +89,7 @@ class Whole:
         lengths = len(self.case.stages), 0 if self.skip_ratio else self.case.path_length
         if any(length % merged for length in lengths) or not self._has_room(merged):
             return False
-        # No path over so few stages may skip what it has to.
+        # A path over so few stages cannot skip the required share.
         return self.can_cut(len(self.case.stages) // merged, merged)
 
     def _has_room(self, merged: int) -> bool:
@@ -105,11 +105,11 @@ class Whole:
 
     @property
     def fewest_nodes(self) -> int:
-        """Of a lane: one for each stage."""
+        """Least number of nodes of a lane: one for each stage."""
         return len(self.case.stages) // self.merges[-1]
 
     def can_cut(self, nodes: int, merged: int) -> bool:
-        """Tell whether `cuts` has some."""
+        """Return whether `cuts` finds any."""
         if nodes * merged < len(self.case.stages):
             return False
         try:
@@ -118,10 +118,10 @@ class Whole:
             return False
 
     def cuts(self, nodes: int, merged: int) -> tuple[Cut, ...]:
-        """List how so many nodes may share stages, the most promising cut first (`candidates`).
+        """List the cuts over this number of nodes, the most promising first (`candidates`).
 
         Raises:
-            InputError: for what `candidates` refuses.
+            InputError: as `candidates` does.
         """
         if (nodes, merged) in self._cuts:
             return self._cuts[nodes, merged]
@@ -135,14 +135,14 @@ class Whole:
         return self._cuts[nodes, merged]
 
     def part(self, nodes: Sequence[int], cut: Cut, training: Training) -> Case:
-        """Make the case of these nodes by this cut: its node k is the k-th of `nodes`."""
+        """Make the case of these nodes with this cut: its node k is the k-th of `nodes`."""
         return parse_case(
             self._source(nodes, cut.merged, training)
             | {"stages": list(cut.sizes), "path_length": cut.path_length}
         )
 
     def _source(self, nodes: Sequence[int], merged: int, training: Training) -> dict[str, Any]:
-        """Describe a part as YAML does, all but its sizes."""
+        """Return a part as a mapping in the form of YAML, without its sizes."""
         case, rules = self.case, self.case.rules
         described = [
             own
@@ -164,5 +164,5 @@ class Whole:
 
 
 def _in_groups(values: Sequence[float], size: int) -> tuple[float, ...]:
-    """Sum up so many neighbours each."""
+    """Sum each group of `size` neighbors."""
     return tuple(sum(values[start : start + size]) for start in range(0, len(values), size))

@@ -1,4 +1,4 @@
-"""Divisions side by side, as a table and as a picture."""
+"""Tables and SVG pictures of divisions."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ STYLE = """
 
 
 def locations(part: Part) -> str:
-    """Tell where the nodes of a lane are, as 2 Iowa, 1 Oregon."""
+    """Return the locations of a lane's nodes, such as 2 Iowa, 1 Oregon."""
     counts = Counter(node.location for node in part.plans[0].case.nodes)
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def table(divisions: Mapping[str, Division]) -> str:
-    """Write divisions by their names, as aligned text: a line for each lane."""
+    """Format divisions by name as aligned text: a line for each lane."""
     lines: list[tuple[str, ...]] = [HEADINGS]
     for name, division in divisions.items():
         for number, part in enumerate(division.parts):
@@ -69,9 +69,9 @@ def table(divisions: Mapping[str, Division]) -> str:
 
 
 def picture(divisions: Mapping[str, Division], case_name: str) -> str:
-    """Draw divisions by their names, as the text of an SVG.
+    """Draw divisions by name and return the text of an SVG.
 
-    A bar for each lane, with a part for each expert, as long as it trains; a mark stands where the
+    Each lane has a bar, with a part for each expert as long as it trains; a mark shows when the
     last expert of a division is done.
     """
     lanes = [part.lane for part in next(iter(divisions.values())).parts]

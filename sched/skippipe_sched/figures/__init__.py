@@ -1,4 +1,4 @@
-"""Plans as pictures and traces: `gantt`, `flows`, `paths`, `trace`.
+"""Pictures and traces of plans: `gantt`, `flows`, `paths`, `trace`.
 
-Other pictures, of runs, are drawn with `svg`, `colours` and `amounts` too.
+`svg`, `colours` and `amounts` are also used by pictures of runs.
 """

@@ -1,4 +1,4 @@
-"""Bytes and times, written with three digits."""
+"""Formatting of bytes and times with three digits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from skippipe_sched.fields import UNITS_S
 
 
 def size_text(size: float) -> str:
-    """Write bytes in a unit that leaves three digits, as 33.6 MB."""
+    """Format bytes in a unit that leaves three digits, such as 33.6 MB."""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while size >= 999.5 and unit != "TB":
@@ -15,12 +15,12 @@ def size_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Write seconds with three digits, as 12.3 s."""
+    """Format seconds with three digits, such as 12.3 s."""
     return f"{_three_digits(seconds)} s"
 
 
 def duration_text(seconds: float) -> str:
-    """Write a time as `fields.duration` reads it, to three digits if needed: 30s, 1.5h, 7d."""
+    """Format a time as `fields.duration` reads it, to three digits: 30s, 1.5h, 7d."""
     suiting = [unit for unit, length_s in UNITS_S.items() if seconds >= 0.9995 * length_s]
     unit = max(suiting, key=UNITS_S.__getitem__, default="s")
     count = seconds / UNITS_S[unit]

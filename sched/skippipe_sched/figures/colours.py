@@ -1,4 +1,4 @@
-"""Colours of the pictures."""
+"""Colors of the pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-# Hues this many degrees apart lie evenly around the circle, however many there are.
+# Hues at this angle in degrees are evenly distributed on the circle, for any number of them.
 GOLDEN_ANGLE = 137.508
 CONES_FROM_OKLAB = np.array(
     [
@@ -25,9 +25,9 @@ RGB_FROM_CONES = np.array(
 
 
 def microbatch_colours(microbatch: int) -> tuple[str, str]:
-    """Return a light and a dark colour, as #rrggbb, by which every picture shows a microbatch.
+    """Return the light and the dark color, as #rrggbb, of a microbatch in every picture.
 
-    Neighbours differ in lightness too, for readers who see few hues.
+    Neighbors differ in lightness too, for readers who distinguish few hues.
     """
     hue = 250 + GOLDEN_ANGLE * microbatch
     shade = 0.04 * (microbatch % 3 - 1)
@@ -35,7 +35,7 @@ def microbatch_colours(microbatch: int) -> tuple[str, str]:
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> str:
-    """Convert an OKLCH colour to #rrggbb: the same lightness looks as light in every hue."""
+    """Convert an OKLCH color to #rrggbb: equal lightness looks equally light in every hue."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     linear = (RGB_FROM_CONES @ (CONES_FROM_OKLAB @ [lightness, a, b]) ** 3).clip(0, 1)
     encoded = np.where(linear < 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)

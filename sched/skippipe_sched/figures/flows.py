@@ -1,4 +1,4 @@
-"""What the links carry in one iteration, as a map of the cluster."""
+"""Map of the cluster with the traffic of the links in one iteration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from skippipe_sched.timing.traffic import (
     wide_area_bytes,
 )
 
-# Above this many nodes the map shows locations.
+# Above this number of nodes the map shows locations.
 MOST_NODES = 60
 BUSIEST = 8
 # Pixels.
@@ -52,14 +52,14 @@ TOP = 60.0
 LINE = 16.0
 WIDEST_FLOW = 7.0
 LEAST_FLOW = 0.5
-# Up to this many arrows have room for the full width.
+# Up to this number of arrows there is room for the full width.
 ROOMY_FLOWS = 60
 BADGE = 7.0
-# Few places need no large circle: this much for each but the first.
+# A few places need no large circle: this radius for each except the first.
 RADIUS_PER_PLACE = 70.0
-# Between two locations, in slots.
+# Gap between two locations, in slots.
 GAP = 0.7
-# Names within this sine of the vertical through the centre stand above and below the circle.
+# Names within this sine of the vertical through the center are above and below the circle.
 UPRIGHT = 0.15
 LONGEST_NAME = 16
 COLUMNS = 3
@@ -82,13 +82,13 @@ STYLE = """
 
 
 def flows_map(plan: Plan, timeline: Timeline) -> str:
-    """Draw a map of the cluster as the text of an SVG: what links carry in an iteration.
+    """Draw a map of the cluster, with the traffic of an iteration, as the text of an SVG.
 
-    The nodes lie on a circle, those of a location together and near locations side by side; above
-    `MOST_NODES` nodes a disc is a location. An arrow for everything that a link carries, as wide
-    as the root of its bytes: grey for activations and gradients, dashed for the averaging of a
-    stage, in the colour of the stage (one colour for all between locations). The busiest links are
-    numbered and listed.
+    The nodes are on a circle, those of a location together and near locations side by side; above
+    `MOST_NODES` nodes a disc is a location. Each flow on a link is an arrow, with a width in
+    proportion to the root of its bytes: gray for activations and gradients, dashed for the
+    averaging of a stage, in the color of the stage (one color for all between locations). The
+    busiest links are numbered and listed.
     """
     by_node = len(plan.case.nodes) <= MOST_NODES
     links = link_traffic(plan, timeline)
@@ -119,7 +119,7 @@ def flows_map(plan: Plan, timeline: Timeline) -> str:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things are [pixels, and angles clockwise from the top]."""
+    """Positions [pixels, and angles clockwise from the top]."""
 
     angles: Mapping[int | str, float]
     arcs: Mapping[str, tuple[float, float]]
@@ -160,7 +160,7 @@ def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
     across = radius + LABEL + CHARACTER * max(len(_cut(location)) for location in members)
     up = radius + LABEL + LINE if level else across
     panel = 2 * MARGIN + 2 * across
-    # The legend and the list of the busiest links.
+    # Lines of the legend and of the list of the busiest links.
     lines = 5 + math.ceil(len(plan.stages) / COLUMNS) + 2.2 * listed
     return _Layout(
         angles=angles,
@@ -175,14 +175,14 @@ def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
 
 
 def _side(angle: float) -> str:
-    """Tell which end of a level name at this angle is at the circle, as the class of its anchor."""
+    """Return the class of a level name's text anchor at this angle: its end at the circle."""
     if abs(math.sin(angle)) < UPRIGHT:
         return "middle"
     return "end" if math.sin(angle) < 0 else "start"
 
 
 def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> bool:
-    """Tell whether names, written level, keep clear of their neighbours on the circle."""
+    """Return whether level names do not overlap their neighbors on the circle."""
     boxes = []
     for name, arc in arcs.items():
         angle, length = sum(arc) / 2, CHARACTER * len(_cut(name))
@@ -196,10 +196,10 @@ def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> 
 
 
 def _near_side_by_side(case: Case) -> list[str]:
-    """Order the locations so that neighbours on the circle have quick hops between them.
+    """Order the locations so that neighbors on the circle have short hops between them.
 
-    From the first name the way round goes on to what is nearest, and is then shortened by turning
-    pieces of it around.
+    The tour goes from the first name always to the nearest next one, and is then shortened by
+    reversing parts of it.
     """
     node_at = {node.location: index for index, node in reversed([*enumerate(case.nodes)])}
     names = sorted(node_at)
@@ -217,7 +217,7 @@ def _near_side_by_side(case: Case) -> list[str]:
             before, after = order[first - 1], order[(last + 1) % len(names)]
             now_s = apart_s[before][order[first]] + apart_s[order[last]][after]
             turned_s = apart_s[before][order[last]] + apart_s[order[first]][after]
-            # Shorter by more than rounding, so that this ends.
+            # Require more than rounding, so that the loop ends.
             if turned_s < now_s * (1 - 1e-9):
                 order[first : last + 1] = order[first : last + 1][::-1]
                 improved = True
@@ -234,7 +234,7 @@ def _stage_style(stage: int) -> str:
 
 
 def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
-    """Draw names outside the circle; level if they leave room for that, else along the radius."""
+    """Draw names outside the circle: level if there is room, else along the radius."""
     for name, (first, last) in layout.arcs.items():
         if last > first and len(layout.arcs) > 1:
             _draw_arc(svg, layout, first, last)
@@ -288,7 +288,7 @@ def _draw_flows(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]
 
 
 def _curve(layout: _Layout, flow: Flow) -> _Curve:
-    """Lead from disc to disc, towards the centre, and to the left so that ways back lie apart."""
+    """Draw from disc to disc, bent to the center and to the left to separate directions."""
     start, end = layout.place(flow.source), layout.place(flow.target)
     across = end - start
     left = np.array([across[1], -across[0]])
@@ -336,7 +336,7 @@ def _draw_places(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow
 
 
 def _draw_badges(svg: Element, layout: _Layout, curves: Sequence[_Curve]) -> None:
-    """Draw the rank of each of the busiest links on its curve, where no other badge lies."""
+    """Draw the rank of each of the busiest links on its curve, away from other badges."""
     taken: list[np.ndarray] = []
     for rank, curve in enumerate(curves, start=1):
         places = [curve.at(0.5 + shift * side) for shift in (0, 0.1, 0.2, 0.3) for side in (1, -1)]
@@ -355,7 +355,7 @@ def _draw_badge(svg: Element, rank: int, x: float, y: float) -> None:
 
 
 def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> float:
-    """Draw what the marks mean; return how far down that reaches."""
+    """Draw the legend; return its lower end."""
     x, y = layout.panel, TOP + 4
     for use, label in (
         ("pipeline", "activations, gradients"),
@@ -414,7 +414,7 @@ def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
 
 
 def _flow_width(flow: Flow, flows: Sequence[Flow]) -> float:
-    """Take the root of its bytes, on a scale that grows finer where arrows are many."""
+    """Return the root of its bytes, on a scale that is finer when there are many arrows."""
     most = max(flow.bytes for flow in flows)
     widest = WIDEST_FLOW * min(1.0, math.sqrt(ROOMY_FLOWS / len(flows)))
     return max(LEAST_FLOW, widest * math.sqrt(flow.bytes / most)) if most else LEAST_FLOW

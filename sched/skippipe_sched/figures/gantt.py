@@ -1,4 +1,4 @@
-"""A timeline as a picture: a Gantt chart."""
+"""Gantt chart of a timeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BAR = 15
 LANES_TOP = 18.5
 LANES = 5
 AXIS = 30
-# Room for a digit in a bar.
+# Width of a digit in a bar.
 DIGIT = 5.6
 
 LONGEST_LABEL = 24
@@ -60,24 +60,24 @@ STYLE = """
 def gantt(plan: Plan, timeline: Timeline, title: str | None = None) -> str:
     """Draw one iteration of `plan`, predicted or measured, as the text of an SVG.
 
-    A row for every node, grouped by stage. A bar for every operation in the colour of its
-    microbatch; under the bars the transfers that the node receives; hatched where the node is idle
-    while the input of its next operation is on its way; a grey bar where a stage averages.
+    The chart has a row for every node, grouped by stage; a bar for every operation in the color of
+    its microbatch; below the bars the transfers that the node receives; hatching where the node is
+    idle while the input of its next operation is in transit; and a gray bar where a stage averages.
 
-    Where iterations do not wait for averaging, it is one of the steady state, and rings lie behind
-    the operations. A node then begins the next iteration as soon as it has ended this one; a mark
-    stands where that is about as far as this one is at 0.
+    In outer mode, it shows one iteration of the steady state, with rings behind the operations. A
+    node begins the next iteration as soon as it has ended this one; a mark shows the time at which
+    the next iteration is about as far as this one is at 0.
 
-    `title` stands before the figures; without one it is the plan's method. Times are drawn from 0
-    to the timeline's own end.
+    `title` stands before the figures; the default is the plan's method. Times are drawn from 0 to
+    the timeline's own end.
     """
     return gantt_series(plan, {title or plan.method: timeline})
 
 
 def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
-    """Draw iterations of one plan by their titles, one below the other on one scale, as an SVG.
+    """Draw iterations of one plan by title, one below the other on one scale, as an SVG.
 
-    Each is drawn as by `gantt`, so that a prediction can be compared with measurements by eye.
+    Each is drawn as by `gantt`, for the visual comparison of a prediction with measurements.
     """
     layout = _layout(plan, max(map(_shown_s, timelines.values())))
     height = layout.bottom + AXIS
@@ -115,13 +115,13 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
 
 
 def _shown_s(timeline: Timeline) -> float:
-    """Tell until when a timeline is drawn: one of many may have ended before the next is as far."""
+    """Return the end of the drawn time; in steady state the next iteration's mark may be later."""
     return max(timeline.end_s, timeline.iteration_s)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things are [pixels], and how times are written."""
+    """Positions [pixels], and the format of times."""
 
     left: float
     bottom: float
@@ -162,7 +162,7 @@ def _layout(plan: Plan, end_s: float) -> _Layout:
 
 
 def node_label(plan: Plan, node: int) -> str:
-    """Write a node's number and place, shortened to what fits beside a plot."""
+    """Format a node's number and location, shortened to fit next to a plot."""
     label = f"node {node} · {plan.case.nodes[node].location}"
     return shortened(label, LONGEST_LABEL)
 
@@ -183,7 +183,7 @@ def _draw_hatching(svg: Element) -> None:
 
 
 def _draw_legend(svg: Element) -> None:
-    """Draw samples that look as in the plot; the colour is that of microbatch 0."""
+    """Draw samples in the style of the plot, with the color of microbatch 0."""
     middle = LEGEND_Y - 4
     x = MARGIN
     for sample, label, room in (
@@ -227,7 +227,7 @@ def _draw_axis(svg: Element, layout: _Layout) -> None:
 
 
 def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
-    """Draw what the network costs the nodes: not the time in which another node still computes."""
+    """Draw the waits that the network causes, without the time in which another node computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
     free_s = [*timeline.free_s] or [0.0] * timeline.nodes
     for run in timeline.runs:
@@ -254,7 +254,7 @@ def _draw_transfers(svg: Element, layout: _Layout, timeline: Timeline) -> None:
 
 
 def in_lanes(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    """Share transfers out to the fewest lanes in which no two, waiting included, overlap."""
+    """Distribute transfers over the fewest lanes without overlaps, waiting included."""
     lanes: list[list[Transfer]] = []
     for transfer in sorted(transfers, key=lambda transfer: transfer.ready_s):
         for lane in lanes:
@@ -301,7 +301,7 @@ def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) ->
 
 
 def _draw_number(svg: Element, operation: Operation, x: float, row_top: float, room: float) -> None:
-    """Write the microbatch in the middle of a bar, upright, or on its side if that is too wide."""
+    """Write the microbatch in the middle of a bar: upright, or rotated if that is too wide."""
     label = str(operation.microbatch)
     y = row_top + BAR_TOP + BAR / 2
     if room > DIGIT * len(label):

@@ -1,4 +1,4 @@
-"""The way of every microbatch through the stages, as a picture."""
+"""Picture of the path of every microbatch through the stages."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ STYLE = """
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the boxes of the nodes and the bars of the visits are [pixels].
+    """Positions of the boxes of the nodes and the bars of the visits [pixels].
 
     `visits[node, microbatch]` is the middle height of a bar, `lanes[microbatch]` that of a line
-    below the boxes, for those that skip a stage.
+    below the boxes, for microbatches that skip a stage.
     """
 
     left: tuple[float, ...]
@@ -60,9 +60,9 @@ class _Layout:
 def paths_picture(plan: Plan) -> str:
     """Draw the paths of a plan as the text of an SVG, forward from each microbatch's data node.
 
-    A column for each stage with a box for each node, in it a bar for each microbatch that visits
-    it. Where a line goes below a column the microbatch skips the stage; where it goes back to the
-    left, the path has a swap.
+    Each stage has a column with a box for each node, which contains a bar for each microbatch that
+    visits it. A line below a column means that the microbatch skips the stage; a line back to the
+    left is a swap.
     """
     layout = _layout(plan)
     about = f"The paths of {len(plan.microbatches)} microbatches through {len(plan.stages)} stages"
@@ -130,7 +130,7 @@ def _draw_way(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> Non
     add_tip(group, f"Microbatch {microbatch}: nodes {', '.join(map(str, path))}")
     for source, target in pairwise(path):
         a, b = plan.stage_of[source], plan.stage_of[target]
-        # A line leaves a box on the side where the next one is, and enters that on the other.
+        # A line leaves a box on the side of the next one, and enters that one on the opposite side.
         onward = 1 if b > a else -1
 
         def side(stage: int, ahead: bool, onward: int = onward) -> float:
@@ -151,7 +151,7 @@ def _draw_way(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> Non
 
 
 def _curve(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Lead on from `start` to `end`, level at both."""
+    """Draw a curve from `start` to `end`, level at both."""
     middle = rounded((start[0] + end[0]) / 2)
     y, end_x, end_y = map(rounded, (start[1], *end))
     return f"C{middle} {y} {middle} {end_y} {end_x} {end_y}"

@@ -1,4 +1,4 @@
-"""What pictures are drawn with: SVG that needs no script and no file beside it."""
+"""Elements of pictures: SVG that needs no script and no other file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-# Pixels. The picture is as wide as the text of a README, so that it is shown at its own size.
+# Pixels. The picture has the width of a README's text, so that it is shown at its own size.
 WIDTH = 900
 MARGIN = 16
 TITLE_Y = 32
-# Room for a character of a label, in the widest of the fonts of SHARED_STYLE.
+# Width of a character of a label, in the widest of the fonts of SHARED_STYLE.
 CHARACTER = 6.2
 HALF_DIGIT_HEIGHT = 3
 MOST_TICKS = 12
 
-# SCOPE is the class of the picture. Every rule has it, for a picture inlined in a page (a notebook)
-# shares the page's styles.
+# SCOPE is the class of the picture. Every rule has it, because a picture inlined in a page (a
+# notebook) shares the page's styles.
 SHARED_STYLE = """
 .SCOPE text{font:11px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#3d4450}
 .SCOPE .paper{fill:#fff;stroke:#d5d9e0}
@@ -50,7 +50,7 @@ def start_picture(scope: str, size: tuple[float, float], about: str, styles: str
 
 
 def add_title(svg: Element, title: str, figures: str) -> None:
-    """Add the line at the top: what is shown, and beside it the figures that sum it up."""
+    """Add the line at the top: the title, and next to it the main figures."""
     text = add_text(svg, "title", MARGIN, TITLE_Y, title)
     SubElement(text, "tspan", {"class": "figures", "dx": "10"}).text = figures
 
@@ -93,7 +93,7 @@ def add_line(
 
 
 def add_text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:
-    """Add a text whose baseline begins, or is anchored by its class, at x and y."""
+    """Add a text whose baseline begins at x and y, or is anchored there by its class."""
     attributes = {"class": classes} if classes else {}
     text = SubElement(parent, "text", {**attributes, "x": rounded(x), "y": rounded(y)})
     text.text = content
@@ -101,12 +101,12 @@ def add_text(parent: Element, classes: str, x: float, y: float, content: str) ->
 
 
 def add_tip(element: Element, content: str) -> None:
-    """Add what the reader sees who rests on the element."""
+    """Add a tooltip to an element."""
     SubElement(element, "title").text = content
 
 
 def rounded(value: float) -> str:
-    """Write a coordinate to a hundredth of a pixel."""
+    """Format a coordinate to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -130,5 +130,5 @@ def add_circle(parent: Element, classes: str, x: float, y: float, radius: float)
 
 
 def point(place: Iterable[float]) -> str:
-    """Write coordinates as paths and polygons have them."""
+    """Format coordinates for paths and polygons."""
     return " ".join(map(rounded, place))

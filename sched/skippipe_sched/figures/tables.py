@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Write a line for each row, which all have as many cells; an empty column takes no room.
+    """Format a line for each row; all rows have equally many cells, empty columns take no room.
 
-    Cells of the columns in `left` begin at the left, as text does, others end at the right, as
-    figures do.
+    Columns in `left` are aligned left, as text, the others right, as figures.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

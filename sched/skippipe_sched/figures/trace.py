@@ -1,8 +1,8 @@
-"""A timeline as a trace: JSON that Perfetto and chrome://tracing open.
+"""Trace of a timeline: JSON for Perfetto and chrome://tracing.
 
-The Trace Event Format: a list of events with `ph` saying of what kind each is. `X` is a slice with
-start and duration in microseconds, `M` names a process or a thread, and `s`, `t`, `f` begin, carry
-on and end a flow, the arrow between the slices that lie around them.
+In the Trace Event Format, a list of events has `ph` as the kind of each. `X` is a slice with start
+and duration in microseconds, `M` names a process or a thread, and `s`, `t`, `f` begin, continue and
+end a flow, the arrow between the slices around them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skippipe_sched.timing.timeline import Timeline, Transfer
 
 @dataclass(frozen=True)
 class _Slice:
-    """Something that lasts on a track [s].
+    """Interval on a track [s].
 
     `flows` are the arrows that touch it: their numbers, each with the `ph` of its part here.
     """
@@ -36,7 +36,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Track:
-    """A line of slices that do not overlap, in order."""
+    """Line of slices that do not overlap, in order."""
 
     stage: int
     name: str
@@ -46,13 +46,13 @@ class _Track:
 def chrome_trace(
     plan: Plan, timeline: Timeline, measured: Timeline | None = None
 ) -> dict[str, Any]:
-    """Write one iteration of `plan`, predicted or measured, in Chrome's trace event format.
+    """Convert one iteration of `plan`, predicted or measured, to Chrome's trace event format.
 
-    A process for every stage. In it a thread for every node with its operations, threads for what
-    the node receives (as many as overlap), and one for the averaging of the stage. Arrows lead
-    from an operation over its transfer to the operation that it was for.
+    Every stage is a process. It has a thread for every node with its operations, threads for the
+    transfers that the node receives (as many as overlap), and one for the averaging of the stage.
+    Arrows lead from an operation over its transfer to the operation that receives it.
 
-    With `measured`, that iteration follows in processes of its own, and `timeline` is called
+    With `measured`, that iteration follows in processes of its own, and `timeline` is labeled as
     predicted.
     """
     shown = {"": timeline}
@@ -61,8 +61,8 @@ def chrome_trace(
         shown = {"predicted · ": timeline, "measured · ": measured}
         told["measured_iteration_s"] = measured.iteration_s
         told["measured_pipeline_s"] = measured.pipeline_s
-    # Zero would be the idle process and thread to Perfetto, and a thread with the number of its
-    # process the main one.
+    # In Perfetto, process and thread 0 are the idle ones, and a thread with the number of its
+    # process is the main one.
     thread = len(shown) * len(plan.stages)
     first_arrow = 0
     events: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ def _metadata(
 
 
 def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
-    """Write a slice and its ends of arrows, which lie in its middle so that they are within."""
+    """Write a slice, and its ends of arrows in its middle, so that they are within it."""
     start_us, end_us = _microseconds(piece.start_s), _microseconds(piece.end_s)
     place = {"pid": process, "tid": thread}
     slice_event = {
@@ -117,7 +117,7 @@ def _events(piece: _Slice, process: int, thread: int) -> list[dict[str, Any]]:
 
 
 def _microseconds(time_s: float) -> float:
-    """Round to nanoseconds, as Perfetto counts: else rounding could make neighbours overlap."""
+    """Round to nanoseconds, as Perfetto does: otherwise rounding could make neighbors overlap."""
     return round(time_s * 1e9) / 1e3
 
 
@@ -174,7 +174,7 @@ def _flows_of_operations(
 ) -> dict[Operation, list[tuple[int, str]]]:
     """List for every operation the arrows that end and begin in it.
 
-    `numbers` are those of the arrows, by the operation that each transfer is for.
+    `numbers` are the numbers of the arrows, by the operation that receives each transfer.
     """
     before = {
         after: operation
@@ -189,7 +189,7 @@ def _flows_of_operations(
 
 
 def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice]:
-    """Make a slice of the transfer, and before it of the wait for a link that is taken."""
+    """Return a slice of the transfer, after one of the wait for a busy link if there is one."""
     kind, microbatch, _ = transfer.operation
     arguments = {
         "microbatch": microbatch,
@@ -210,7 +210,7 @@ def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice
 
 
 def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> tuple[_Slice, ...]:
-    """Make one slice, or none where a stage of one replica has nothing to average."""
+    """Return one slice, or none if a stage of one replica has nothing to average."""
     return tuple(
         _Slice(
             f"averaging of stage {stage}",

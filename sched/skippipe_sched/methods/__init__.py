@@ -1,12 +1,12 @@
-"""The planning methods, all with the same interface, and how they make a plan.
+"""Planning methods with a common interface, and the functions that make a plan.
 
-A method takes a case and a `Search` and returns placement and paths, and the order of operations
-on every node if it searched that too; `make_plan` simulates them, which gives the order where the
-method left it open and the prediction, and checks the rules. `plan_best` does it for an open case.
+A method takes a case and a `Search` and returns placement and paths, and the order of operations on
+every node if it searched that too; `make_plan` simulates them, which gives the prediction and, if
+the method left it open, the order, and checks the rules. `plan_best` does so for an open case.
 
-Without a search, `without_nodes` makes the plan that a run goes on with when it loses nodes.
+`without_nodes` makes repair plans without a search, for a run that loses nodes.
 
-`METHODS` tells of the methods without loading them: commands and configurations need the names.
+`METHODS` describes the methods without loading them: commands and configurations need the names.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["DEFAULT_METHOD", "METHODS", "make_plan", "plan_best", "with_predicti
 
 
 class Method(NamedTuple):
-    """A method: what it is, and in which module which function makes its routes."""
+    """A method: its description, and the module and function that make its routes."""
 
     about: str
     module: str
     function: str = "routes"
 
     def load(self) -> Callable[..., Any]:
-        """Load the function from a case and a search to `Routes`."""
+        """Load the function that maps a case and a search to `Routes`."""
         return getattr(import_module(f"{__name__}.{self.module}"), self.function)
 
 
@@ -56,12 +56,12 @@ DEFAULT_METHOD = "joint"
 
 
 def path_length_of(method: str, case: Case) -> int:
-    """Count the stages that each path visits in the plans of a method."""
+    """Return the number of stages that each path visits in the plans of a method."""
     return len(case.stages) if method in ("full", "full-joint") else case.path_length
 
 
 def __getattr__(name: str) -> Any:
-    """Load what makes plans when it is first asked for."""
+    """Load the functions that make plans on first access."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.planning"), name)

@@ -1,8 +1,8 @@
 """Balanced partial paths, chosen greedily by the simulator.
 
-Placement is the one given, or the case's own order of nodes. First the sets of inner stages that
-the microbatches visit are chosen so that every inner stage is visited equally often (CC3). Then
-each microbatch in turn gets the set, the swaps (CC2) and the replicas (TC1) with which the
+The placement is the given one, or the case's own order of nodes. First the sets of inner stages
+that the microbatches visit are chosen so that every inner stage is visited equally often (CC3).
+Then each microbatch in turn gets the set, the swaps (CC2) and the replicas (TC1) for which the
 microbatches so far end soonest in the simulator.
 """
 
@@ -29,8 +29,8 @@ from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate
 
 MOST_CANDIDATES = 24
-# Candidates are simulated with all microbatches before them, which costs about their number
-# squared; large cases try fewer, so that the whole stays within about a minute.
+# Candidates are simulated with all microbatches before them, at a cost of about the square of their
+# number; large cases try fewer, so that the whole takes at most about a minute.
 OPERATIONS_SIMULATED = 4_000_000
 
 StageSet = tuple[int, ...]
@@ -71,7 +71,7 @@ def _candidates_affordable(microbatches: int, path_length: int) -> int:
 
 
 def _cost(case: Case, stages: Sequence[Sequence[int]], paths: list[NodePath]) -> tuple[float, ...]:
-    """Compute when the pipeline ends, and to break ties how long the last path's hops take [s]."""
+    """Compute the end of the pipeline, and as a tie-breaker the hops of the last path [s]."""
     *_, last = paths
     hops = sum(case.forward_hop_s[a, b] for a, b in zip(last, [*last[1:], last[0]], strict=True))
     return simulate(case, stages, paths).pipeline_s, float(hops)
@@ -85,22 +85,22 @@ def _draw_path(
     visits_left: dict[int, int],
     random: np.random.Generator,
 ) -> tuple[NodePath, StageSet]:
-    """Draw a path within what is left: a set of stages, perhaps swaps, and replicas near by."""
+    """Draw a path from the remaining visits: a set of stages, perhaps swaps, and near replicas."""
     available = [chosen for chosen, count in sets_left.items() if count > 0]
     chosen = available[random.integers(len(available))]
     path = [data_node]
     for stage in swapped_at_random(case, chosen, random):
         replicas = [node for node in stages[stage] if visits_left[node] > 0]
-        # Exponential noise with the scale of the hop: near replicas are likely, far ones possible.
+        # Exponential noise on the scale of the hop: near replicas are likely, far ones possible.
         hop_s = case.forward_hop_s[path[-1], replicas] * random.exponential(size=len(replicas))
         path.append(replicas[int(np.argmin(hop_s))])
     return tuple(path), chosen
 
 
 def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator) -> StageSet:
-    """Put the stages of a set in ascending order and swap some neighbours, as the rules allow.
+    """Sort the stages of a set in ascending order and swap some neighbors, as the rules allow.
 
-    How many swaps are tried is random, from none to `case.rules.max_swaps`.
+    The number of attempted swaps is random, from none to `case.rules.max_swaps`.
     """
     sequence = list(chosen)
     if len(sequence) < 2:
@@ -118,11 +118,11 @@ def swapped_at_random(case: Case, chosen: StageSet, random: np.random.Generator)
 def balanced_stage_sets(
     case: Case, microbatches: int, random: np.random.Generator
 ) -> list[StageSet]:
-    """Draw sets of `path_length` - 1 inner stages, one a microbatch, that visit all equally often.
+    """Draw a set of `path_length` - 1 inner stages per microbatch; all are visited equally often.
 
-    How often two inner stages are visited differs by one at most, and each set meets CC2 in
-    ascending order. Each is the one whose stages were visited least so far; what imbalance the jump
-    limit leaves is then repaired.
+    The visits of two inner stages differ by one at most, and each set meets CC2 in ascending order.
+    Each set has the stages with the fewest visits so far; imbalance due to the jump limit is then
+    repaired.
     """
     visits = np.zeros(len(case.stages))
     sets = []
@@ -138,10 +138,10 @@ def balanced_stage_sets(
 
 
 def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSet]:
-    """Find balanced sets that share as many steps with `sets` as can be.
+    """Find balanced sets that share as many steps with `sets` as possible.
 
-    Ascending sets are ways from stage 0, a step into a stage at each position, and all of them
-    together are a flow of whole microbatches over these steps: an integer program finds it.
+    Ascending sets are walks from stage 0, with a step into a stage at each position, and together
+    they are a flow of whole microbatches over these steps: an integer program finds it.
     """
     last_stage = len(case.stages) - 1
     steps = [
@@ -154,7 +154,8 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
         (position, *step) for chosen in sets for position, step in enumerate(pairwise((0, *chosen)))
     )
     position, start, end = np.array(steps).T
-    # Rows: visits of each inner stage; all set out from stage 0; who enters a stage leaves it.
+    # Rows: visits of each inner stage; all walks start at stage 0; each stage that is entered is
+    # left.
     rows = [end == stage for stage in range(1, last_stage + 1)] + [position == 0]
     rows += [
         ((position == later - 1) & (end == stage)) * 1.0 - ((position == later) & (start == stage))
@@ -166,7 +167,7 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
     low[: last_stage + 1] = [visits // last_stage] * last_stage + [len(sets)]
     high = low.copy()
     high[:last_stage] = -(-visits // last_stage)
-    # Each step twice: free as often as `sets` take it, at a price beyond.
+    # Each step occurs twice: free up to its number in `sets`, at a price beyond it.
     matrix = np.array(rows, dtype=float)
     most = [shared[step] for step in steps] + [len(sets)] * len(steps)
     solution = milp(
@@ -188,7 +189,7 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
 
 
 def _walk(left: Counter[tuple[int, int, int]], length: int) -> StageSet:
-    """Take one way of `length` steps out of those that are left."""
+    """Remove one walk of `length` steps from the remaining ones, and return its stages."""
     stages = [0]
     for position in range(length):
         step = next(s for s in left if s[:2] == (position, stages[-1]) and left[s] > 0)

@@ -1,12 +1,13 @@
 """DT-FM's placement: a genetic search over partitions of the nodes into stages.
 
-Yuan et al. 2022 (arXiv 2206.01288): the cost of a partition is what its data parallelism costs (the
-averaging of the slowest stage) plus what its pipeline costs (activations between the replicas of
-consecutive stages, matched as well as can be, in the cheapest order of the stages). A population of
+Yuan et al. 2022 (arXiv 2206.01288): the cost of a partition is that of its data parallelism (the
+averaging of the slowest stage) plus that of its pipeline (activations between the replicas of
+consecutive stages, in the best matching, in the cheapest order of the stages). A population of
 partitions evolves by crossover, and every child is improved by swapping nodes between stages.
 
-Links are known by location, so a partition is scored by how many nodes of each location a stage
-has: the price of a score depends on the number of locations, hardly on the number of nodes.
+Links depend on the location only, so a partition is scored by the number of nodes of each location
+in a stage: the cost of scoring depends on the number of locations and little on the number of
+nodes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from skippipe_sched.search.compiled import fast, kernel
 from skippipe_sched.timing.averaging import Rings, added_s, bytes_of_rings, rings_of_iteration
 
 POPULATION = 16
-# How many swaps are tried on every child, for each node of the case.
+# Swaps tried on every child, for each node of the case.
 SWAPS_PER_NODE = 30
-# Pairs of locations looked at in a second, which sets how many children a budget pays for.
+# Pairs of locations examined per second, which sets the number of children that a budget pays for.
 PAIRS_PER_SECOND = 2e7
-# What a child costs besides its swaps, in the same unit.
+# Cost of a child in addition to its swaps, in the same unit.
 PAIRS_PER_CHILD = 30_000
-# The slowest stage decides the averaging; the others count so much that the search feels them.
+# The slowest stage decides the averaging; this weight of the others guides the search.
 WEIGHT_OF_MEAN_AVERAGING = 0.1
 
 
@@ -36,7 +37,7 @@ _NO_SWAPS = np.empty((0, 2), dtype=np.int64)
 
 
 class _Model(NamedTuple):
-    """A case as the scoring sees it, with links between locations instead of nodes."""
+    """Arrays of a case for scoring, with links between locations instead of nodes."""
 
     location: np.ndarray  # of each node
     round_trip_s: np.ndarray  # [location, location] activation there and gradient back
@@ -44,12 +45,12 @@ class _Model(NamedTuple):
     seconds_per_byte: np.ndarray  # [location, location] mean of both directions
     latency_s: np.ndarray
     speed: np.ndarray  # of each node: forward passes a second
-    work: np.ndarray  # of each stage: forward passes that its microbatches are worth
+    work: np.ndarray  # of each stage: forward passes equal to the work of its microbatches
     sizes: np.ndarray  # nodes of each stage
     ring_bytes: np.ndarray  # of each stage: of an all-reduce as long as its ring, or twice as long
     rings: Rings
     group: np.ndarray  # stages of one group may trade their places in the pipeline
-    rounds: float  # round trips that a data node makes one after another
+    rounds: float  # consecutive round trips of a data node
 
 
 class _Parts(NamedTuple):
@@ -62,12 +63,12 @@ class _Parts(NamedTuple):
 
 
 def place(case: Case, search: Search, share: float = 1.0) -> Placement:
-    """Return the placement that `search` has been given, or search for DT-FM's.
+    """Return the given placement of `search`, or search for DT-FM's.
 
-    `share` is the part of the budget that may go into it; with the same seed, budget and share the
+    `share` is the part of the budget for the placement; with the same seed, budget and share the
     placement is the same. If the scoring has to be compiled first, the budget counts from after
-    that. Nodes of a stage are in ascending order, except that data nodes with
-    more microbatches to send are the faster ones.
+    that. Nodes of a stage are in ascending order, except that the fastest data nodes get the most
+    microbatches.
     """
     if search.placement is not None:
         return search.placement
@@ -76,7 +77,7 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
     search.start_clock()
     swaps = SWAPS_PER_NODE * len(case.nodes)
     locations = len(model.round_trip_s)
-    # A matching looks at all pairs of locations, then at all pairs of the matches it has.
+    # A matching examines all pairs of locations, then all pairs of its matches.
     pairs_per_swap = locations**2 + min(max(case.stages), 2 * locations) ** 2
     children = search.steps(share * PAIRS_PER_SECOND / (swaps * pairs_per_swap + PAIRS_PER_CHILD))
     population: list[tuple[float, np.ndarray]] = []
@@ -92,7 +93,7 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
         tried = search.random.integers(len(case.nodes), size=(swaps, 2))
         cost = fast(_improve)(child, tried, model)
         if not population or cost < population[0][0]:
-            # There is no plan yet: this only shows that the search goes on.
+            # There is no plan yet: this only reports progress.
             search.found(search.best_s)
         if all(cost != other for other, _ in population):
             population.append((cost, child))
@@ -102,7 +103,7 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
 
 
 def compile_scoring(case: Case, model: _Model | None = None) -> None:
-    """Compile what scores a placement, so that this does not count as searching."""
+    """Compile the scoring of a placement, so that this does not count as searching."""
     stage_of = np.repeat(np.arange(len(case.stages)), case.stages)
     fast(_improve)(stage_of, _NO_SWAPS, model or _model(case))
 
@@ -152,9 +153,10 @@ def _model(case: Case) -> _Model:
 def _cross(
     first: np.ndarray, second: np.ndarray, model: _Model, random: np.random.Generator
 ) -> np.ndarray:
-    """Make a child: as both parents where they agree; elsewhere as one, while there is room.
+    """Make a child: as both parents where they agree, elsewhere as one of them while there is room.
 
-    The parents' stages are named alike first, by which of them share the most nodes.
+    The stages of the second parent are first renamed after those of the first with which they share
+    the most nodes.
     """
     stages = len(model.sizes)
     shared = np.zeros((stages, stages))
@@ -177,7 +179,7 @@ def _cross(
 
 @kernel
 def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
-    """Improve a partition in place: order its stages, swap nodes, order again. Returns its cost."""
+    """Improve a partition in place: order its stages, swap nodes, order again. Return its cost."""
     _order_stages(stage_of, model)
     parts = _score(stage_of, model)
     best = _cost(parts, model)
@@ -229,7 +231,7 @@ def _move(node, source, target, stage_of, parts, model):
 
 @kernel
 def _rescore(stage, parts, model):
-    """Score anew what depends on the nodes of `stage`."""
+    """Rescore the parts that depend on the nodes of `stage`."""
     stages = len(model.sizes)
     counts = parts.counts
     before, after = (stage - 1) % stages, (stage + 1) % stages
@@ -250,9 +252,9 @@ def _cost(parts, model):
 
 @kernel
 def _averaging_s(counts, stage, model):
-    """Estimate the quickest ring over these nodes: no ring has a cheaper slowest link than this.
+    """Estimate the fastest ring over these nodes: no ring has a cheaper slowest link than this.
 
-    Each location needs two neighbours, and all of them must hang together.
+    Each location needs two neighbors, and all of them must be connected.
     """
     size = model.sizes[stage]
     present = np.flatnonzero(counts)
@@ -297,7 +299,7 @@ def _match_s(counts, others, model):
     """Compute the mean round trip when the replicas of two stages are matched, near ones first.
 
     A stage of three and one of five are matched in fifteen equal parts. Then pairs trade partners
-    as long as that helps.
+    as long as that shortens the trips.
     """
     locations = len(counts)
     supply = counts * others.sum()
@@ -333,7 +335,7 @@ def _match_s(counts, others, model):
                     continue
                 improved = True
                 traded = min(amount[e], amount[f])
-                # What is not traded of the larger pair stays as a pair of its own.
+                # The rest of the larger pair stays as a pair of its own.
                 if amount[e] != amount[f]:
                     larger = e if amount[e] > amount[f] else f
                     source[pairs], target[pairs] = source[larger], target[larger]
@@ -349,7 +351,7 @@ def _match_s(counts, others, model):
 
 @kernel
 def _order_stages(stage_of: np.ndarray, model: _Model) -> None:
-    """Give stages of one group the places in the pipeline that make the way through it short.
+    """Order stages of one group in the pipeline so that the tour through it is short.
 
     The data stage stays first: paths begin and end there.
     """

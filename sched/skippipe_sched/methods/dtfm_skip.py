@@ -1,8 +1,9 @@
-"""DT-FM-skip, the paper's simplest rival: DT-FM's placement, and balanced random partial paths.
+"""DT-FM-skip, the paper's simplest baseline: DT-FM's placement and balanced random paths.
 
-Random means not optimised: stage sets that visit all inner stages equally often (CC3) fall on
-the microbatches at random, in ascending order; so do the replicas, each by its share (TC1). With
-swaps, not in the paper, neighbours on a path are reversed at random too, as far as CC2 allows.
+Random means not optimized: stage sets that visit all inner stages equally often (CC3) are assigned
+to the microbatches at random, in ascending order, and so are the replicas, each by its share (TC1).
+With swaps, which the paper does not have, neighbors on a path are also reversed at random, as CC2
+allows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def routes_with_swaps(case: Case, search: Search) -> Routes:
-    """Draw balanced paths for `case` at random, with as many swaps as it allows at most.
+    """Draw balanced paths for `case` at random, with at most as many swaps as it allows.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -46,7 +47,7 @@ def routes_with_swaps(case: Case, search: Search) -> Routes:
 def random_paths(
     case: Case, stages: Placement, random: np.random.Generator
 ) -> tuple[NodePath, ...]:
-    """Draw paths on a placement at random that keep every rule (CC1-CC3, TC1).
+    """Draw random paths on a placement that keep every rule (CC1-CC3, TC1).
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.

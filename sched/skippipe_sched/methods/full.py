@@ -1,9 +1,9 @@
-"""The full pipeline: every microbatch visits every stage, in order, and every data node sends all.
+"""Full pipeline: every microbatch visits every stage, in order.
 
-Placement is DT-FM's. The microbatches are matched with the replicas stage by stage, each stage
-given its neighbours on both sides, until no stage can be matched better; then the pipeline is
-simulated, and microbatches trade replicas as long as that ends the iteration sooner. The order on
-the nodes is the simulator's: backward first, within the memory limit, as in 1F1B.
+The placement is DT-FM's. The microbatches are matched with the replicas stage by stage, given the
+replicas of the stages before and after, until no matching improves; then the pipeline is simulated,
+and microbatches trade replicas as long as that shortens the iteration. The order on the nodes is
+the simulator's: backward first, within the memory limit, as in 1F1B.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from skippipe_sched.timing.simulate import simulate
 
 PLACEMENT_SHARE = 0.4
 PATHS_SHARE = 0.6
-# Operations that the simulator runs in a second, which sets how many trades a budget pays for.
+# Operations simulated per second, which sets the number of trades that a budget pays for.
 OPERATIONS_PER_SECOND = 120_000
-# What a trade costs besides, in the same unit.
+# Additional cost of a trade, in the same unit.
 OPERATIONS_PER_TRADE = 30
 # A matching takes time with the cube of its size, so microbatches are matched in blocks.
 MATCHED_AT_ONCE = 256
-# Stages are matched over and over until nothing changes; a bound, as equal costs could alternate.
+# Stages are matched repeatedly until nothing changes; the limit is for alternating equal costs.
 MOST_SWEEPS = 20
 
-# A path, which is written to, and a position in it.
+# A mutable path, and a position in it.
 _Visit = tuple[list[int], int]
 
 
@@ -43,7 +43,7 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
-    """Lead paths through all stages, on the replicas in turn, each in proportion to its share."""
+    """Make paths through all stages, on the replicas in turn, each in proportion to its share."""
     columns = [data_node_of_microbatches(case, stages)]
     for stage, nodes in enumerate(stages[1:], start=1):
         visits = visits_of_replicas(case, stage, nodes, len(columns[0]))
@@ -53,10 +53,10 @@ def _first_paths(case: Case, stages: Placement) -> tuple[NodePath, ...]:
 
 
 def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[NodePath, ...]:
-    """Deal out anew the visits of every stage of these paths, so that trips are short.
+    """Reassign the visits of every stage of these paths, so that trips are short.
 
-    Stage by stage, the microbatches are matched with the replicas given where they come from and
-    go to. Every microbatch keeps its stages, and every replica its number of visits.
+    Stage by stage, the microbatches are matched with the replicas, given the previous and next node
+    of each. Every microbatch keeps its stages, and every replica its number of visits.
     """
     stage_of = stage_of_nodes(stages)
     dealt = [list(path) for path in paths]
@@ -70,7 +70,7 @@ def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[N
             places = [path[position] for path, position in block]
             before = [path[position - 1] for path, position in block]
             cost = case.round_trip_s[np.ix_(before, places)]
-            # At first what comes after a stage is not matched yet and says nothing.
+            # In the first sweep the next stage is not matched yet and gives no information.
             if sweep > 0:
                 following = [path[(position + 1) % len(path)] for path, position in block]
                 cost = cost + case.round_trip_s.T[np.ix_(following, places)]

@@ -1,16 +1,17 @@
-"""Placement, stage sets, replicas, swaps and the order on the nodes, all searched together.
+"""Joint search for placement, stage sets, replicas, swaps and the order on the nodes.
 
-Several chains start from different placements, for full paths one from DT-FM's, and random
-balanced paths (large cases from what the paper's search finds quickly), and one from a plan that is
-known already, if there is one. Each first settles by a
-quick estimate, then anneals by the simulation of the whole iteration; the best of them go on. At
-the end paths and order are polished together, where nodes may also wait. Where iterations do not
-wait for averaging, the chain is taken whose iterations follow one another soonest.
+Several chains start from different placements and random balanced paths; for full paths one starts
+from DT-FM's placement, large cases start from a quick result of the paper's search, and one chain
+starts from a known plan, if there is one. Each first settles by a quick estimate, then anneals by
+the simulation of the whole iteration; the best continue. At the end paths and order are polished
+together, where nodes may also wait. In outer mode, the chain with the shortest iteration in steady
+state is taken.
 
 A search that improves a known plan has a few chains, which all start there, without the estimate:
 in two seconds it finds more that way, in ten about as much.
 
-Not in the paper, which places nodes, finds paths and orders operations one after the other.
+This differs from the paper, which places nodes, finds paths and orders operations one after the
+other.
 """
 
 from __future__ import annotations
@@ -45,29 +46,28 @@ from skippipe_sched.timing.simulate import forecast
 
 THREADS = 2
 ROUNDING = 1e-9
-# A chain needs this many simulations to be worth starting, and so many for each microbatch.
+# Simulations that make a chain worth starting, in total and for each microbatch.
 LEAST_STEPS = 2000
 LEAST_STEPS_OF_MICROBATCH = 20
 
-# With fewer simulations than these for each microbatch, chains do not start at random but from
-# what the paper's search finds in a share of the budget, with little of the heat that would
-# destroy it.
+# With fewer simulations per microbatch, chains do not start at random but from the result of the
+# paper's search in a share of the budget, at a low temperature that does not destroy it.
 HURRIED_STEPS = 300
 HURRIED_HEAT = 0.05
 PREPARING_SHARE = 0.2
-# Where paths visit every stage, annealing hardly finds its way to placements as good as DT-FM's:
-# one chain starts, with as little heat, from there.
+# If paths visit every stage, annealing rarely finds placements as good as DT-FM's: one chain starts
+# there, at the same low temperature.
 PLACING_SHARE = 0.1
 
-# A search in plain Python does about so much work in a second, the first of it by the quick
-# estimate; its heat falls within so much of its budget.
+# A search in plain Python: the seconds of its budget within which its temperature falls, its
+# operations per second, and the share of this work for the quick estimate.
 SHORT_BUDGET_S = 2.0
 INTERPRETED_OPERATIONS_PER_S = 6e4
 INTERPRETED_SETTLE_SHARE = 0.6
-# The quick estimate first, then the rounds, and last the order.
+# The quick estimate is first, then the rounds, and last the order.
 SETTLE_SHARE = 0.05
 POLISH_SHARE = 0.18
-# A step of polishing replays an order, which is so many times as quick as to choose one.
+# A step of polishing replays an order, which is this many times as fast as choosing one.
 REPLAYS_OF_STEP = 1.75
 ROUNDS = (
     Round(chains=8, share=0.42, hottest=0.03, coldest=0.003),
@@ -95,13 +95,13 @@ def routes(case: Case, search: Search) -> Routes:
 
 
 def full_routes(case: Case, search: Search) -> Routes:
-    """Search for full paths in order: what planning alone brings, without skipping."""
+    """Search for full paths in order: the effect of planning alone, without skipping."""
     rules = Rules(max_swaps=0, max_swap_distance=1, max_jump=0)
     return routes(replace(case, path_length=len(case.stages), rules=rules), search)
 
 
 def dealt(case: Case, plan: Plan) -> tuple[NodePath, ...]:
-    """Return the paths of a plan, with their data nodes in the order of all methods."""
+    """Return the paths of a plan, with their data nodes in the order that all methods use."""
     of_node: dict[int, list[NodePath]] = {node: [] for node in plan.stages[0]}
     for path in plan.microbatches:
         of_node[path[0]].append(path)
@@ -109,7 +109,7 @@ def dealt(case: Case, plan: Plan) -> tuple[NodePath, ...]:
 
 
 def compile_search() -> None:
-    """Compile what a search needs, once on this machine."""
+    """Compile the search, once on this machine."""
     with compiling_alone():
         if not is_compiled():
             joint = _Joint(parse_case(SMALLEST_CASE), Search())
@@ -118,12 +118,12 @@ def compile_search() -> None:
 
 @cache
 def compilation() -> Compilation:
-    """Have the search compiled by another process, which this one starts once."""
+    """Start another process that compiles the search, once in this process."""
     return Compilation(f"from {__name__} import compile_search; compile_search()")
 
 
 class _Joint:
-    """One search: the case as arrays, the chains, and how much work there is."""
+    """A search: the case as arrays, the chains, and the amount of work."""
 
     def __init__(self, case: Case, search: Search):
         self.case = case
@@ -141,7 +141,7 @@ class _Joint:
 
     @cached_property
     def bound_s(self) -> float:
-        """A bound that no plan of the case can beat [s]."""
+        """Bound that no plan of the case can beat [s]."""
         return lower_bound_s(self.case, self.case.path_length)
 
     def run(self) -> Routes:
@@ -195,15 +195,16 @@ class _Joint:
     def each(
         self, threads: ThreadPoolExecutor, chains: list[Chain], work: Callable[[Chain], None]
     ) -> None:
-        """Let all chains work, and see whether one of them cannot be beaten."""
+        """Run `work` on all chains, and check whether one of them reaches the bound."""
         waiting = {threads.submit(work, chain) for chain in chains}
         while waiting:
-            # With a timeout, so that this thread wakes for Ctrl-C and the progress bar moves.
+            # The timeout wakes this thread for Ctrl-C and the progress bar.
             done, waiting = wait(waiting, timeout=annealer.LOOK_S)
             for future in done:
                 future.result()
             self.search.found(min(chain.cost_s for chain in chains))
-        # Only here, where all have ended: what a chain does must not hang on how quick others are.
+        # Checked only after all have ended: the work of a chain must not depend on the speed of
+        # others.
         least_s = min(chain.cost_s for chain in chains)
         self.optimal = least_s <= self.bound_s * (1 + ROUNDING)
 
@@ -252,11 +253,11 @@ class _Joint:
     def interpreted(self) -> Routes | None:
         """Search in plain Python while another process compiles the search; return the best plan.
 
-        None once that is done, unless the budget is over by then or the user asks for the end. A
+        Return None once that is done, unless the budget is over by then or the user interrupts. A
         search that waits for the compiler does nothing else, unless compiling fails: then plain
         Python has all of the budget.
         """
-        search, compiling = replace(self.search), compilation()  # With random numbers of its own.
+        search, compiling = replace(self.search), compilation()  # It has its own random numbers.
         if search.waits_for_compiler and compiling.succeeded() is None:
             print("compiling the search, once on this machine: half a minute", file=sys.stderr)
             while compiling.succeeded() is None and not search.end.interrupted:
@@ -278,7 +279,7 @@ class _Joint:
             round_ = ROUNDS_FROM_KNOWN[-1] if search.improves else ROUNDS[1]
             if search.improves:
                 own.annealer.judge(chain)
-            is_begun = False  # One piece of work is done even where all is over.
+            is_begun = False  # One piece of work is done even if all is over.
             while not (is_begun and over()):
                 if chain.cost_s < np.inf:
                     own.annealer.anneal(chain, round_, steps, chain.cost_s)
@@ -292,9 +293,9 @@ class _Joint:
         return own.routes_of(chain) if end.interpreted else None
 
     def best_of(self, chains: list[Chain]) -> Routes:
-        """Return what the best chain found; where iterations overlap, best by how they follow."""
+        """Return the result of the best chain; in outer mode, the best in steady state."""
         by_cost = sorted(chains, key=lambda chain: chain.cost_s)
-        # A plan that locks has no steady state.
+        # A plan with a deadlock has no steady state.
         judged = [chain for chain in by_cost if chain.cost_s < np.inf]
         if not self.case.averaging.is_outer or not judged:
             return self.routes_of(by_cost[0])

@@ -1,4 +1,4 @@
-"""From a case, or several that an open one may become, to a plan."""
+"""Plans from a case, or from the candidates of an open case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import forecast
 
-# What a look at each candidate of an open case may take of the budget, all together.
+# Share of the budget for quick plans of all candidates of an open case.
 CHOICE_SHARE = 0.3
 
 
@@ -38,7 +38,7 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
     """Plan `case` by one of `METHODS`; the same seed and budget give the same plan.
 
     Raises:
-        InputError: if the case's rules leave the method no plan, or it leaves stages out.
+        InputError: if the case's rules leave the method no plan, or the case leaves stages out.
     """
     if case.left_out:
         raise InputError(
@@ -51,12 +51,12 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
 
 
 def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
-    """Turn these routes of a method into a plan, simulated and checked.
+    """Turn the routes of a method into a plan, simulated and checked.
 
     Raises:
         InputError: if it breaks a rule of the case.
     """
-    # Slow to load, with SciPy: who only reads plans needs no bound.
+    # Slow to load, because of SciPy, and not needed for reading plans.
     from skippipe_sched.timing.bound import lower_bound_s
 
     timeline = forecast(case, routes.stages, routes.paths, routes.order)
@@ -66,7 +66,7 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
 
 def with_placement_bound(plan: Plan, limit_s: float) -> Plan:
     """Add to a plan's figures the bound over placements, proved within about `limit_s`."""
-    # Slow to load, with SciPy.
+    # Slow to load, because of SciPy.
     from skippipe_sched.timing.placement_bound import placement_bound_s
 
     length, plan_s = min(map(len, plan.microbatches)), plan.predicted.iteration_s

@@ -1,4 +1,4 @@
-"""What a method decides: which node serves which stage, and which way every microbatch goes."""
+"""Decisions of a method: placement, paths, and possibly the order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skippipe_sched.search.budget import Placement
 class Routes:
     """A placement (the nodes of each stage) and a path for every microbatch.
 
-    `order` is what each node runs, in order, or None to leave that to the simulator's dispatch.
+    `order` is the order of operations of each node, or None for the simulator's dispatch.
     """
 
     stages: Placement
@@ -33,7 +33,7 @@ def place_in_order(case: Case) -> Placement:
 
 
 def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Give each microbatch its data node: these in turn, each until it has sent its own."""
+    """Return the data node of each microbatch: round robin, each node until it has sent its own."""
     rounds = range(max(case.microbatches))
     return tuple(
         node
@@ -44,7 +44,7 @@ def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tu
 
 
 def visits_of_replicas(case: Case, stage: int, nodes: Sequence[int], visits: int) -> dict[int, int]:
-    """Share a stage's `visits` out to its replicas by TC1: shares rounded to whole ones."""
+    """Distribute a stage's `visits` over its replicas by TC1, with shares rounded to integers."""
     shares = np.array(fair_shares(case, stage, nodes, visits))
     counts = np.floor(shares + 1e-9).astype(int)
     largest_remainders = np.argsort(counts - shares, kind="stable")[: visits - counts.sum()]

@@ -1,17 +1,17 @@
 """SkipPipe's own path search: conflict-based, with microbatches as agents (arXiv 2502.19913).
 
-On a fixed placement (DT-FM's) every agent takes the quickest path it finds by A*, as if it were
-alone. Where agents want more than there is, one of them gets a constraint and is planned again;
-the others keep their paths. The kinds of conflict, in the order in which they are resolved:
+On a fixed placement (DT-FM's) every agent takes the fastest path found by A*, as if it were alone.
+Where agents exceed a limit, one of them gets a constraint and is planned again; the others keep
+their paths. The kinds of conflict, in the order in which they are resolved:
 
 - CC3: a stage has more than its share of the visits; the constraint forbids the stage.
 - TC1: a replica has more than its share of its stage's; the constraint forbids the node.
 - TC2: microbatches meet on a node; the constraint forbids the node during those seconds.
 
-At first one agent stands for all microbatches of a data node, as in the paper, then every
-microbatch for itself. An optimal search would open a tree that grows exponentially with the
-agents, so paths are taken that are a little longer but have fewer conflicts (`EXTRA`), few children
-are opened at each conflict (`BRANCHES`), and a tree may be given up (`EXPANSIONS_PER_AGENT`).
+At first one agent stands for all microbatches of a data node, as in the paper, then each microbatch
+is an agent. An optimal search would open a tree that grows exponentially with the agents, so
+slightly longer paths with fewer conflicts are accepted (`EXTRA`), few children are opened at each
+conflict (`BRANCHES`), and a tree may be given up (`EXPANSIONS_PER_AGENT`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from skippipe_sched.timing.timeline import Run, Timeline
 
 PLACEMENT_SHARE = 0.3
 PATHS_SHARE = 0.6
-# With TC2: the part of the work on paths that goes into solutions without regard to meetings.
+# With TC2: share of the work on paths that searches for solutions without regard to meetings.
 FIRST_PATHS_SHARE = 0.3
-# Work is counted in operations simulated.
+# Work is counted in simulated operations.
 OPERATIONS_PER_SECOND = 40_000
-# What planning one agent again costs besides, in the same unit.
+# Additional cost of planning one agent again, in the same unit.
 OPERATIONS_PER_AGENT = 5
-# Where the shares do not let the microbatches of a data node go together, this many trees show it.
+# Number of failed trees after which the microbatches of a data node are planned separately.
 TREES_TOGETHER = 5
 # Agents that are tried with a constraint at a conflict.
 BRANCHES = 3
-# Conflicts looked at in one tree before it is given up.
+# Conflicts per agent that are examined in one tree before it is given up.
 EXPANSIONS_PER_AGENT = 40
-# The slowest data node decides; the others count so much that the search feels them.
+# The slowest data node decides; this weight of the mean guides the search.
 WEIGHT_OF_MEAN = 0.1
 
 
@@ -65,7 +65,7 @@ class _Agent:
 class _Solution:
     """A node of the constraint tree: a path for every agent, and the constraints behind them.
 
-    `visits` are the microbatches that come to each node.
+    `visits` are the numbers of microbatches that visit each node.
     """
 
     agents: tuple[_Agent, ...]
@@ -75,7 +75,7 @@ class _Solution:
 
 
 def routes(case: Case, search: Search) -> Routes:
-    """Search for paths with all three kinds of conflict; the simulator judges what is best.
+    """Search for paths with all three kinds of conflict; the simulator selects the best.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
@@ -94,7 +94,7 @@ def routes_without_tc2(case: Case, search: Search) -> Routes:
 
 def _routes(case: Case, search: Search, *, meetings: bool) -> Routes:
     stages = dtfm.place(case, search, PLACEMENT_SHARE)
-    # Whatever the search finds in its time, these keep the rules.
+    # Whatever the search finds in its time, these paths keep the rules.
     paths = matched(case, stages, random_paths(case, stages, search.random))
     if case.path_length > 1:
         paths = _PathSearch(case, stages, search, meetings).best_paths(paths)
@@ -102,7 +102,7 @@ def _routes(case: Case, search: Search, *, meetings: bool) -> Routes:
 
 
 class _PathSearch:
-    """The tables of a case on a placement, and how much work is left."""
+    """Path search on a placement: tables of the case, and the remaining work."""
 
     def __init__(self, case: Case, stages: Placement, search: Search, meetings: bool):
         self.case = case
@@ -120,7 +120,7 @@ class _PathSearch:
         self.work_left -= operations
 
     def best_paths(self, paths: tuple[NodePath, ...]) -> tuple[NodePath, ...]:
-        """Search for the best paths; `paths` are what there is to begin with."""
+        """Search for the best paths, starting with `paths`."""
         best = self._judge(paths)
         self._keep(paths)
         alone = tuple(_Agent(node, (m,)) for m, node in enumerate(self.data_nodes))
@@ -165,7 +165,7 @@ class _PathSearch:
         return tuple(path_of[microbatch] for microbatch in range(len(path_of)))
 
     def _judge(self, paths: tuple[NodePath, ...]) -> tuple[float, float]:
-        """Compute what is to be least: the simulated, or without TC2 the collision-free time."""
+        """Compute the cost: the simulated time, or without TC2 the collision-free time."""
         if self.meetings:
             timeline = self._simulate(paths)
             return timeline.iteration_s, timeline.pipeline_s
@@ -177,7 +177,7 @@ class _PathSearch:
         return simulate(self.case, self.stages, paths)
 
     def _alone_s(self, paths: Iterable[tuple[NodePath, int]]) -> float:
-        """Compute how long data nodes take for paths, each of some microbatches, if none meet."""
+        """Compute the time of the data nodes for paths, each of some microbatches, if none meet."""
         trips_s = dict.fromkeys(self.stages[0], 0.0)
         for path, microbatches in paths:
             trips_s[path[0]] += microbatches * self.trip_s(path)
@@ -195,7 +195,7 @@ class _PathSearch:
         return float(hops_s + self.quickest.visit_s[list(path)].sum())
 
     def _root(self, agents: tuple[_Agent, ...]) -> _Solution | None:
-        """Plan every agent's path, one after another in a drawn order."""
+        """Plan every agent's path, one after another in random order."""
         nothing = ((),) * len(agents)
         solution = _Solution(agents, nothing, nothing, np.zeros(len(self.stage_of), dtype=int))
         for agent in self.search.random.permutation(len(agents)).tolist():
@@ -232,7 +232,7 @@ class _PathSearch:
     def _overfull(self, visits: np.ndarray) -> list[tuple[int, ...]]:
         """List the nodes of each inner stage, then single nodes, above their share (CC3, TC1).
 
-        Where shares are no whole numbers, those with the most visits may have the larger ones. If
+        Where shares are not integers, those with the most visits may have the larger ones. If
         nothing is above its share, nothing is below either, as the visits add up.
         """
         of_stage = np.array([visits[list(nodes)].sum() for nodes in self.stages[1:]])
@@ -249,7 +249,7 @@ class _PathSearch:
         return np.floor(shares + SHARE_TOLERANCE), np.ceil(shares - SHARE_TOLERANCE)
 
     def _constrained(self, solution: _Solution) -> _Solution | None:
-        """Plan one agent again: it meets another, or its data node is the last to end."""
+        """Plan one agent again that meets another, or whose data node ends last."""
         random = self.search.random
         timeline = self._simulate(solution.paths)
         meetings = _meetings(timeline, set(self.stages[0]))
@@ -274,7 +274,7 @@ class _PathSearch:
         constraint: Constraint | None = None,
         start_s: float = 0.0,
     ) -> _Solution | None:
-        """Plan one agent of `solution` again, under one constraint more; None if it cannot be."""
+        """Plan one agent of `solution` again, under one more constraint; None if impossible."""
         constraints = solution.constraints[agent]
         if constraint is not None:
             constraints = (*constraints, constraint)
@@ -295,9 +295,9 @@ class _PathSearch:
         )
 
     def _crowding(self, visits: np.ndarray, weight: int) -> np.ndarray:
-        """Compute for each node how far it and its stage exceed their shares with `weight` more.
+        """Compute by how much each node and its stage exceed their shares with `weight` more.
 
-        In agents of that weight, so that it counts conflicts.
+        The unit is agents of that weight, so that it counts conflicts.
         """
         inner = len(self.stages) - 1
         most = -(-len(self.data_nodes) * (self.case.path_length - 1) // inner)
@@ -311,7 +311,7 @@ class _PathSearch:
 
 
 def _above(visits: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[int]:
-    """Tell which visits exceed their shares, if as many as must have the larger share `high`."""
+    """List the visits above their shares, if as many as necessary have the larger share `high`."""
     larger = int(visits.sum() - low.sum())
     most_first = np.lexsort((np.arange(len(visits)), low - visits, low == high))
     share = low.copy()
@@ -324,7 +324,7 @@ def _with(values: tuple, index: int, value: object) -> tuple:
 
 
 def _meetings(timeline: Timeline, data_nodes: set[int]) -> list[tuple[Run, Run]]:
-    """List who meets on an inner node (TC2): who is there, and who waits for that one's end."""
+    """List the meetings on inner nodes (TC2): a run, and the next one, which waits for its end."""
     latest: dict[int, Run] = {}
     meetings = []
     for run in timeline.runs:
@@ -336,26 +336,26 @@ def _meetings(timeline: Timeline, data_nodes: set[int]) -> list[tuple[Run, Run]]
     return meetings
 
 
-# A* opens so many successors in the time of one operation simulated.
+# Successors that A* opens in the time of one simulated operation.
 SUCCESSORS_PER_OPERATION = 2
-# How much longer than the quickest a path may be for every conflict fewer.
+# Extra length that a path may have for every conflict fewer, relative to the fastest.
 EXTRA = 0.5
 # Successors that A* opens before it gives up finding a path under an agent's constraints.
 MOST_SUCCESSORS = 100_000
-# How much the way still to go counts in A*: paths are at most so many times the quickest, and found
-# without opening all beginnings that are about as good.
+# Weight of the remaining distance in A*: paths are at most this many times the fastest, and are
+# found without opening all beginnings of similar cost.
 HASTE = 1.2
-# Replicas of a stage that A* goes on to from a node: so many, those that promise most.
+# Limit on the replicas of a stage that A* continues to from a node, the most promising first.
 MOST_REPLICAS = 16
 
-# The beginning of a path in A*: seconds that the whole trip promises to take, a number to break
-# ties, seconds so far, the nodes, and their stages.
+# The beginning of a path in A*: estimated seconds of the whole trip, a number to break ties,
+# seconds so far, the nodes, and their stages.
 _Beginning = tuple[float, int, float, NodePath, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Visits that an agent may not make: to these nodes, between these times if given [s]."""
+    """Forbidden visits of an agent: to these nodes, between these times if given [s]."""
 
     nodes: frozenset[int]
     start_s: float = 0.0
@@ -363,10 +363,10 @@ class Constraint:
 
 
 class QuickestPath:
-    """The tables of a case on a placement; `spend` is told of work done, in operations."""
+    """A* search for paths; `spend` is called with the work done, in operations."""
 
     def __init__(self, case: Case, stages: Placement, spend: Callable[[float], None]):
-        """Reckon the tables."""
+        """Compute the tables."""
         self.case = case
         self.stages = stages
         self.spend = spend
@@ -384,7 +384,7 @@ class QuickestPath:
         self.following = cache(self._following)
 
     def _onward(self, back: bool) -> np.ndarray:
-        """Return [node, node] the seconds there and back; infinite where no path goes that step."""
+        """Return [node, node] the round trips [s]; infinite where no path takes that step."""
         rules = self.case.rules
         step = self.stage_of[None, :] - self.stage_of[:, None]
         if back:
@@ -394,9 +394,9 @@ class QuickestPath:
         return np.where(allowed & (self.stage_of > 0), self.round_trip_s, np.inf)
 
     def _to_go(self, data_node: int, step_s: np.ndarray) -> np.ndarray:
-        """Compute [stages left, steps back left, node] the least seconds on and to the data node.
+        """Bound [stages left, steps back left, node] the remaining seconds to the data node.
 
-        It knows nothing of the stages visited before, so it is never too much.
+        The bound ignores the stages visited before, so it is never too high.
         """
         steps_back = min(self.case.rules.max_swaps, self.case.path_length)
         shape = (self.case.path_length, steps_back + 1, len(step_s))
@@ -411,7 +411,7 @@ class QuickestPath:
         return to_go_s
 
     def _alone(self, data_node: int) -> float:
-        """Estimate the quickest round trip that begins at a data node [s]."""
+        """Estimate the fastest round trip that begins at a data node [s]."""
         return float(self._to_go(data_node, self.visit_s)[-1, -1, data_node])
 
     def _following(self, visited: tuple[int, ...]) -> tuple[int, ...]:
@@ -435,7 +435,7 @@ class QuickestPath:
         crowding: np.ndarray,
         start_s: float,
     ) -> NodePath | None:
-        """Find by A* the quickest round trip under the constraints; conflicts count as time."""
+        """Find by A* the fastest round trip under the constraints; conflicts count as time."""
         length = self.case.path_length
         step_s = self.visit_s + EXTRA * self.alone_s(data_node) * crowding
         for constraint in constraints:
@@ -453,8 +453,8 @@ class QuickestPath:
                 if not self._meets(path, timed, start_s):
                     return path
                 continue
-            # Another, longer way to the same node through the same stages leads nowhere better,
-            # unless it matters when it comes there.
+            # A longer way to the same node through the same stages is never better, unless timed
+            # constraints make its arrival time matter.
             here, stages_left = path[-1], length - len(path) - 1
             state = (here, frozenset(visited), sum(a > b for a, b in pairwise(visited)))
             if not timed and state in opened:
@@ -482,7 +482,7 @@ class QuickestPath:
         return None
 
     def _meets(self, path: NodePath, constraints: Sequence[Constraint], start_s: float) -> bool:
-        """Tell whether a path, alone, begun at `start_s`, wants a node when it may not have it."""
+        """Return whether a path without waits, from `start_s` on, violates a timed constraint."""
         now = start_s
         before = path[0]
         for operation in microbatch_chain(0, path):

@@ -1,13 +1,13 @@
-"""The plan that a run goes on with at once when some of its nodes are lost.
+"""Repair plan for a run that loses nodes, made at once without a search.
 
-It keeps the cut: as many stages, every node that is left in its stage, so no node needs what it
-does not hold, and nothing compiles anew. Every microbatch visits the stages that it visited, in the
-same order; where its path led over a lost node, another replica of that stage takes its place.
-Stages of which no node is left may be left out: then paths lead past them. It is made within
-milliseconds, without a search, and without SciPy, which is slow to load.
+It keeps the stage partition: the number of stages is unchanged and every remaining node stays in
+its stage, so no node needs state that it does not hold, and nothing is recompiled. Every microbatch
+visits the same stages in the same order; another replica of the stage replaces a lost node on its
+path. Stages without nodes may be left out: then paths skip them. It takes milliseconds and does not
+load SciPy, which is slow.
 
-A search finds orders in which nodes wait where that pays, which dispatch never does; so the plan
-keeps what it can of the order that there was.
+A search finds orders in which nodes wait where that is faster, which dispatch never does; so the
+plan keeps as much of the previous order as it can.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import forecast, require_memory, simulate
 
-# The first time, the visits of the stages after are still to be dealt, and may be on lost nodes.
+# In the first sweep, the visits of later stages are not dealt yet, and may be on lost nodes.
 SWEEPS = 2
-# Trades are looked for among all pairs, so only among so many visits.
+# Trades are searched among all pairs, so only among this many visits.
 TRADED_AT_ONCE = 256
 ROUNDING_S = 1e-9
 
@@ -43,18 +43,18 @@ def plan_without(
 ) -> Plan:
     """Make a plan like `plan` on the nodes `kept` only; if they are all of its nodes, return it.
 
-    Some may be nodes of the plan's case that are in none of its stages, as they have come since.
-    Node k of the new plan is the k-th smallest of `kept`, and its case is the plan's with these
-    nodes. `stages` are the kept nodes of each stage, by their old numbers; if left out, each is
-    where it was (`refilled` moves some, so that no stage is empty).
+    `kept` may include nodes of the plan's case that are in none of its stages, because they joined
+    later. Node k of the new plan is the k-th smallest of `kept`, and its case is the plan's with
+    these nodes. `stages` are the kept nodes of each stage, by their old numbers; by default, each
+    stays in its stage (`refilled` moves some, so that no stage is empty).
 
-    The iteration keeps its microbatches. Data nodes that are left share them evenly, or where the
-    case gave them unequal numbers, in proportion; replicas of an inner stage that has lost one
-    share its visits by TC1. Stages that have lost none stay as they are. So there always is such a
-    plan, however little memory holds, and it keeps every rule that `plan` keeps. Visits of lost
-    nodes are dealt out so that trips are short; others of that stage only trade their replicas if
-    the iteration is shorter for it. The order is the simulator's dispatch, or what is left of the
-    plan's own if that is quicker. There is no time for a lower bound: `lower_bound_s` is None.
+    The iteration keeps its microbatches. The remaining data nodes share them evenly, or in
+    proportion if the case gave them unequal numbers; replicas of an inner stage that has lost one
+    share its visits by TC1. Stages without losses stay as they are. So such a plan always exists,
+    however small the memories are, and it keeps every rule that `plan` keeps. Visits of lost nodes
+    are dealt out so that trips are short; other visits of that stage trade their replicas only if
+    that shortens the iteration. The order is the simulator's dispatch, or the rest of the plan's
+    own order if that is faster. There is no time for a lower bound: `lower_bound_s` is None.
 
     Raises:
         InputError: if a stage has no node left, `stages` do not fit `kept` and the plan, or the
@@ -74,7 +74,7 @@ def plan_without(
     number = {node: new for new, node in enumerate(nodes)}
     placed = tuple(tuple(number[node] for node in replicas) for replicas in stages)
     sent = targets.get(0) or Counter(path[0] for path in plan.microbatches)
-    # In a case every data node sends something; in a plan made by hand it need not.
+    # In a case every data node sends microbatches; in a plan made by hand it may send none.
     microbatches = [max(1, sent[node]) for node in stages[0]]
     case = with_nodes(plan.case, nodes, [len(replicas) for replicas in stages], microbatches)
     once_s = start_times(plan)
@@ -99,14 +99,14 @@ def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
     """Return the nodes `kept` of each stage of a plan, perhaps none.
 
     Raises:
-        InputError: if one of `kept` is no node of the plan.
+        InputError: if one of `kept` is not a node of the plan.
     """
     nodes = sorted_nodes(plan.case, kept)
     return tuple(tuple(node for node in stage if node in nodes) for stage in plan.stages)
 
 
 def _leading_past(plan: Plan, left_out: Collection[int]) -> Plan:
-    """Return the plan whose nodes of these stages have nothing to do."""
+    """Return the plan whose paths and orders omit the nodes of these stages."""
     past = {node for stage in left_out for node in plan.stages[stage]}
     paths = tuple(tuple(node for node in path if node not in past) for path in plan.microbatches)
     order = tuple(() if node in past else own for node, own in enumerate(plan.order))
@@ -137,14 +137,14 @@ def _require_placement(
 
 
 def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
-    """Share the visits of a stage out to these replicas."""
+    """Distribute the visits of a stage over these replicas."""
     now = Counter(
         node for path in plan.microbatches for node in path if plan.stage_of[node] == stage
     )
     visits = now.total()
     if stage == 0:
         return _shared_as_before(plan.case, {node: now[node] for node in replicas}, visits)
-    # TC1. Where shares are no whole numbers, who has more already keeps them.
+    # TC1. Where shares are not integers, nodes that have more already keep them.
     of_each = fair_shares(plan.case, stage, replicas, visits)
     shares = dict(zip(replicas, of_each, strict=True))
     low = {node: int(np.floor(share + SHARE_TOLERANCE)) for node, share in shares.items()}
@@ -162,10 +162,10 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
 
 
 def _shared_as_before(case: Case, sent: Mapping[int, int], microbatches: int) -> dict[int, int]:
-    """Share microbatches out to the data nodes, if they `sent` so many of them before.
+    """Distribute microbatches over the data nodes, given the numbers that they `sent` before.
 
-    They share them evenly if they did so before, and else in proportion (D'Hondt's method, by
-    which no one gets less than before). A node that sent none counts like the others' mean.
+    The shares are even if they were so before, and otherwise in proportion (D'Hondt's method, by
+    which no node gets less than before). A node that sent none counts like the others' mean.
     """
     known = [count for count in sent.values() if count]
     even = not known or max(known) - min(known) <= 1
@@ -222,7 +222,7 @@ def _dealt(
 
 
 def _moving(visits: Sequence[tuple[list[int], int]], targets: Mapping[int, int]) -> list[int]:
-    """List the visits of a stage that must move: to nodes that are lost, or that have too many."""
+    """List the visits of a stage that must move: those of lost nodes and those above targets."""
     left = dict(targets)
     moving = []
     for index, (path, position) in enumerate(visits):
@@ -252,7 +252,7 @@ Order = tuple[tuple[Operation, ...], ...]
 
 
 def start_times(plan: Plan) -> list[list[float]]:
-    """Tell when each operation of each microbatch's chain starts in a plan's iteration alone [s].
+    """Return the start of each operation of each microbatch's chain in a single iteration [s].
 
     Raises:
         InputError: if the plan's own order cannot be run.
@@ -269,12 +269,12 @@ def start_times(plan: Plan) -> list[list[float]]:
 def earlier_order(
     start_s: Sequence[Sequence[float]], case: Case, paths: Sequence[NodePath]
 ) -> Order | None:
-    """Order what each node runs, if everything starts as it once did, or as soon after it.
+    """Order the operations of each node by their earlier start times, with delays as necessary.
 
     `start_s` are the start times of a plan whose paths visit the same stages (`start_times`);
-    `paths` are those of now, on the nodes of `case`. All operations are gone through by their
-    time. A forward on a node whose memory is full waits until a backward ends there, and all the
-    rest of its microbatch is then as much later. That may lock where paths swap: None then.
+    `paths` are the new ones, on the nodes of `case`. Operations are processed by time. A forward on
+    a node whose memory is full waits until a backward ends there, which delays the rest of its
+    microbatch equally. That may deadlock where paths swap: None then.
     """
     chains = [microbatch_chain(microbatch, path) for microbatch, path in enumerate(paths)]
     order: list[list[Operation]] = [[] for _ in case.nodes]
@@ -317,12 +317,12 @@ def refilled(
 ) -> Placement:
     """Return the nodes `kept` of each stage, after moving one to each stage that has none left.
 
-    No fewer moves would do. Each is from the stage that has most nodes then, and among equal ones
-    from an inner stage, as data nodes need the run's text. Of that stage goes the node that
-    serves a stage alone best: the fastest, then the one with most memory, then the nearest to all
-    others. None `without_text` is moved to the data stage, and none to stages that stay
-    `left_out`. Nodes have their numbers in `plan`;
-    `plan_without` makes the plan of the placement.
+    The number of moves is minimal. Each moved node is from the stage that then has most nodes, and
+    among equal ones from an inner stage, as data nodes need the run's text. Within that stage it is
+    the node that serves a stage alone best: the fastest, then the one with most memory, then the
+    nearest to all others. No node `without_text` is moved to the data stage, and none to stages
+    that stay `left_out`. Nodes have their numbers in `plan`; `plan_without` makes the plan of the
+    placement.
 
     Raises:
         InputError: if there are fewer nodes than stages, or none that could become a data node.

@@ -1,5 +1,5 @@
-"""What is to be planned, and what a plan is: cases, links, plans, the rules that paths keep.
+"""Planning problems and plans: cases, links, plans, and the rules for paths.
 
-Everyone reads `plan`; `auto` reads cases that leave sizes or lengths open, `case` all others;
-`fewer_nodes` takes nodes away.
+`plan` is read by all other packages; `auto` reads cases that leave sizes or lengths open, `case`
+all others; `fewer_nodes` removes nodes.
 """

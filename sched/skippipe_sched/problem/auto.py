@@ -1,8 +1,8 @@
-"""Cases that leave the sizes of the stages or the length of the paths to be chosen.
+"""Cases that leave the sizes of the stages or the length of the paths open.
 
 Such a case has ``stages: auto`` with ``stage_count: N``, or ``path_length: auto`` with
 ``skip_ratio: [low, high]``, the share of the stages that a path may skip, or both. `candidates`
-turns it into the concrete cases that are worth a look, and `choose` takes one by quick plans.
+lists promising concrete cases, and `choose` picks one by quick plans.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skippipe_sched.problem.case import AUTO, REQUIRED, Case, node_count, parse_
 DEFAULT_SKIP_RATIO = (0.0, 0.5)
 # Ratios are written as rounded percentages: 0.33 allows a third.
 RATIO_TOLERANCE = 0.005
-# What a neighbour has moved of a stage, and one replica at least: less makes no difference.
+# Share of a stage's replicas that a neighboring case moves, at least one: fewer have little effect.
 MOVED_SHARE = 1 / 8
 # Each candidate costs a quick plan.
 MOST_CANDIDATES = 12
@@ -36,14 +36,15 @@ def load_cases(path: Path) -> tuple[Case, ...]:
 
 
 def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
-    """List the concrete cases that a case given as a mapping may become, best prospects first.
+    """List the concrete cases that a case given as a mapping may become, most promising first.
 
-    For each path length within the skip ratio the replicas are shared out in proportion to the work
-    of the stages. After these cases come their neighbours, with a few replicas moved to another
-    stage, up to `MOST_CANDIDATES` in all; both by what the busiest stage does for a microbatch.
+    For each path length within the skip ratio the replicas are distributed in proportion to the
+    work of the stages. After these cases follow their neighbors, with a few replicas moved to
+    another stage, up to `MOST_CANDIDATES` in all; both are sorted by the work of the busiest stage
+    for a microbatch.
 
     Raises:
-        InputError: if there is nothing to choose from, or for what `parse_case` refuses.
+        InputError: if there is nothing to choose from, or as `parse_case` does.
     """
     if not isinstance(value, dict) or AUTO not in (value.get("stages"), value.get("path_length")):
         return (parse_case(value, folder),)
@@ -60,7 +61,7 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
         lengths = _path_lengths(given.pop("skip_ratio", DEFAULT_SKIP_RATIO), stage_count)
     else:
         lengths = [fields.integer(given["path_length"], "case.path_length", 1)]
-    # The rest of the case is the same whatever is chosen, so it is checked with any choice.
+    # The rest of the case does not depend on the choice, so it is checked with any choice.
     any_case = parse_case(given | {"path_length": lengths[0]}, folder)
 
     balanced, neighbours = [], []
@@ -78,13 +79,13 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
 
 
 def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
-    """Choose the case with the least seconds for a microbatch; the first of equal ones.
+    """Choose the case with the fewest seconds per microbatch; the first of equal ones.
 
-    `judge` gives the iteration_s of a quick plan. It may refuse a case whose rules leave no plan.
-    A single case is taken without a look.
+    `judge` returns the iteration_s of a quick plan. It may refuse a case whose rules allow no plan.
+    A single case is returned without a plan.
 
     Raises:
-        InputError: what `judge` raised for the most promising case, if it has refused every one.
+        InputError: the error of `judge` for the most promising case, if it has refused every one.
     """
     if len(cases) == 1:
         return cases[0]
@@ -137,7 +138,7 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
     low, high = shares
 
     def beyond(length: int) -> float:
-        """Tell how far the share that a path of this length skips lies outside the ratio."""
+        """Compute how far the share that a path of this length skips lies outside the ratio."""
         share = 1 - length / stages
         return max(low - share, share - high)
 
@@ -155,9 +156,9 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
 
 
 def _work(case: Case, path_length: int) -> Float[np.ndarray, " stages"]:
-    """Count the forwards that a microbatch is worth to each stage, inner ones on average (CC3).
+    """Compute the work of each stage per microbatch in forwards, inner ones on average (CC3).
 
-    Every microbatch visits the data stage, which has the loss too.
+    Every microbatch visits the data stage, which also computes the loss.
     """
     inner = len(case.stages) - 1
     work = (1.0 + case.backward_ratio) * np.array(case.stage_cost)
@@ -171,12 +172,12 @@ def _busiest(work: Float[np.ndarray, " stages"], sizes: Sizes) -> float:
 
 
 def _most_data_nodes(case: Case) -> int:
-    """Return how many data nodes may be: each sends a microbatch of their total, if it is given."""
+    """Return the most data nodes possible: each sends a microbatch of the total, if it is given."""
     return min(len(case.nodes), case.source.get("microbatches", len(case.nodes)))
 
 
 def _balanced(case: Case, work: Float[np.ndarray, " stages"]) -> Sizes:
-    """Find the sizes with which the busiest stage has least work for each of its replicas."""
+    """Find the sizes with which the busiest stage has the least work per replica."""
     sizes = np.ones(len(work), dtype=int)
     for _ in range(len(case.nodes) - len(work)):
         load = work / sizes

@@ -1,4 +1,4 @@
-"""When the replicas of a stage average: within each iteration, or behind the ones that follow."""
+"""Averaging of a stage's replicas: within each iteration, or in the background."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from skippipe_sched.errors import InputError
 
 Mode = Literal["exact", "outer"]
 MODES: tuple[Mode, ...] = ("exact", "outer")
-# Bytes of a number on its way. Groups of 8-bit numbers have a scale of four bytes each.
+# Bytes of a transferred number. Each group of 8-bit numbers has a scale of four bytes.
 NUMBERS_OF_A_SCALE, SCALE_BYTES = 128, 4
 WIDTHS = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + SCALE_BYTES / NUMBERS_OF_A_SCALE}
-# A cycle is simulated whole, iteration for iteration.
+# A cycle is simulated iteration by iteration.
 MOST_ITERATIONS = 1_000
 DEFAULTS: dict[str, Any] = {"every": 20, "fragments": 4, "delay": 1, "dtype": "int8"}
 
 
 @dataclass(frozen=True)
 class AveragingPolicy:
-    """What the replicas of a stage send each other, and when.
+    """Data that the replicas of a stage send each other, and when.
 
     Attributes:
-        mode: `exact`: replicas sum up their gradients in every iteration, and all end it together.
-            `outer`: each takes steps of its own, and what it has changed is averaged behind them.
+        mode: `exact`: replicas sum their gradients in every iteration, and all end it together.
+            `outer`: each replica takes local steps, and their outer gradients are averaged in the
+            background.
         every: iterations of a cycle, in which everything is averaged once.
-        fragments: parts that this is done in, evenly over the cycle.
-        delay: a fragment is applied at the end of the iteration that comes so many after the one at
-            whose end it was sent.
-        dtype: of what is sent.
+        fragments: number of parts that are averaged separately, evenly over the cycle.
+        delay: number of iterations between the end of the iteration at which a fragment is sent and
+            the end of the one at which it is applied.
+        dtype: of the transferred numbers.
     """
 
     mode: Mode = "exact"
@@ -40,22 +41,22 @@ class AveragingPolicy:
 
     @property
     def is_outer(self) -> bool:
-        """Whether iterations follow one another without waiting for averaging."""
+        """True if iterations follow one another without waiting for averaging."""
         return self.mode == "outer"
 
     def sent_after(self, iteration: int) -> int | None:
-        """Tell which fragment is sent at the end of an iteration; None if none is.
+        """Return the fragment that is sent at the end of an iteration; None if none is.
 
         Iterations count from 1. Of n fragments the k-th is sent after k / n of a cycle, rounded
         down to whole iterations: the last one at every multiple of `every`.
         """
         place = (iteration - 1) % self.every + 1
-        # The first fragment that is not sent before.
+        # The first fragment that is not sent earlier.
         number = -(-place * self.fragments // self.every)
         return number - 1 if number * self.every // self.fragments == place else None
 
     def fragment_bytes(self, stage_bytes: float) -> float:
-        """Count the bytes of one message about a fragment, of `stage_bytes` in float32."""
+        """Return the bytes of one message about a fragment, of `stage_bytes` in float32."""
         return stage_bytes / self.fragments * WIDTHS[self.dtype] / WIDTHS["float32"]
 
 
@@ -63,7 +64,7 @@ EXACT = AveragingPolicy()
 
 
 def parse_averaging(value: Any, field: str) -> AveragingPolicy:
-    """Read the policy from a mapping; keys that are left out have their `DEFAULTS`.
+    """Read the policy from a mapping; missing keys have their `DEFAULTS`.
 
     Raises:
         InputError: naming the key below `field`.

@@ -1,4 +1,4 @@
-"""A case: what is planned for. Nodes, the links between them, what the work costs, the rules."""
+"""Planning case: nodes, the links between them, the costs of the work, and the rules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ Contention = Literal["none", "link", "node"]
 CONTENTIONS: tuple[Contention, ...] = ("none", "link", "node")
 
 REQUIRED = ("nodes", "links", "activation_bytes", "stage_bytes", "stages", "path_length")
-# Of the nodes that do not say it themselves.
+# Keys of a case for nodes that do not give their own value.
 OF_NODES = {"location": "locations", "forward_s": "forward_s", "memory": "memory"}
-# A node may say it too; nobody has to. `memory: auto` follows from it.
+# Optional key of a case or a node. `memory: auto` is computed from it.
 MEMORY_BYTES = "memory_bytes"
-# So may a node, of its own mesh of devices: over how many it is cut along each axis.
+# Optional key of a node, for its own device mesh: the number of devices along each axis.
 MESH, AXES = "mesh", ("fsdp", "tensor")
-# So may a node, of its own connection: the rate of each direction, in one of these units.
+# Optional keys of a case or a node, for the node's own connection: the rate of each direction, in
+# one of these units.
 RATE_UNITS = {unit: links.BANDWIDTHS[f"bandwidth_{unit}"] for unit in ("GiB_per_s", "Mbit_per_s")}
 DIRECTIONS = ("uplink", "downlink")
 RATES = tuple(f"{direction}_{unit}" for direction in DIRECTIONS for unit in RATE_UNITS)
@@ -51,20 +52,21 @@ OPTIONAL = (
     "averaging",
     "left_out",
 )
-# What leaves a choice open: of bytes, what only a model decides.
+# Value that leaves a choice open; for bytes, a value that only a model determines.
 AUTO = "auto"
-# What is greater is a mistake, and would only fill the memory.
+# Larger values are mistakes, and would only fill the memory.
 MOST_NODES, MOST_MICROBATCHES = 10_000, 100_000
 
 
 @dataclass(frozen=True)
 class Node:
-    """A place that serves one stage.
+    """Worker that serves one stage.
 
-    `forward_s` is the time of one forward pass of one microbatch there; `memory` is how many may be
-    in flight on it. Each of its devices has `memory_bytes`, if given, and lies in its `mesh`, which
-    the planner ignores. Its connection to other locations sends `uplink` and receives `downlink`
-    bytes per second, which count where the case's contention is "node".
+    `forward_s` is the time of one forward pass of one microbatch on it; `memory` is the number of
+    microbatches that may be in flight on it. Each of its devices has `memory_bytes`, if given, and
+    belongs to its `mesh`, which the planner ignores. Its connection to other locations sends
+    `uplink` and receives `downlink` bytes per second, which are used if the case's contention is
+    "node".
     """
 
     location: str
@@ -78,10 +80,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Rules:
-    """CC2: how far a path may leave the usual order (see `skippipe_sched.problem.rules`).
+    """CC2: how far a path may depart from the usual order (see `skippipe_sched.problem.rules`).
 
-    At most `max_swaps` visits to a stage below the highest one visited so far, each at most
-    `max_swap_distance` stages back; a step forward passes over at most `max_jump` stages.
+    A path has at most `max_swaps` visits to a stage below the highest one visited so far, each at
+    most `max_swap_distance` stages back; a step forward passes over at most `max_jump` stages.
     """
 
     max_swaps: int
@@ -91,14 +93,14 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What a plan is made for, checked. Times in seconds, sizes in bytes.
+    """Checked planning problem. Times in seconds, sizes in bytes.
 
     A hop to a forward or to the loss carries `activation_bytes`, a hop to a backward
-    `gradient_bytes`. `stage_cost` says for each stage how many times a node's `forward_s` its
-    forward takes (the data stage has the embedding and the head), `stage_bytes` what its replicas
-    average, and `averaging` when. Stages that are `left_out` have no node, and no path visits them.
-    `source` is the mapping it was read from, with everything in it that lay in other files, so that
-    a plan can carry its case whole.
+    `gradient_bytes`. `stage_cost` is, for each stage, the time of its forward as a multiple of a
+    node's `forward_s` (the data stage has the embedding and the head), `stage_bytes` the bytes that
+    its replicas average, and `averaging` the averaging policy. Stages that are `left_out` have no
+    node, and no path visits them. `source` is the mapping that the case was read from, including
+    the content of other files, so that a plan can store its whole case.
     """
 
     nodes: tuple[Node, ...]
@@ -123,9 +125,10 @@ class Case:
     def link_matrices(
         self,
     ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
-        """Latency [s] and bandwidth [bytes/s] between nodes, source first, of what goes alone.
+        """Latency [s] and bandwidth [bytes/s] between nodes, source first, without contention.
 
-        With contention "node", what leaves a location is no quicker than the two connections.
+        With contention "node", the bandwidth between locations is at most that of the two
+        connections.
         """
         latency, bandwidth = self.pair_matrices
         if not self.shares_connections:
@@ -152,9 +155,9 @@ class Case:
         Float[np.ndarray, "locations locations"],
         Float[np.ndarray, "locations locations"],
     ]:
-        """The location of each node as a number; latency [s] and bandwidth [bytes/s] between them.
+        """Index of each node's location; latency [s] and bandwidth [bytes/s] between locations.
 
-        The bandwidth is that of the quickest pair of their nodes (`link_matrices`).
+        The bandwidth is that of the fastest pair of their nodes (`link_matrices`).
         """
         names = sorted({node.location for node in self.nodes})
         location = np.array([names.index(node.location) for node in self.nodes])
@@ -166,21 +169,21 @@ class Case:
 
     @property
     def shares_connections(self) -> bool:
-        """Tell whether all that a node sends to other locations shares its connection."""
+        """True if all traffic of a node to other locations shares its connection."""
         return self.contention == "node"
 
     @cached_property
     def connection_rates(self) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
-        """At which rate each node sends to other locations, and receives [bytes/s].
+        """Rates at which each node sends to other locations, and receives [bytes/s].
 
-        It has to receive as much as it sends, so it sends at the smaller one of its two rates.
+        A node receives as much as it sends, so it sends at the smaller of its two rates.
         """
         downlink = np.array([node.downlink for node in self.nodes])
         return np.minimum([node.uplink for node in self.nodes], downlink), downlink
 
     @cached_property
     def visit_load_s(self) -> Float[np.ndarray, " nodes"]:
-        """Seconds that a visit takes each node's connection, if it leaves the location.
+        """Seconds for which a visit occupies each node's connection, if it leaves the location.
 
         0 where connections are not shared.
         """
@@ -190,13 +193,13 @@ class Case:
         return both / self.connection_rates[0] + 2 * self.hop_overhead_s
 
     def leaves_location(self, nodes: Sequence[int]) -> bool:
-        """Tell whether what goes round these nodes takes their connections, which are shared."""
+        """Return whether a ring over these nodes uses their shared connections."""
         return self.shares_connections and len({self.nodes[node].location for node in nodes}) > 1
 
     def visit_s(self, stage: int) -> Float[np.ndarray, " nodes"]:
-        """Compute what a visit to `stage` would take each node, in terms of its `forward_s` [s].
+        """Compute the effective `forward_s` of each node in a visit to `stage` [s].
 
-        More than that where its connection is busy for longer than the node.
+        It exceeds the node's own where its connection is busy for longer than the node.
         """
         of_stage = self.stage_cost[stage] * (1.0 + self.backward_ratio)
         forward_s = [node.forward_s for node in self.nodes]
@@ -204,19 +207,19 @@ class Case:
 
     @cached_property
     def forward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
-        """Seconds that one activation takes from node to node; 0 to itself."""
+        """Seconds of the hop of one activation from node to node; 0 to itself."""
         return self._hop_s(self.activation_bytes)
 
     @cached_property
     def backward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
-        """Seconds that the gradient of one activation takes from node to node; 0 to itself."""
+        """Seconds of the hop of one activation's gradient from node to node; 0 to itself."""
         return self._hop_s(self.gradient_bytes)
 
     @cached_property
     def round_trip_s(self) -> Float[np.ndarray, "nodes nodes"]:
-        """Seconds that an activation takes from node to node, and then its gradient back.
+        """Seconds of the hop of an activation from node to node and of its gradient back.
 
-        From which of two nodes matters where their links and these two bytes differ.
+        Not symmetric where the two directions of a link or the two sizes differ.
         """
         return self.forward_hop_s + self.backward_hop_s.T
 
@@ -241,17 +244,17 @@ class Case:
 
 
 def load_case(path: Path) -> Case:
-    """Read and check a case file (YAML); a link table beside it is read into the case."""
+    """Read and check a case file (YAML), including its link table."""
     return parse_case(fields.load_yaml(path, "case"), path.parent)
 
 
 def parse_case(value: Any, folder: Path = Path()) -> Case:
-    """Check a case given as a mapping; `folder` is where a link table would lie.
+    """Check a case given as a mapping; `folder` is the folder of a link table, if any.
 
-    `locations`, `forward_s` and `memory` may be left out where every node says its own.
-    `bandwidth_factor` multiplies every bandwidth, that within a location too. `microbatches`, in
-    place of `microbatches_per_data_node`, is a total that the data nodes share evenly.
-    A gradient has as many bytes as an activation unless `gradient_bytes` says otherwise.
+    `locations`, `forward_s` and `memory` may be missing if every node gives its own.
+    `bandwidth_factor` multiplies every bandwidth, including the one within a location.
+    `microbatches`, in place of `microbatches_per_data_node`, is a total that the data nodes share
+    evenly. A gradient has as many bytes as an activation unless `gradient_bytes` is given.
 
     Raises:
         InputError: naming the field, its value, and what to write instead.
@@ -347,7 +350,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
 def _of_all_nodes(
     given: Mapping[str, Any], described: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """Read what the case gives all nodes in turn: not what each of them says itself."""
+    """Read the values that the case gives its nodes in turn; raise if a node has none."""
     shared = {}
     if "locations" in given:
         names = enumerate(fields.sequence(given["locations"], "case.locations"))
@@ -390,7 +393,7 @@ def _mesh(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
 
 
 def _rate(direction: str, given: Mapping[str, Any], node: Mapping[str, Any], field: str) -> float:
-    """Read the rate of one direction of a node's connection [bytes/s]; infinite if none is said."""
+    """Read the rate of one direction of a node's connection [bytes/s]; infinite by default."""
     rate = math.inf
     for of, values in (("case", given), (field, node)):
         keys = [f"{direction}_{unit}" for unit in RATE_UNITS if f"{direction}_{unit}" in values]
@@ -412,7 +415,7 @@ def _rate(direction: str, given: Mapping[str, Any], node: Mapping[str, Any], fie
 
 
 def of_each_stage(value: Any, field: str, stages: int, *, above: bool = False) -> tuple[float, ...]:
-    """Read a number of each stage, from one for all of them or a list."""
+    """Read a number for each stage, from one for all of them or a list."""
     if not isinstance(value, list):
         return (fields.number(value, field, 0.0, above=above),) * stages
     if len(value) != stages:
@@ -428,7 +431,7 @@ def _of_hop(given: Mapping[str, Any], key: str) -> float:
 
 
 def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "bytes") -> Any:
-    """Return what a case has to give, in this unit, where no model is known."""
+    """Return a value of a case that is required, in this unit, where no model is known."""
     if given[key] == AUTO:
         raise InputError(
             f"{of}.{key}",
@@ -441,7 +444,7 @@ def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "by
 
 
 def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
-    """Multiply every bandwidth of the table by `factor`, that within a location too."""
+    """Multiply every bandwidth of the table by `factor`, including the one within a location."""
 
     def scaled(link: links.Link) -> links.Link:
         return links.Link(link.latency_s, link.bandwidth * factor)
@@ -452,7 +455,7 @@ def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
 
 
 def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
-    """Require links between all locations that have nodes: a path may lead from any to any."""
+    """Require links between all locations that have nodes: a path may connect any two."""
     names = list(dict.fromkeys(node.location for node in nodes))
     missing = [
         (a, b)
@@ -489,7 +492,7 @@ def _row(pair: tuple[str, str]) -> str:
 
 
 def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
-    """Read what each data node sends, from the number of each or from the total."""
+    """Read the microbatches of each data node, from the number of each or from the total."""
     if "microbatches" in given:
         return _spread(given, data_nodes)
     fields.mapping(given, "case", given, ("microbatches_per_data_node",))
@@ -540,7 +543,7 @@ def _rules(value: Any, stages: int) -> Rules:
 
 
 def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Read the nodes of each stage of a case, and the stages that are left out.
+    """Read the numbers of nodes of a case's stages, and the stages that are left out.
 
     Raises:
         InputError: if another stage has no node, or one that is left out has some; the first stage
@@ -565,7 +568,7 @@ def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple
 
 
 def so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
-    """Say what to change where the sizes of the stages do not add up to the nodes."""
+    """Write what to change where the sizes of the stages do not add up to the nodes."""
     lacking = sum(stages) - nodes
     if lacking < 0:
         return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"

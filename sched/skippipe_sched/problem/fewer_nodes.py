@@ -1,4 +1,4 @@
-"""A case of some of its nodes, or stages: what is planned for when the others are lost."""
+"""Cases of some of the nodes or stages of a case, as after a loss."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ REPLACED = (MEMORY_BYTES, *RATES, "microbatches", "microbatches_per_data_node", 
 def with_nodes(
     case: Case, nodes: Collection[int], stages: Sequence[int], microbatches: Sequence[int]
 ) -> Case:
-    """Make the case of these `nodes` of it only; everything else stays as it is.
+    """Make the case of these `nodes` only; everything else stays as it is.
 
-    `stages` are the sizes of the stages now, `microbatches` what each data node sends. Stages of
-    no nodes are left out: paths are no longer than the stages that are left, and a step that is
-    several of before passes over as many as those did. The nodes
-    keep their order: node k of the new case is the k-th smallest of `nodes`. In the new case's
-    `source` every node says its own location, speed, memory and rates, as what a case gives its
-    nodes in turn would fall on others. The links stay whole.
+    `stages` are the new sizes of the stages, `microbatches` the numbers that each data node sends.
+    Stages without nodes are left out: the path length is at most the number of remaining stages,
+    and `max_jump` grows so that one step may replace several former ones. The nodes keep their
+    order: node k of the new case is the k-th smallest of `nodes`. In the new case's `source` every
+    node has its own location, speed, memory and rates, because values that a case gives its nodes
+    in turn would be assigned to other nodes. The link table stays complete.
 
     Raises:
-        InputError: if one of the nodes is none of the case, or for what `parse_case` refuses.
+        InputError: if one of the nodes is not in the case, or as `parse_case` does.
     """
     kept = sorted_nodes(case, nodes)
     counts = list(microbatches)
@@ -60,7 +60,7 @@ def with_nodes(
 
 
 def with_stages_left(case: Case) -> Case:
-    """Make the case as if it had only the stages that are not left out, numbered anew.
+    """Make a case that has only the stages that are not left out, renumbered.
 
     Its `source` stays that of the whole case.
     """
@@ -75,7 +75,7 @@ def with_stages_left(case: Case) -> Case:
 
 
 def _described(node: Node) -> dict[str, Any]:
-    """Describe a node as a case does that says all of it itself."""
+    """Write a node as the entry of a case, with all its values."""
     said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
     if node.mesh is not None:
         said[MESH] = dict(zip(AXES, node.mesh, strict=True))
@@ -84,7 +84,7 @@ def _described(node: Node) -> dict[str, Any]:
 
 
 def rates_told(uplink: float, downlink: float) -> dict[str, float]:
-    """Describe the rates of a connection [bytes/s] as a case does: those that are limited."""
+    """Write the limited rates of a connection [bytes/s] as keys of a case."""
     rates = {"uplink_GiB_per_s": uplink, "downlink_GiB_per_s": downlink}
     return {key: rate / GIBIBYTE for key, rate in rates.items() if isfinite(rate)}
 
@@ -93,7 +93,7 @@ def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:
     """Sort these nodes, each once.
 
     Raises:
-        InputError: if one of them is none of the case.
+        InputError: if one of them is not in the case.
     """
     strange = set(nodes) - set(range(len(case.nodes)))
     if strange:

@@ -17,10 +17,10 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 GIBIBYTE = 2**30
-# GiB per second, a thousandth of a byte: below it times would not stay finite.
+# In GiB per second, a thousandth of a byte: with less, times would not stay finite.
 LEAST_BANDWIDTH = 1e-12
 COLUMNS = ("location_a", "location_b", "latency_ms", "bandwidth_GiB_per_s")
-# What a table may have in place of the last two, and their milliseconds and GiB per second.
+# Alternatives for the last two columns, and their factors to milliseconds and GiB per second.
 LATENCIES = {"latency_ms": 1.0, "latency_us": 1e-3, "latency_s": 1e3}
 BANDWIDTHS = {
     "bandwidth_GiB_per_s": 1.0,
@@ -32,7 +32,7 @@ BANDWIDTHS = {
 }
 
 # gcp12: measured between 12 cloud regions (SkipPipe, arXiv 2502.19913, March 2025). NL-London is
-# published about 1000 times slower than its neighbours and kept as published.
+# published about 1000 times slower than its neighbors and kept as published.
 # world12: 12 cities (the paper's first release, February 2025); Amsterdam-Ireland and
 # Sofia-Ireland are missing there and have the figure of a nearby pair: 10 ms, 0.80 GiB/s.
 BUILT_IN = ("gcp12", "world12")
@@ -41,7 +41,7 @@ DEFAULT_SAME_LOCATION = {"latency_ms": 1.0, "bandwidth_GiB_per_s": 2.0}
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two places: latency in seconds, bandwidth in bytes per second."""
+    """One direction between two locations: latency in seconds, bandwidth in bytes per second."""
 
     latency_s: float
     bandwidth: float
@@ -51,15 +51,15 @@ class Link:
 class LinkTable:
     """Links by ordered pair of locations.
 
-    A pair that the table gives in one order only serves both directions; a pair given in both
-    orders has two different directions.
+    A pair given in one order only is used for both directions; a pair given in both orders has two
+    different directions.
     """
 
     links: dict[tuple[str, str], Link]
     same_location: Link
 
     def link(self, source: str, target: str) -> Link:
-        """Find the link from `source` to `target`; raise `InputError` if the table lacks it."""
+        """Return the link from `source` to `target`; raise `InputError` if it is missing."""
         found = self.links.get((source, target)) or self.links.get((target, source))
         if found is None and source == target:
             found = self.same_location
@@ -84,9 +84,9 @@ class LinkTable:
 
 
 def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
-    """Return what a plan keeps of `case.links`: a built-in name, or the rows themselves.
+    """Return the form of `case.links` that a plan stores: a built-in name, or the rows.
 
-    `value` is a built-in name, the path of a CSV (relative to `folder`) or rows already.
+    `value` is a built-in name, the path of a CSV file (relative to `folder`) or a list of rows.
     """
     if isinstance(value, str) and fields.text(value, "case.links") not in BUILT_IN:
         if not value.endswith(".csv"):
@@ -119,7 +119,7 @@ def table(value: Any, same_location: Link) -> LinkTable:
 
 
 def same_location_of(given: Mapping[str, Any]) -> Link:
-    """Read the link between places at one location, from `same_location` of a case."""
+    """Read the link between nodes at one location, from `same_location` of a case."""
     same = fields.mapping(
         given.get("same_location", DEFAULT_SAME_LOCATION),
         "case.same_location",

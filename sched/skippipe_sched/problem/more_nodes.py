@@ -1,9 +1,9 @@
-"""A case with more nodes than it has: what is planned for when some have come.
+"""Cases with additional nodes, as after a join.
 
-Each has a location of its own. Links that nobody has measured are like the others of the case in
-the mean: by the mean latency, and the bandwidth by which bytes take their mean time. Where nodes
-have a connection that their links share, nobody has measured a new one: each of its directions has
-the bandwidth of the quickest link that goes there.
+Each new node has a location of its own. A link without a measurement gets the mean of the case's
+links: the mean latency, and the bandwidth that gives the mean time per byte. Where the links of a
+node share its connection, the connection of a new node has not been measured: each of its
+directions gets the bandwidth of the fastest link in that direction.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from skippipe_sched.problem.links import DEFAULT_SAME_LOCATION, GIBIBYTE, Link
 
 @dataclass(frozen=True)
 class NewNode:
-    """One that has come.
+    """A node to add.
 
     Attributes:
-        location: no other node has it.
+        location: unique to the node.
         forward_s: as of a case's nodes; None for their mean.
-        links_to: those that were measured, from here to other nodes, new ones among them.
-        links_from: those that were measured, from other nodes to here.
+        links_to: measured links from here to other nodes, including other new ones.
+        links_from: measured links from other nodes to here.
     """
 
     location: str
@@ -36,7 +36,7 @@ class NewNode:
 
 
 def mean_link(links: Sequence[Link]) -> Link:
-    """Average links: latency and bytes take as long by the result as by these in the mean."""
+    """Average links: the result has the mean latency and the mean time per byte."""
     return Link(
         float(np.mean([link.latency_s for link in links])),
         float(1.0 / np.mean([1.0 / link.bandwidth for link in links])),
@@ -53,10 +53,10 @@ def usual_link(case: Case) -> Link:
 
 
 def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
-    """Add nodes to the case, whose numbers follow those of the others.
+    """Add nodes to the case, numbered after the existing ones.
 
-    Each has as much memory as the one that has least, and the case's last stage is so much larger:
-    who plans for it knows better.
+    Each has as much memory as the node with the least, and joins the case's last stage; the caller
+    places them better when it makes a plan.
     """
     places: dict[str, list[int]] = {}
     for number, node in enumerate(case.nodes):
@@ -93,7 +93,7 @@ def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
 
 
 def _connection(location: str, table: Mapping[tuple[str, str], Link]) -> dict[str, float]:
-    """Describe a connection by the quickest link from a location, and by the quickest to it."""
+    """Describe a connection by the fastest link from a location, and by the fastest to it."""
     ways = [
         [link.bandwidth for pair, link in table.items() if pair[end] == location] for end in (0, 1)
     ]

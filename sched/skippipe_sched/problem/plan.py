@@ -1,7 +1,7 @@
-"""A plan: nodes on stages, a path for every microbatch, an order for every node.
+"""Plan: nodes on stages, a path for every microbatch, an order for every node.
 
-It is the only contract between planner and runtime, so what a path means is said here once:
-`microbatch_chain` lists the operations of a microbatch, and everything else uses that list.
+It is the only contract between planner and runtime, so the meaning of a path is defined here once:
+`microbatch_chain` lists the operations of a microbatch, and all other code uses that list.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ NodePath = tuple[int, ...]
 
 
 class Operation(NamedTuple):
-    """One piece of work on one node: forward (F), loss and its gradient (L) or backward (B)."""
+    """One unit of work on one node: forward (F), loss and its gradient (L) or backward (B)."""
 
     kind: Kind
     microbatch: int
     node: int
 
     def __str__(self) -> str:
-        """Name it as messages do."""
+        """Name the operation as in messages."""
         return f"{self.kind} of microbatch {self.microbatch} on node {self.node}"
 
 
 def microbatch_chain(microbatch: int, path: Sequence[int]) -> list[Operation]:
-    """List the operations of one microbatch, each after the one that it needs.
+    """List the operations of one microbatch, each after the one that it depends on.
 
-    F on the data node and along the path, L back on the data node, B along the path reversed and
-    at last on the data node. Between two operations on different nodes lies a transfer.
+    F on the data node and along the path, L back on the data node, B along the reversed path, last
+    on the data node. Between two operations on different nodes there is a transfer.
     """
     return [
         *(Operation("F", microbatch, node) for node in path),
@@ -55,17 +55,17 @@ def microbatch_chain(microbatch: int, path: Sequence[int]) -> list[Operation]:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the timing model says of a plan, in seconds.
+    """Predictions of the timing model for a plan, in seconds.
 
-    `iteration_s` is when the last stage has averaged, `pipeline_s` when the last backward ends,
-    `averaging_s` the longest averaging of one stage, and `lower_bound_s` a time that no plan of
-    the case can beat, None for a plan that was made too quickly to reckon one.
+    `iteration_s` is the time at which the last stage has averaged, `pipeline_s` the end of the last
+    backward, `averaging_s` the longest averaging of one stage, and `lower_bound_s` a time that no
+    plan of the case can beat, None for a plan that was made too quickly to compute one.
 
-    Where averaging goes on behind the iterations that follow (mode `outer`), `iteration_s` is the
-    mean of many, `pipeline_s` the same if rings took no time, `averaging_s` the longest ring of a
-    fragment, and `late_s` by how much one is longer than its delay allows at most.
+    In `outer` mode, `iteration_s` is the mean of many iterations, `pipeline_s` the same if rings
+    took no time, `averaging_s` the longest ring of a fragment, and `late_s` the most by which a
+    ring exceeds its delay.
 
-    `placement_bound_s` is a better bound, where one was asked for.
+    `placement_bound_s` is a tighter bound, if one was requested.
     """
 
     iteration_s: float
@@ -76,7 +76,7 @@ class Predicted:
     placement_bound_s: float | None = None
 
     def to_json(self, averaging: AveragingPolicy) -> dict[str, float | None]:
-        """Write it as a plan does; nothing is late where iterations wait for averaging."""
+        """Return the form that a plan stores; `late_s` only in `outer` mode."""
         told = asdict(self)
         if self.placement_bound_s is None:
             del told["placement_bound_s"]
@@ -87,11 +87,11 @@ class Predicted:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Who serves which stage, which way every microbatch goes, and what each node runs when.
+    """Placement, the path of every microbatch, and the order of operations on each node.
 
-    `stages[s]` are the nodes of stage s (stage 0: the data nodes), none if the case has it left
-    out, `microbatches[m]` the path of microbatch m as nodes, its data node first, `order[n]` what
-    node n runs, in order.
+    `stages[s]` are the nodes of stage s (stage 0: the data nodes), none if the case leaves it out,
+    `microbatches[m]` is the path of microbatch m as nodes, its data node first, `order[n]` the
+    operations of node n, in order.
     """
 
     method: str
@@ -102,31 +102,31 @@ class Plan:
     case: Case
 
     def __repr__(self) -> str:
-        """Tell what a reader asks first; the rest would fill pages."""
+        """Show the main values; the full content would fill pages."""
         return (
             f"Plan(method={self.method!r}, stages={tuple(map(len, self.stages))}, "
             f"microbatches={len(self.microbatches)}, iteration_s={self.predicted.iteration_s:.4g})"
         )
 
     def _repr_svg_(self) -> str:
-        """Draw what each node does when, for notebooks."""
-        # Looked up by name: pictures and the simulation stand above plans.
+        """Draw the timeline, for notebooks."""
+        # Looked up by name: pictures and the simulation are in higher layers than plans.
         simulated = import_module("skippipe_sched.timing.simulate").simulate_plan(self)
         return import_module("skippipe_sched.figures.gantt").gantt(self, simulated)
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
-        """The stage that each node serves."""
+        """Stage that each node serves."""
         return stage_of_nodes(self.stages)
 
     def fits(self, case: Case, path_length: int) -> bool:
-        """Tell whether a search for a plan of `case` with paths of this length can begin here."""
+        """Return whether a search for a plan of `case` with paths of this length can start here."""
         sent = tuple(sum(path[0] == node for path in self.microbatches) for node in self.stages[0])
         sizes, lengths = tuple(map(len, self.stages)), {len(path) for path in self.microbatches}
         return (sizes, sent, lengths) == (case.stages, case.microbatches, {path_length})
 
     def to_json(self) -> dict[str, Any]:
-        """Turn the plan into a JSON object (docs/formats.md)."""
+        """Return the plan as a JSON object (docs/formats.md)."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -139,7 +139,7 @@ class Plan:
         }
 
     def save(self, path: Path) -> None:
-        """Write the plan as JSON, replacing the file only when the new one is whole."""
+        """Write the plan as JSON; replace the file only when the new one is complete."""
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
         os.replace(partial, path)
@@ -162,9 +162,9 @@ def load_plan(path: Path) -> Plan:
 def parse_plan(value: Any) -> Plan:
     """Check a plan given as a mapping.
 
-    What makes a plan meaningful is checked here: its form, that every node serves one stage, that
-    every path starts at a data node and visits no stage twice (CC1), and that the orders hold
-    exactly the operations of the paths. `rules.violations` checks what makes it a good one.
+    The checks cover the form, that every node serves one stage, that every path starts at a data
+    node and visits no stage twice (CC1), and that the orders hold exactly the operations of the
+    paths. `rules.violations` checks the other rules.
 
     Raises:
         InputError: naming the field, its value, and what to write instead.

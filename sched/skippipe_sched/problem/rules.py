@@ -1,7 +1,7 @@
-"""The rules that paths keep (CC1-CC3 and TC1), as one checker that everything uses.
+"""Rules for paths (CC1-CC3 and TC1), in one checker that all code uses.
 
-SkipPipe (arXiv 2502.19913, section 4) names them; docs/concepts.md says what each means. TC2, that
-microbatches do not meet, is a goal of the search and no rule.
+SkipPipe (arXiv 2502.19913, section 4) names them; docs/concepts.md explains each. TC2, that
+microbatches do not meet, is a goal of the search and not a rule.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case, Rules
 from skippipe_sched.problem.plan import Plan, stage_of_nodes
 
-# Shares of nodes with different speeds are real numbers; this much of a visit is rounding.
+# Shares of nodes with different speeds are real numbers; this fraction of a visit is rounding.
 SHARE_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that does not hold: which one, in which field of the plan, and how."""
+    """A broken rule: its name, the field of the plan, and the problem."""
 
     rule: str
     field: str
@@ -31,9 +31,9 @@ class Violation:
 
 
 def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
-    """Say why a sequence of stages breaks CC1 or CC2; return None if it keeps them.
+    """Return why a sequence of stages breaks CC1 or CC2; None if it keeps them.
 
-    `stages` is what a path visits in order, stage 0 first.
+    `stages` are the stages that a path visits in order, stage 0 first.
     """
     if not stages or stages[0] != 0:
         return "CC1: it does not begin at stage 0"
@@ -64,7 +64,7 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
 def fair_shares(case: Case, stage: int, nodes: Sequence[int], visits: int) -> list[float]:
     """Compute TC1's share of `visits` for each replica of a stage: in proportion to its speed.
 
-    That is by the slower of computing and of a connection that is shared (`Case.visit_s`).
+    The speed is that of the slower of computation and a shared connection (`Case.visit_s`).
     """
     visit_s = case.visit_s(stage)[list(nodes)].tolist()
     fastest_s = min(visit_s)
@@ -77,7 +77,7 @@ def violations(
 ) -> list[Violation]:
     """List every rule that a placement and its paths break; empty if they keep them all.
 
-    Stages that the case leaves out do not count: those before and after are neighbours.
+    Stages that the case leaves out do not count: the stages before and after are neighbors.
     """
     stage_of = stage_of_nodes(stages)
     left = [stage for stage in range(len(stages)) if stage not in case.left_out]

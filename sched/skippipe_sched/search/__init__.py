@@ -1,4 +1,4 @@
 """Compiled search: annealing of candidates, judged by the timing model on arrays.
 
-Methods use `annealer` (chains at work), `budget` (what a search may take) and `compiled`.
+Methods use `annealer` (runs of chains), `budget` (the limits of a search) and `compiled`.
 """

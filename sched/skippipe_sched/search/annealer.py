@@ -1,4 +1,4 @@
-"""Chains at work: how long, how hot, and the clock in between; what is compiled does the moves."""
+"""Runs of annealing chains: lengths, temperatures, and checks of the clock in between."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from skippipe_sched.search.arrays import Candidate, Order, Problem, copy, copy_o
 from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate, replay
 
-# A second of the budget pays for simulating so many operations on each of the threads, however
-# quick the machine is. The machine of the committed results does half as many again.
+# Operations that a second of the budget pays for on each thread, on a machine of any speed. The
+# machine of the committed results simulates half as many again.
 OPERATIONS_PER_S = 13e6
-# What a move costs besides its simulation, in operations.
+# Cost of a move in addition to its simulation, in operations.
 OPERATIONS_OF_MOVE = 50
-# Beyond what the caches hold, an operation takes up to three times as long.
+# Beyond the size of the caches, an operation takes up to three times as long.
 CACHED_OPERATIONS = 5000
-# A chain looks at the clock whenever it has done about this many seconds of work.
+# A chain checks the clock after about this many seconds of work.
 LOOK_S = 0.1
 
-# How often each move is tried: NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE of moves.py.
+# Weights of the moves: NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE of moves.py.
 WEIGHTS = np.array([2.0, 3.0, 2.0, 1.0, 2.0, 0.5, 0.5])
 # The mean end of the data nodes guides the search where the maximum is flat.
 MEAN_WEIGHT = 0.3
-# The quick estimate is about seconds, whatever the case.
+# The quick estimate is in seconds, whatever the case.
 SETTLE_HOTTEST_S, SETTLE_COLDEST_S = 2.0, 0.05
 POLISH_HOTTEST, POLISH_COLDEST = 0.01, 0.0003
-# With steps enough to reorder everything, polishing starts up to so many times hotter, on so many
-# more chains: few operations are searched for the best order as thoroughly as for the best paths.
+# With enough steps to reorder everything, polishing starts up to this many times hotter, on up to
+# this many times as many chains: for few operations the best order is searched as thoroughly as the
+# best paths.
 POLISH_MOST = 10
 STEPS_TO_REORDER = 5
 POLISH_MEAN_WEIGHT = 0.001
@@ -47,7 +48,7 @@ POLISH_MEAN_WEIGHT = 0.001
 
 @dataclass(frozen=True)
 class Round:
-    """The best chains go on, for a share of the work; temperatures as shares of the iteration."""
+    """Annealing of the best chains for a share of the work; temperatures relative to iterations."""
 
     chains: int
     share: float
@@ -56,10 +57,10 @@ class Round:
 
 
 class Chain:
-    """A candidate on its way, how hot it starts, and what the best that it was costs [s]."""
+    """Annealed candidate, its initial temperature factor, and the cost of its best state [s]."""
 
     def __init__(self, problem: Problem, candidate: Candidate, seed: int, heat: float):
-        """Begin at a candidate, with random numbers of its own."""
+        """Start at a candidate, with the chain's own random numbers."""
         self.state: ChainState = chain_from(problem, candidate, seed)
         self.heat = heat
         self.order: Order | None = None
@@ -67,17 +68,17 @@ class Chain:
 
     @property
     def candidate(self) -> Candidate:
-        """Where it is now, which is where it was best when no work is going on."""
+        """Current candidate; it is the best one when no work is in progress."""
         return self.state.candidate
 
 
 class Annealer:
-    """Lets chains work on one problem, until the work is done or `over` says that it is enough."""
+    """Runs chains on one problem until the work is done or `over` returns true."""
 
     def __init__(
         self, problem: Problem, microbatches: int, path_length: int, over: Callable[[], bool]
     ):
-        """Reckon what a step costs, in operations simulated."""
+        """Compute the cost of a step, in simulated operations."""
         self.operations_per_s = OPERATIONS_PER_S
         self.problem = problem
         self.over = over
@@ -88,7 +89,7 @@ class Annealer:
         self.steps_to_reorder = STEPS_TO_REORDER * operations**2
         self.weights = WEIGHTS.copy()
         self.polish_moves = np.ones(moves.MOVES)
-        if problem.unequal:  # Then a node's order is not another's.
+        if problem.unequal:  # Then one node's order does not suit another.
             self.polish_moves[moves.NODES] = 0.0
 
     def keep_placement(self) -> None:
@@ -96,12 +97,12 @@ class Annealer:
         self.weights[moves.NODES] = 0.0
 
     def settle(self, chain: Chain, work: float) -> None:
-        """Anneal by the quick estimate, for so much work in operations."""
+        """Anneal by the quick estimate, for `work` operations."""
         state = chain.state
         start, start_s = copy_of(state.candidate), self.cost(chain, 0.0)
         cost = 4 * self.chain_length + self.problem.first_slot[1]
         weights = self.weights.copy()
-        # Swapping nodes costs as much as all microbatches do.
+        # A swap of nodes costs as much as all microbatches.
         weights[moves.NODES] *= min(1.0, 5 * cost / self.operations)
         work_of_step = cost + weights[moves.NODES] / weights.sum() * self.operations
         hottest, coldest = chain.heat * SETTLE_HOTTEST_S, chain.heat * SETTLE_COLDEST_S
@@ -113,12 +114,12 @@ class Annealer:
         )  # fmt: skip
         copy(state.candidate, state.best)
         self.judge(chain)
-        if not chain.cost_s <= start_s:  # The estimate does not see all, nor that nodes lock.
+        if not chain.cost_s <= start_s:  # The estimate ignores waits and deadlocks.
             copy(start, state.best)
             self.judge(chain)
 
     def anneal(self, chain: Chain, round_: Round, steps: int, reference_s: float) -> None:
-        """Anneal by simulation, from the best that the chain was."""
+        """Anneal by simulation, from the chain's best candidate."""
         state = chain.state
         copy(state.best, state.candidate)
         state.costs[:] = self.cost(chain, MEAN_WEIGHT)
@@ -133,7 +134,7 @@ class Annealer:
         self.judge(chain)
 
     def polish(self, chain: Chain, steps: int) -> None:
-        """Improve paths and order together, from the order that dispatch gives or the last one."""
+        """Improve paths and order together, from the order of dispatch or the last one."""
         state, candidate = chain.state, chain.candidate
         if chain.order is None:
             chain.order = self.dispatched(chain)
@@ -175,7 +176,7 @@ class Annealer:
         temperatures: tuple[float, float],
         run: Callable[[int, float, float], object],
     ) -> None:
-        """Run steps with falling temperatures, and look at the clock in between."""
+        """Run steps with falling temperatures, and check the clock between pieces."""
         hottest, coldest = temperatures
         piece = max(1, int(LOOK_S * self.operations_per_s / work_of_step))
         cooling = (coldest / hottest) ** (1 / max(1, steps))
@@ -185,11 +186,11 @@ class Annealer:
             run(min(piece, steps - done), hottest * cooling**done, cooling)
 
     def cost(self, chain: Chain, mean_weight: float) -> float:
-        """Compute what a chain's candidate costs [s] where dispatch decides the order."""
+        """Compute the cost of a chain's candidate [s] in the order of dispatch."""
         rest = (chain.state.scratch, np.inf, mean_weight)
         return fast(cost_of)(self.problem, chain.candidate, *rest)
 
     def judge(self, chain: Chain) -> None:
-        """Put down what the chain's best candidate costs, and go on from it."""
+        """Continue from the chain's best candidate, and store its cost."""
         copy(chain.state.best, chain.candidate)
         chain.cost_s = self.cost(chain, 0.0)

@@ -1,8 +1,8 @@
-"""Simulated annealing over everything that a plan decides, compiled.
+"""Compiled simulated annealing over placement, paths and order.
 
-`settle` judges each result of a move by a quick estimate, `anneal` by the whole iteration
-(`evaluate`), so that placement, paths and order are searched together, and `polish` by the whole
-iteration in an order that it changes too (`replay`).
+`settle` judges each move by a quick estimate; `anneal` by the whole iteration (`evaluate`), so that
+placement, paths and order are searched together; and `polish` by the whole iteration in an order
+that it changes too (`replay`).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from skippipe_sched.timing.averaging import added_s
 
 
 class ChainState(NamedTuple):
-    """One candidate on its way, the best that it was, and its own random numbers."""
+    """Annealed candidate, its best state so far, and its own random numbers."""
 
     candidate: Candidate
     best: Candidate
     costs: np.ndarray  # 2: of the candidate, of the best [s]
     undo: Undo
     scratch: Scratch
-    state: np.ndarray  # of the random numbers
+    state: np.ndarray  # of the random number generator
 
 
 class Piece(NamedTuple):
-    """Some steps at a temperature [s] that falls by the factor `cooling` with each.
+    """Steps at a temperature [s] that falls by the factor `cooling` with each.
 
-    `weights` say how often each move is tried; of the mean end of the data nodes, `mean_weight`
-    counts besides the iteration.
+    `weights` are those of the moves; the mean end of the data nodes is added to the iteration with
+    the weight `mean_weight`.
     """
 
     steps: int
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
 
 def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
-    """Begin a chain at a candidate."""
+    """Start a chain at a candidate."""
     return ChainState(
         candidate,
         copy_of(candidate),
@@ -83,13 +83,13 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
 
 @kernel
 def cost_of(problem, candidate, scratch, limit, mean_weight):
-    """Compute what a candidate costs [s] with the dispatch of `simulate`."""
+    """Compute the cost of a candidate [s] with the dispatch of `simulate`."""
     return evaluate(problem, candidate, no_order(), scratch, limit, mean_weight)
 
 
 @kernel
 def anneal(problem, chain, piece):
-    """Make the moves of a piece; the best candidate on the way is put into ``chain.best``."""
+    """Run the moves of a piece; store the best candidate in ``chain.best``."""
     candidate, costs, state = chain.candidate, chain.costs, chain.state
     temperature = piece.temperature
     for _ in range(piece.steps):
@@ -97,7 +97,8 @@ def anneal(problem, chain, piece):
         move = draw_move(piece.weights, state)
         made = propose(problem, candidate, chain.undo, move, state)
         if made:
-            # Drawn first, so that a simulation can stop once the move cannot be accepted.
+            # The threshold is drawn first, so that a simulation can stop once the move cannot be
+            # accepted.
             limit = costs[0] - temperature * math.log(1.0 - uniform(state))
             cost = cost_of(problem, candidate, chain.scratch, limit, piece.mean_weight)
             if cost < limit:
@@ -109,13 +110,13 @@ def anneal(problem, chain, piece):
         revert(problem, candidate, chain.undo, move, made)
 
 
-# The quick estimate of `settle` lies between the mean and the maximum over the data nodes.
+# The quick estimate of `settle` is between the mean and the maximum over the data nodes.
 POWER = 8.0
 
 
 @kernel
 def _round_trip_s(problem, candidate, microbatch):
-    """Compute how long a microbatch takes if it never waits, for each that its data node holds."""
+    """Compute a microbatch's trip without waits, divided by the memory of its data node [s]."""
     paths = candidate.paths
     length = paths.shape[1]
     seconds = 0.0
@@ -133,7 +134,7 @@ def _round_trip_s(problem, candidate, microbatch):
 
 @kernel
 def _estimate(problem, candidate, busy_s):
-    """Guess the iteration quickly from how long each data node waits for its microbatches."""
+    """Estimate the iteration from the time that each data node waits for its microbatches."""
     data_nodes = problem.first_slot[1]
     largest = 0.0
     for slot in range(data_nodes):
@@ -161,10 +162,10 @@ def _estimate(problem, candidate, busy_s):
 
 @kernel
 def settle(problem, chain, piece):
-    """Anneal as `anneal` does, but by a quick estimate of the iteration in place of the simulation.
+    """Anneal as `anneal` does, but by a quick estimate of the iteration instead of the simulation.
 
-    The estimate knows no waiting for nodes or links. It is for a start from which to anneal, and
-    for cases so large that there is time for few simulations.
+    The estimate ignores waits for nodes or links. It serves to find a start for annealing, and for
+    cases so large that there is time for only a few simulations.
     """
     candidate, undo, state = chain.candidate, chain.undo, chain.state
     temperature = piece.temperature
@@ -215,7 +216,7 @@ def settle(problem, chain, piece):
                 busy_s[candidate.paths[m, 0]] = busy_before[candidate.paths[m, 0]]
 
 
-# Of the moves of `polish`, so many change paths and not the order alone.
+# Share of the moves of `polish` that change paths and not the order alone.
 PATH_MOVES_SHARE = 0.25
 FARTHEST_ROTATION = 4
 
@@ -224,9 +225,9 @@ FARTHEST_ROTATION = 4
 def polish(problem, chain, order, piece):
     """Anneal a candidate together with the order on its nodes, both in place.
 
-    Here a node may wait for an operation although another is there, which no dispatch does. Most
-    moves change the order; the others change the paths, by the moves of `weights`, and the
-    microbatches that change places keep each other's places in the orders.
+    Here a node may wait for an operation although another has arrived, which dispatch never does.
+    Most moves change the order; the others change the paths, by the moves of `weights`, and then
+    microbatches that exchange visits also exchange their positions in the orders.
     """
     candidate, undo, state = chain.candidate, chain.undo, chain.state
     operations, first = order.operations, order.first
@@ -259,7 +260,7 @@ def polish(problem, chain, order, piece):
             room = first[slot + 1] - first[slot]
             if room < 2:
                 continue
-            # One operation passes over a few others, forward or back.
+            # Move one operation past a few others, forward or back.
             slot_begin = first[slot] + below(state, room - 1)
             farthest = min(FARTHEST_ROTATION, first[slot + 1] - slot_begin - 1)
             slot_end = slot_begin + 1 + below(state, farthest)
@@ -294,7 +295,7 @@ def polish(problem, chain, order, piece):
 
 @kernel
 def _follow_paths(candidate, undo, order):
-    """Let each of two microbatches take over the other's places after they exchange something."""
+    """Exchange the positions of two microbatches in the orders after they exchange visits."""
     paths, first, operations = candidate.paths, order.first, order.operations
     length = paths.shape[1]
     count = 2 * length + 1
@@ -325,7 +326,7 @@ def _follow_paths(candidate, undo, order):
 
 @kernel
 def _follow_relocation(candidate, undo, order, before, state):
-    """Move a relocated microbatch from one slot's order to any places in the other's."""
+    """Move a relocated microbatch from one slot's order to random positions in the other's."""
     operations, first = order.operations, order.first
     length = candidate.paths.shape[1]
     count = 2 * length + 1
@@ -341,7 +342,8 @@ def _follow_relocation(candidate, undo, order, before, state):
     written = 0
     for slot in range(candidate.node_of_slot.shape[0]):
         begin, end = first[slot], first[slot + 1]
-        # `first` of this slot is not needed any more; that of the next is, until its turn.
+        # The old `first` of this slot is no longer needed; that of the next slot is, until its
+        # turn.
         first[slot] = written
         for place in range(begin, end + 1):
             if slot == target and place - begin == forward_at:

@@ -1,9 +1,9 @@
-"""What compiled code works on: a case, a candidate and an order as arrays.
+"""Data of compiled code: a case, a candidate and an order as arrays.
 
-A candidate is placed on slots: slot q belongs to stage `stage_of_slot[q]`, and `node_of_slot[q]`
-is the node that serves it. Paths are written in slots, so that two nodes swap places by swapping
-two numbers. An operation is its position in the microbatch's chain (plan.microbatch_chain): with
-paths of `length` nodes, F at 0 .. length - 1, L at length, B at length + 1 .. 2 * length.
+A candidate is placed on slots: slot q belongs to stage `stage_of_slot[q]`, and `node_of_slot[q]` is
+the node that serves it. Paths are stored as slots, so that two nodes trade places by swapping two
+numbers. An operation is its position in the microbatch's chain (plan.microbatch_chain): with paths
+of `length` nodes, F at 0 .. length - 1, L at length, B at length + 1 .. 2 * length.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from skippipe_sched.timing.hops import parts_of_hops, passed
 
 
 class Problem(NamedTuple):
-    """A case as arrays; lengths in the comments."""
+    """A case as arrays, with shapes in the comments."""
 
     forward_s: np.ndarray  # nodes
     memory: np.ndarray  # nodes
     forward_hop_s: np.ndarray  # nodes, nodes
     backward_hop_s: np.ndarray  # nodes, nodes
-    follow: bool  # hops on each directed link do
-    connections: bool  # of nodes are shared: only then `hops` are filled
+    follow: bool  # whether hops on a directed link follow one another
+    connections: bool  # whether nodes share connections: only then `hops` are filled
     hops: np.ndarray  # 2, nodes, nodes, 5: of activations and of gradients (timing.hops.Parts)
     location: np.ndarray  # nodes
     visit_load_s: np.ndarray  # nodes: of their connections; 0 where these are not shared
@@ -48,11 +48,11 @@ class Problem(NamedTuple):
     rules: np.ndarray  # max_swaps, max_swap_distance, max_jump
     backward_ratio: float
     loss_ratio: float
-    unequal: bool  # nodes differ in speed, or in what a visit takes their connections
+    unequal: bool  # whether nodes differ in speed or `visit_load_s`
 
 
 class Candidate(NamedTuple):
-    """A placement, and paths in slots."""
+    """A placement, and paths as slots."""
 
     node_of_slot: np.ndarray  # slots
     paths: np.ndarray  # microbatches, length
@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The operations of all slots, slot after slot; those of slot q begin at ``first[q]``.
+    """Operations of all slots, slot after slot; those of slot q begin at ``first[q]``.
 
     An operation is its microbatch times 2 * length + 1, plus its position.
     """
@@ -71,7 +71,7 @@ class Order(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What one simulation at a time writes to."""
+    """Buffers of one simulation at a time."""
 
     position: np.ndarray
     running: np.ndarray
@@ -95,10 +95,10 @@ class Scratch(NamedTuple):
 
 
 def problem_of(case: Case) -> Problem:
-    """Turn a case into arrays."""
+    """Convert a case to arrays."""
     latency, bandwidth = case.link_matrices
     forward = np.array([node.forward_s for node in case.nodes])
-    # Limits beyond the number of stages mean nothing more, and must fit a machine's integer.
+    # Limits beyond the number of stages have no further effect, and must fit a machine integer.
     rules = (case.rules.max_swaps, case.rules.max_swap_distance, case.rules.max_jump)
     return Problem(
         forward_s=forward,
@@ -125,7 +125,7 @@ def problem_of(case: Case) -> Problem:
 
 
 def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) -> Candidate:
-    """Make a candidate with the simulator's own dispatch."""
+    """Make a candidate, with its averaging times and visits."""
     averaging_s = np.zeros(len(problem.ring_bytes))
     for stage in range(len(averaging_s)):
         fast(set_averaging)(problem, node_of_slot, stage, averaging_s)
@@ -134,9 +134,9 @@ def candidate_of(problem: Problem, node_of_slot: np.ndarray, paths: np.ndarray) 
 
 
 def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
-    """Make room for simulations of paths of `length` nodes."""
+    """Allocate buffers for simulations of paths of `length` nodes."""
     slots, stages = len(problem.stage_of_slot), len(problem.ring_bytes)
-    # Of all nodes: slots may be fewer, where other nodes take part in another pipeline.
+    # By all nodes: slots may be fewer, if other nodes belong to another pipeline.
     nodes = len(problem.forward_s)
     links = (nodes, nodes) if problem.follow else (1, 1)
     return Scratch(
@@ -163,7 +163,7 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
 
 
 def order_for(candidate: Candidate) -> Order:
-    """Make room for an order of a candidate's operations: dispatch writes its choice there."""
+    """Allocate an order of a candidate's operations, which dispatch fills."""
     visits = 2 * candidate.visits + np.bincount(
         candidate.paths[:, 0], minlength=len(candidate.visits)
     )
@@ -173,14 +173,14 @@ def order_for(candidate: Candidate) -> Order:
 
 @kernel
 def no_order():
-    """Return the order of no operations: dispatch chooses, and nothing is written down."""
+    """Return an empty order: dispatch chooses, and records nothing."""
     return Order(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def as_operations(
     order: Order, candidate: Candidate, paths: Sequence[NodePath]
 ) -> tuple[tuple[Operation, ...], ...]:
-    """Turn an order on slots into that of every node; `paths` are the candidate's, in nodes."""
+    """Convert an order on slots to one of every node; `paths` are the candidate's, as nodes."""
     chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
     count = len(chains[0])
     of_node: list[tuple[Operation, ...]] = [()] * len(candidate.node_of_slot)
@@ -192,7 +192,7 @@ def as_operations(
 
 @kernel
 def copy(source, target):
-    """Make a candidate equal to another."""
+    """Copy a candidate into another."""
     target.node_of_slot[:] = source.node_of_slot
     target.paths[:] = source.paths
     target.averaging_s[:] = source.averaging_s
@@ -201,7 +201,7 @@ def copy(source, target):
 
 @kernel
 def copy_of(candidate):
-    """Copy a candidate."""
+    """Return a copy of a candidate."""
     return Candidate(
         candidate.node_of_slot.copy(),
         candidate.paths.copy(),
@@ -212,7 +212,7 @@ def copy_of(candidate):
 
 @kernel
 def slot_at(paths, microbatch, position, length):
-    """Find the slot of the operation at a position of a microbatch's chain."""
+    """Return the slot of the operation at a position of a microbatch's chain."""
     if position < length:
         return paths[microbatch, position]
     if position == length:
@@ -241,7 +241,7 @@ def hop_seconds(problem, source, target, position, length):
 
 @kernel
 def follow(link_free_s, source, target, ready_s, hop_s):
-    """Send a hop after those before it on its link; return when it arrives [s]."""
+    """Send a hop after earlier ones on its link; return its arrival [s]."""
     arrival_s = max(ready_s, link_free_s[source, target]) + hop_s
     link_free_s[source, target] = arrival_s
     return arrival_s
@@ -249,7 +249,7 @@ def follow(link_free_s, source, target, ready_s, hop_s):
 
 @kernel
 def send(parts, uplink_free_s, link_free_s, source, target, ready_s):
-    """Send a hop of these `parts` over shared connections; return when it arrives [s]."""
+    """Send a hop with these `parts` over shared connections; return its arrival [s]."""
     hop = parts[0], parts[1], parts[2], parts[3], parts[4]
     free_s = uplink_free_s[source] if hop[1] > -np.inf else -np.inf
     _, left_s, through_s, arrival_s = passed(ready_s, free_s, link_free_s[source, target], hop)
@@ -261,14 +261,14 @@ def send(parts, uplink_free_s, link_free_s, source, target, ready_s):
 
 @kernel
 def visit_s(problem, node, stage):
-    """Compute what a visit takes a node that serves `stage`, as `Case.visit_s`."""
+    """Compute the effective `forward_s` of a node that serves `stage`, as `Case.visit_s` [s]."""
     of_stage = problem.stage_cost[stage] * (1.0 + problem.backward_ratio)
     return max(problem.forward_s[node], problem.visit_load_s[node] / of_stage)
 
 
 @kernel
 def sending_s(problem, candidate, stage):
-    """Compute how long the busiest connection of a stage's replicas is taken by their hops [s]."""
+    """Compute the time that hops occupy the busiest connection of a stage's replicas [s]."""
     busiest_s = 0.0
     for slot in range(problem.first_slot[stage], problem.first_slot[stage + 1]):
         load_s = problem.visit_load_s[candidate.node_of_slot[slot]]
@@ -278,7 +278,7 @@ def sending_s(problem, candidate, stage):
 
 @kernel
 def leaves_location(problem, candidate, stage):
-    """Tell whether a stage's ring takes connections, which are shared."""
+    """Return whether a stage's ring uses shared connections."""
     if not problem.connections:
         return False
     location, begin = problem.location, problem.first_slot[stage]
@@ -291,7 +291,7 @@ def leaves_location(problem, candidate, stage):
 
 @kernel
 def beside_hops_s(problem, candidate, stage):
-    """Compute what a stage's ring takes beside hops with which it shares connections [s]."""
+    """Compute the duration of a stage's ring, slowed by hops on its connections [s]."""
     seconds = candidate.averaging_s[stage]
     if leaves_location(problem, candidate, stage):
         seconds += problem.rings.delay * sending_s(problem, candidate, stage)
@@ -300,7 +300,7 @@ def beside_hops_s(problem, candidate, stage):
 
 @kernel
 def set_averaging(problem, node_of_slot, stage, averaging_s):
-    """Put down how long a stage averages over its best ring, or one of its fragments does."""
+    """Set the averaging time of a stage over its best ring, or of one of its fragments."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
     if end - begin < 2:
         averaging_s[stage] = 0.0

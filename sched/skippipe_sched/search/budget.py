@@ -1,4 +1,4 @@
-"""What a planning method is given besides its case: a seed, a budget, and who watches it."""
+"""Parameters of a planning method in addition to its case: a seed, a budget, and a callback."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from skippipe_sched.problem.plan import Plan
 
 DEFAULT_BUDGET_S = 10.0
-# What the proof of a bound over placements may take.
+# Time limit of the proof of a bound over placements.
 DEFAULT_BOUND_BUDGET_S = 300.0
 Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class End:
-    """The end of a search and its parts: before their steps were done, because a user wished so.
+    """Reasons for the early end of a search and its parts.
 
-    `interpreted`: the search was not compiled when it ended, and has done little. `uncompilable`:
-    it never will be, as compiling it has failed.
+    `cut_short`: its steps were not done. `interrupted`: the user ended it. `interpreted`: the
+    search was not compiled when it ended, and has done little. `uncompilable`: compiling it has
+    failed, so it never will be.
     """
 
     cut_short: bool = False
@@ -37,20 +38,20 @@ class End:
 
 @dataclass
 class Search:
-    """A seed, a budget in seconds, a placement to keep if one is given, and what was found so far.
+    """Seed, budget in seconds, optional placement to keep, and best results so far.
 
-    With `begin`, a plan whose stages and paths are as large as the case's, a method that can begins
-    there too, and nowhere else if it `improves`.
+    With `begin`, a plan whose stages and paths are as large as the case's, a method that supports
+    it also starts from there, and only from there if it `improves`.
 
-    A method does a number of steps that follows from the budget alone (`steps`), so the same seed
-    and budget give the same plan on every machine that is quick enough. The clock is only the
-    last resort: once `budget_s` is over, or the user asks for the end, `stopped` says so, and the
-    method returns the best that it has; `end` tells that this happened.
+    A method runs a number of steps that depends on the budget alone (`steps`), so the same seed and
+    budget give the same plan on every machine that is fast enough. The clock is only the last
+    resort: once `budget_s` is over, or the user interrupts, `stopped` returns true, and the method
+    returns its best result; `end` records this.
 
-    `watch`, if given, is called with the search whenever it has come further: `share` of the budget
-    is used, `best_s` is the best iteration so far, `bound_s` what none can beat, if that is known.
-    A machine's first search has to be compiled before; unless it `waits_for_compiler`, it begins
-    in plain Python. No budget counts that wait.
+    `watch`, if given, is called with the search on every progress: `share` of the budget is used,
+    `best_s` is the best iteration so far, `bound_s` a lower bound, if known. A machine's first
+    search has to be compiled first; unless it `waits_for_compiler`, it begins in plain Python. The
+    budget does not include that wait.
     """
 
     seed: int = 0
@@ -66,24 +67,24 @@ class Search:
     _start_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self):
-        """Refuse what is no seed or no budget."""
+        """Reject an invalid seed or budget."""
         if self.seed < 0:
             raise InputError("--seed", self.seed, "must not be negative", "Give 0 or more")
         if not 0 < self.budget_s < float("inf"):
             raise InputError(
                 "--budget", self.budget_s, "must be a time in seconds", "Give a number above 0"
             )
-        # Only here: what knows a budget's default need not wait for NumPy.
+        # Imported only here: modules that only read the default budget do not load NumPy.
         import numpy as np
 
         self.random = np.random.default_rng(self.seed)
 
     def start_clock(self) -> None:
-        """Count the budget from now on: what comes before is no searching (compiling, say)."""
+        """Count the budget from now on: earlier work, such as compiling, is not searching."""
         self._start_s = time.monotonic()
 
     def part(self, share: float) -> Search:
-        """Return a search of its own with a share of the budget, watched by the same."""
+        """Return a separate search with a share of the budget and the same callback."""
         return replace(self, budget_s=share * self.budget_s)
 
     @property
@@ -93,28 +94,28 @@ class Search:
 
     @property
     def share(self) -> float:
-        """The share of the budget that is used."""
+        """Used share of the budget."""
         return min(1.0, self.elapsed_s / self.budget_s)
 
     def steps(self, per_second: float) -> int:
-        """Count the steps that the budget pays for, at a nominal number of steps a second."""
+        """Return the steps that the budget pays for, at a nominal number of steps a second."""
         return max(1, int(self.budget_s * per_second))
 
     def stopped(self) -> bool:
-        """Tell whether to return now, before all steps are done."""
+        """Return whether to end now, before all steps are done."""
         over = self.end.interrupted or self.elapsed_s >= self.budget_s
         self.end.cut_short |= over
         return over
 
     def found(self, iteration_s: float) -> None:
-        """Tell of a plan, and with it that the search goes on."""
+        """Report a plan, and with it that the search continues."""
         self.best_s = min(self.best_s, iteration_s)
         if self.watch is not None:
             self.watch(self)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C end the search with its best plan so far, while this lasts.
+        """Let the first Ctrl-C in this context end the search with its best plan so far.
 
         A second one ends the program, as usual.
         """

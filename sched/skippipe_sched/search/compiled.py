@@ -1,10 +1,9 @@
-"""Kernels: functions that run as they are, or compiled, which takes a machine some time, once.
+"""Kernels: functions that run interpreted, or compiled once for each machine.
 
-Whoever calls a kernel from Python says `fast(kernel)(...)`; kernels call each other by name. numba
-is loaded when the first one is compiled. It keeps what it compiled beside each module and looks
-only at that module's own file: after an update of evaluator.py alone, it would go on with an
-annealing.py that has the old evaluator in it. So all is kept under a name that changes with any
-code that kernels consist of.
+Python code calls a kernel with `fast(kernel)(...)`; kernels call each other by name. numba is
+loaded when the first one is compiled. It caches compiled code next to each module and checks only
+that module's own file: after an update of evaluator.py alone, it would use a cached annealing.py
+that contains the old evaluator. So the cache folder's name depends on the code of all kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 
 from skippipe_sched.timing import averaging, hops
 
-# The modules that compiled code is made of, besides all of this room.
+# Modules with compiled code outside this package.
 MODULES = ("methods/dtfm.py", "problem/rules.py", "timing/averaging.py", "timing/hops.py")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -37,15 +36,15 @@ _mode = threading.local()
 
 
 def kernel(function: Function) -> Function:
-    """Let compiled kernels call a function, which stays as it is."""
+    """Register a function so that compiled kernels can call it; return it unchanged."""
     _not_registered.append(function)
     return function
 
 
 def fast(function: Callable[..., Any]) -> Any:
-    """Give a kernel in machine code; it then runs without the interpreter's lock.
+    """Return a kernel in machine code, which runs without the interpreter's lock.
 
-    While this thread is `interpreting`, give the function as it is.
+    Return the function itself while this thread is `interpreting`.
     """
     return function if getattr(_mode, "interprets", False) else _machine_code(function)
 
@@ -55,7 +54,7 @@ def interpreting() -> Iterator[None]:
     """Run kernels of this thread by the interpreter, about a thousand times as slowly."""
     _mode.interprets = True
     try:
-        with np.errstate(over="ignore"):  # Random numbers leave out what does not fit.
+        with np.errstate(over="ignore"):  # Random numbers overflow on purpose.
             yield
     finally:
         _mode.interprets = False
@@ -80,28 +79,28 @@ def _machine_code(function: Callable[..., Any]) -> Any:
 
 
 def is_compiled() -> bool:
-    """Tell whether a search was compiled before on this machine, for this installation."""
+    """Return whether a search was compiled on this machine for this installation."""
     return _mark().exists()
 
 
 def mark_as_compiled() -> None:
-    """Note that whatever a search needs is compiled, for those that come after."""
+    """Record that a search is compiled, for later processes."""
     _mark().touch()
 
 
 @contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Wait until no other process of this machine compiles."""
+    """Wait until no other process on this machine compiles, and keep others from compiling."""
     with (_cache_folder() / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 class Compilation:
-    """Another process that compiles the search; it stays if this one ends."""
+    """Separate process that compiles the search; it continues if this one ends."""
 
     def __init__(self, program: str):
-        """Run a program in Python; what it says goes to a file beside the compiled code."""
+        """Run a program in Python; its output is written to a file next to the compiled code."""
         self._said = _cache_folder() / "compilation.txt"
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
@@ -111,7 +110,7 @@ class Compilation:
         self._is_failure_told = False
 
     def succeeded(self) -> bool | None:
-        """Tell whether it has; None while it runs. Its failure is printed on stderr, once."""
+        """Return whether it has succeeded; None while it runs. Print a failure once."""
         code = self._process.poll()
         if code and not self._is_failure_told:
             self._is_failure_told = True
@@ -124,7 +123,7 @@ class Compilation:
 
 
 def _mark() -> Path:
-    # numba has a folder for each place in which a module lies: another installation compiles anew.
+    # numba has a folder for each location of a module: another installation compiles again.
     place = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
     name = f"{place}-{sys.implementation.cache_tag}-numba-{importlib.metadata.version('numba')}"
     return _cache_folder() / name
@@ -132,7 +131,7 @@ def _mark() -> Path:
 
 @cache
 def _cache_folder() -> Path:
-    """Make a folder for this very code: in the user's cache, or among temporary files."""
+    """Make a cache folder for this code: in the user's cache, or among temporary files."""
     here = Path(__file__).parents[1]
     modules = [*sorted(here.glob("search/*.py")), *(here / name for name in MODULES)]
     digest = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()
@@ -141,7 +140,7 @@ def _cache_folder() -> Path:
     folder = user / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # A home that cannot be written to, as service users often have.
+    except OSError:  # The home may not be writable, as is common for service users.
         folder = Path(tempfile.gettempdir(), name)
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,15 +1,14 @@
-"""The timing model compiled, for searches that ask it tens of thousands of times a second.
+"""Compiled timing model, for searches that call it tens of thousands of times a second.
 
-It is `simulate` again, on arrays: the same events, the same dispatch, the same averaging; a test
-holds the two together. What a plan is finally said to take, `simulate` says. Two things differ.
-A search wants to know only whether a candidate is better than what it has, so a simulation stops
-as soon as it cannot be; and dispatch without an order does not look ahead for nodes that lock
-against each other: a candidate that locks costs infinity, never less.
+It repeats `simulate` on arrays, with the same events, dispatch and averaging; a test compares the
+two. The final prediction of a plan comes from `simulate`. There are two differences. A search only
+needs to know whether a candidate is better than its current one, so a simulation stops as soon as
+it cannot be. And dispatch without an order does not look ahead for deadlocks between nodes: a
+candidate with a deadlock costs infinity, never less.
 
-Where iterations do not wait for averaging, that is an iteration by itself, and what `added_s` says
-of rings that are too long to hide: many iterations, one after another, are too many to look at. As
-long as the search is guided by means, what the rings of each stage would add is one of them: a ring
-that is not the longest matters too.
+In outer mode, the cost is that of a single iteration, plus `added_s` for rings that are too long to
+hide: simulating many iterations would take too long. While the mean guides the search, it includes
+the time that the rings of all stages would add, so that a ring that is not the longest matters too.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def push(event_s, event_of, size, time_s, microbatch):
 
 @kernel
 def pop(event_s, event_of, size):
-    """Take the first event away."""
+    """Remove the first event."""
     last = size - 1
     time_s, microbatch = event_s[last], event_of[last]
     i = 0
@@ -73,9 +72,9 @@ def pop(event_s, event_of, size):
 
 @kernel
 def _set_remaining(problem, candidate, scratch, limit_s):
-    """Set seconds from each operation's start to the end, if nothing waits; False if over limit.
+    """Set seconds from each operation's start to the end without waits; False if over limit.
 
-    Links are marked as free on the way.
+    Links are also marked as free.
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     averaging_s = candidate.averaging_s
@@ -126,14 +125,13 @@ def _chosen(scratch, slot, length):
 
 @kernel
 def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
-    """Simulate a candidate: iteration_s, plus `mean_weight` times its data nodes' mean end.
+    """Simulate a candidate: return iteration_s plus `mean_weight` times its data nodes' mean end.
 
-    Where iterations do not wait for averaging, what the rings of all stages would add is part of
-    that mean.
+    In outer mode, the time that the rings of all stages would add is part of that mean.
 
-    A free node takes a backward before the others, and else the first that has come, as `simulate`
-    dispatches; what it took is written to `order` if there is room.
-    Infinity where nodes lock against each other or the result cannot be below `limit_s`.
+    A free node takes a backward before other operations, and otherwise the first arrival, as the
+    dispatch of `simulate` does; its choices are written to `order` if it has room. Returns infinity
+    if nodes deadlock or the result cannot be below `limit_s`.
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     operations = order.operations
@@ -232,10 +230,10 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
 
 @kernel
 def replay(problem, candidate, order, scratch, limit_s, mean_weight):
-    """Judge a candidate as `evaluate` does, with nodes that run `order`, in that order.
+    """Judge a candidate as `evaluate` does, with nodes that run the operations of `order`.
 
-    As in `skippipe_sched.timing.replay`, there are no events then: a slot goes on until the input
-    of its next operation is not there yet, and whoever brings it wakes the slot.
+    As in `skippipe_sched.timing.replay`, there are no events: a slot runs until the input of its
+    next operation is missing, and the operation that sends the input wakes the slot.
     """
     node_of_slot, paths = candidate.node_of_slot, candidate.paths
     operations, first = order.operations, order.first
@@ -307,7 +305,7 @@ def replay(problem, candidate, order, scratch, limit_s, mean_weight):
 
 @kernel
 def _clear(problem, candidate, order, ordered, scratch):
-    """Let all microbatches arrive at once to begin. Links are cleared by `_set_remaining`."""
+    """Reset the buffers, with all microbatches ready at 0. `_set_remaining` resets the links."""
     for m in range(candidate.paths.shape[0]):
         scratch.position[m] = 0
         scratch.running[m] = False
@@ -331,7 +329,7 @@ def _clear(problem, candidate, order, ordered, scratch):
 
 @kernel
 def _cost(problem, candidate, scratch, limit_s, mean_weight):
-    """Compute what an iteration costs in which everything has ended."""
+    """Compute the cost of a completed iteration."""
     stages = problem.ring_bytes.shape[0]
     pipeline_s = 0.0
     for stage in range(stages):

@@ -1,7 +1,7 @@
-"""The moves of the search, compiled: small changes of a candidate that can be taken back.
+"""Compiled moves of the search: small, reversible changes of a candidate.
 
-They keep the rules by construction: nodes change places, microbatches exchange replicas, stages or
-the rest of their paths, neighbours on a path change places.
+They keep the rules by construction: nodes trade places, microbatches exchange replicas, stages or
+the rest of their paths, neighbors on a path trade places.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from skippipe_sched.search.compiled import kernel
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE = range(7)
 MOVES = 7
-# Of the moves of nodes, so many exchange all nodes of two stages and not two nodes alone.
+# Share of the moves of nodes that exchange all nodes of two stages and not two nodes alone.
 WHOLE_STAGES_SHARE = 0.2
 
 
 class Undo(NamedTuple):
-    """What the last move changed."""
+    """Values that the last move changed."""
 
     microbatches: np.ndarray  # 2
-    slots: np.ndarray  # 2: the first of those whose nodes changed places
-    length: np.ndarray  # 1: how many slots these are, from each of the two
+    slots: np.ndarray  # 2: the first of the slots whose nodes traded places
+    length: np.ndarray  # 1: number of these slots, from each of the two
     paths: np.ndarray  # 2, length
     averaging_s: np.ndarray  # 2
     all_paths: np.ndarray  # microbatches, length; after a move of unequal nodes
@@ -33,7 +33,7 @@ class Undo(NamedTuple):
 
 
 def undo_for(candidate: Candidate) -> Undo:
-    """Make room for what a move changes."""
+    """Allocate the buffers of a move's changes."""
     return Undo(
         microbatches=np.zeros(2, np.int64),
         slots=np.zeros(2, np.int64),
@@ -46,7 +46,7 @@ def undo_for(candidate: Candidate) -> Undo:
 
 
 def random_state(seed: int) -> np.ndarray:
-    """Return the state of the random numbers of one chain."""
+    """Return the state of a chain's random number generator."""
     return np.array([seed % 2**64], np.uint64)
 
 
@@ -63,13 +63,13 @@ def uniform(state):
 
 @kernel
 def below(state, number):
-    """Draw a whole number from 0 to below `number`."""
+    """Draw an integer from 0 to below `number`."""
     return int(uniform(state) * number)
 
 
 @kernel
 def keeps_rules(problem, path):
-    """Tell whether a path keeps CC1 and CC2, as rules.sequence_problem says them."""
+    """Return whether a path keeps CC1 and CC2, as rules.sequence_problem defines them."""
     highest = 0
     previous = 0
     swaps = 0
@@ -92,7 +92,7 @@ def keeps_rules(problem, path):
 
 @kernel
 def keeps_shares(problem, candidate, stage):
-    """Tell whether one stage keeps TC1, as rules.violations says it."""
+    """Return whether one stage keeps TC1, as rules.violations defines it."""
     begin, end = problem.first_slot[stage], problem.first_slot[stage + 1]
     total = 0
     speeds = 0.0
@@ -114,7 +114,7 @@ def keeps_shares(problem, candidate, stage):
 
 @kernel
 def keeps_balance(problem, candidate):
-    """Tell whether a candidate keeps CC3, as rules.violations says it."""
+    """Return whether a candidate keeps CC3, as rules.violations defines it."""
     least, most = np.int64(1) << 60, np.int64(0)
     for stage in range(1, problem.ring_bytes.shape[0]):
         total = 0
@@ -139,7 +139,7 @@ def share_out(problem, candidate, stage, state):
         speed = 1.0 / visit_s(problem, candidate.node_of_slot[slot], stage)
         share[slot - begin] = total * speed / speeds
     while True:
-        # From the replica that is most above its share to the one most below.
+        # Move from the replica that is most above its share to the one most below.
         over, under = begin, begin
         for slot in range(begin, end):
             excess = candidate.visits[slot] - share[slot - begin]
@@ -196,7 +196,7 @@ def _size(problem, stage):
 
 @kernel
 def _exchange_nodes(candidate, undo):
-    """Let the nodes of some slots change places with others; once more, and they are back."""
+    """Exchange the nodes of two ranges of slots; a second call restores them."""
     nodes = candidate.node_of_slot
     for i in range(undo.length[0]):
         x, y = undo.slots[0] + i, undo.slots[1] + i
@@ -205,7 +205,7 @@ def _exchange_nodes(candidate, undo):
 
 @kernel
 def _exchange_replicas(problem, candidate, a, b, i):
-    """Let two microbatches exchange the replicas on which they visit one stage."""
+    """Exchange the replicas on which two microbatches visit one stage."""
     paths = candidate.paths
     stage = problem.stage_of_slot[paths[a, i]]
     for k in range(1, paths.shape[1]):
@@ -217,7 +217,7 @@ def _exchange_replicas(problem, candidate, a, b, i):
 
 @kernel
 def _relocate(problem, candidate, a, i, target):
-    """Let one microbatch visit another slot instead, if the shares and the balance allow it."""
+    """Move a visit of one microbatch to another slot, if the shares and the balance allow it."""
     slot = candidate.paths[a, i]
     if slot == target:
         return False
@@ -240,7 +240,7 @@ def _relocate(problem, candidate, a, i, target):
 
 @kernel
 def draw_move(weights, state):
-    """Draw one of the moves, as often as the weights say."""
+    """Draw one of the moves in proportion to the weights."""
     drawn = uniform(state) * weights.sum()
     for move in range(weights.shape[0] - 1):
         drawn -= weights[move]
@@ -251,7 +251,7 @@ def draw_move(weights, state):
 
 @kernel
 def propose(problem, candidate, undo, move, state):
-    """Make one move; False if it came to nothing (then `revert` must follow all the same)."""
+    """Make one move; False if it is impossible (`revert` must follow in any case)."""
     if move == NODES:
         return _swap_nodes(problem, candidate, undo, state)
     paths = candidate.paths
@@ -291,7 +291,7 @@ def propose(problem, candidate, undo, move, state):
 
 @kernel
 def revert(problem, candidate, undo, move, made):
-    """Take the last move back; `made` is what `propose` said of it."""
+    """Undo the last move; `made` is the result of `propose`."""
     if move == NODES:
         if not made:
             return

@@ -1,11 +1,11 @@
-"""Annealing of several pipelines beside each other that trade nodes, compiled.
+"""Compiled annealing of several parallel pipelines that trade nodes.
 
-Each pipeline is a candidate of its own on slots of its own, and the problems of all of them know
-all nodes of the whole. So a node goes from one to another as two nodes of one pipeline change
+Each pipeline is a candidate on slots of its own, and the problems of all pipelines contain all
+nodes of the whole case. So a node moves between pipelines as two nodes of one pipeline trade
 places: by two numbers. Nodes that serve in none are `idle`.
 
-What is made small is the end of the last pipeline. The others count a little, by a high power mean:
-otherwise nearly all trades would be as good as none.
+The cost is the end of the last pipeline. The other ends count a little, by a high power mean:
+otherwise nearly all trades would leave the cost unchanged.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from skippipe_sched.search.arrays import set_averaging
 from skippipe_sched.search.compiled import kernel
 from skippipe_sched.search.moves import below, draw_move, propose, revert, share_out, uniform
 
-# Of the mean of the pipelines' ends: with more, little but the last one counts.
+# Power of the mean of the pipelines' ends: with a greater one, almost only the last end counts.
 POWER = 8.0
-# Of the steps; the others are moves within a pipeline.
+# Share of the steps; the others are moves within a pipeline.
 TRADES_SHARE = 0.3
 
 
 @kernel
 def _left_s(room, power_of_others, weight):
-    """Compute what an iteration may take [s] that keeps the mean of the ends within its limit."""
+    """Compute the longest iteration [s] that keeps the mean of the ends within its limit."""
     left = room - power_of_others
     return left ** (1.0 / POWER) / weight if left > 0.0 else 0.0
 
 
 @kernel
 def _put(problem, chain, slot, node):
-    """Put another node on a slot; keep what is lost by it in ``chain.undo``."""
+    """Put another node on a slot; store the replaced values in ``chain.undo``."""
     candidate, undo = chain.candidate, chain.undo
     stage = problem.stage_of_slot[slot]
     undo.averaging_s[0] = candidate.averaging_s[stage]
@@ -57,12 +57,12 @@ def _put_back(problem, chain, slot, node):
 
 @kernel
 def trade(first, a, second, b, idle, ends, places, weights, piece):
-    """Make the moves of a piece in two pipelines, and trades between them and with `idle` nodes.
+    """Run the moves of a piece in two pipelines, and trades between them and with `idle` nodes.
 
     `first` and `second` are the problems of the chains `a` and `b`; `ends` has the end of every
     pipeline, those of these two at `places`, each its iteration's cost [s] times its weight in
-    `weights`. The temperature is in the unit of `ends`. A pipeline that is alone is both of them,
-    and trades with idle nodes only.
+    `weights`. The temperature is in the unit of `ends`. A single pipeline is passed as both of
+    them, and trades with idle nodes only.
     """
     temperature = piece.temperature
     alone = places[0] == places[1]

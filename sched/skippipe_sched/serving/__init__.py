@@ -1,5 +1,5 @@
-"""Serving a model over scattered hosts: which stages each holds, routes, predictions and bounds.
+"""Serving a model on scattered hosts: placement of stages, routes, predictions and bounds.
 
-Others use `case.ServingCase`, which measured arrays fill, `placing.place`, `routing.routes`,
+Entry points: `case.ServingCase`, which measured arrays fill, `placing.place`, `routing.routes`,
 `simulate.simulate` and `bound.bounds`, whose results are tuples and numbers.
 """

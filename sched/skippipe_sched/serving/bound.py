@@ -1,14 +1,15 @@
-"""What no placement and no routes can beat.
+"""Bounds that no placement and no routes can beat.
 
 For one sequence: a route takes its time on hosts and on links, and the stages that it visits on a
-host have to fit there. The search for the shortest one knows what it leaves out.
+host must fit there. The search for the shortest route also returns a bound on the routes that it
+dropped.
 
-For all groups: routes are a flow of steps through hosts, each visit being of stages that fit there.
-In the mean over time, a host is busy for no more than all of the time, and so is a link; no more
-groups than there are can be on hosts, links and their way; and a host runs only what it holds, for
-which it has the room. The most steps per second that this allows are those of a mixed integer
-program, or what is proved of it after `MOST_NODES`. It leaves out that groups wait for one another,
-and that each keeps to one route.
+For all groups: routes are a flow of steps through hosts, where each visit is a run of stages that
+fit on the host. On average over time, a host is busy for at most all of the time, and so is a link;
+the number of groups on hosts, links and in transit is at most `groups`; and a host runs only stages
+that it holds, within its memory. The bound is the largest number of steps per second under these
+conditions, from a mixed integer program, or its proved bound after `MOST_NODES`. It ignores that
+groups wait for one another, and that each keeps to one route.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from skippipe_sched.serving.case import FRONT, ServingCase
 from skippipe_sched.serving.packing import hosts_of_stages
 from skippipe_sched.serving.shortest import Run, alone, empty_room, remaining_s, runs_from, shortest
 
-# Nodes of the search tree of the program.
+# Limit on nodes of the program's search tree.
 MOST_NODES = 200
-# By which part the solver may break a condition.
+# Relative tolerance of the solver's conditions.
 TOLERANCE = 1e-6
 Row = tuple[str, *tuple[int, ...]]
-"""A condition: its kind, and of which host, stage or link it is."""
+"""Key of a condition: its kind, and its host, stage or link."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no placement and no routes can beat, if as few stages as possible have no host.
+    """Bounds on all placements and routes with as few stages without a host as possible.
 
     Attributes:
         tokens_per_s: of all groups at once, at most.
@@ -50,13 +51,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Column:
-    """An unknown of the program: a part of the flow, or whether a host holds a stage.
+    """Unknown of the program: a part of the flow, or whether a host holds a stage.
 
     A part of the flow is in steps per unit of time.
 
     Attributes:
         rows: its coefficients in the conditions.
-        steps: how many steps end by it.
+        steps: number of steps that end with it.
         whole: whether it is 0 or 1.
     """
 
@@ -72,7 +73,7 @@ def bounds(case: ServingCase) -> Bounds:
     columns = [*_visits(case, skips, least_s), *_hops(case, skips, least_s)]
     limits = {"host": 1.0, "link": 1.0, "room": 1.0, "groups": float(case.groups)}
     if skips:
-        # Which stages of a run are those skipped is not known.
+        # It is unknown which stages of a run are skipped.
         limits["runs"] = np.inf
     else:
         columns += _held_stages(case)
@@ -81,7 +82,7 @@ def bounds(case: ServingCase) -> Bounds:
 
 
 def _visits(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
-    """List the visits to hosts. A step begins with the one of the front's head and stage 0."""
+    """List the visits to hosts. A step begins with the front's head and stage 0."""
     begin_s = np.where(np.arange(case.hosts) == FRONT, case.head_s + case.step_s[FRONT, 0], np.inf)
     for first in range(1, case.stages + 1):
         for run in runs_from(case, first, skips):
@@ -94,7 +95,7 @@ def _visits(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
 def _of_run(
     case: ServingCase, run: Run, first: int, takes_s: Float[np.ndarray, " hosts"], unit_s: float
 ) -> Iterator[_Column]:
-    """List the visits of this run to all hosts with the room, for stages from `first` on."""
+    """List the visits of this run to all hosts with enough memory, for stages from `first` on."""
     for host in np.flatnonzero(np.isfinite(takes_s)).tolist():
         takes = float(takes_s[host]) / unit_s
         rows: dict[Row, float] = {("arrived", first, host): -1.0, ("done", run.end, host): 1.0}
@@ -105,7 +106,7 @@ def _of_run(
 
 
 def _hops(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
-    """List the hops between hosts after each stage, and the ways back to the front."""
+    """List the hops between hosts after each stage, and the hops back to the front."""
     pairs = [*itertools.product(range(case.hosts), repeat=2)]
     for (source, target), done in itertools.product(pairs, range(1, case.stages + 1)):
         last = done == case.stages
@@ -121,7 +122,7 @@ def _hops(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
 
 
 def _held_stages(case: ServingCase) -> Iterator[_Column]:
-    """List which host may hold which stage, as much as all that it may run of it."""
+    """List the stages that each host may hold, which limit the stages that it runs."""
     free_bytes = empty_room(case).free_bytes
     for host, stage in itertools.product(range(case.hosts), range(1, case.stages)):
         if case.stage_bytes[stage] <= free_bytes[host]:
@@ -132,7 +133,7 @@ def _held_stages(case: ServingCase) -> Iterator[_Column]:
 def _most_steps(columns: Sequence[_Column], limits: Mapping[str, float]) -> float:
     """Solve the program: return the most steps that end in a unit of time, or a bound on them.
 
-    `limits` are by kind of condition; of the others, what comes in goes out, or more.
+    `limits` are by kind of condition; in the other conditions, inflow equals or exceeds outflow.
     """
     numbers = {
         row: n for n, row in enumerate(dict.fromkeys(row for c in columns for row in c.rows))

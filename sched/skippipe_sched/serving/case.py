@@ -1,4 +1,4 @@
-"""What a service is planned for: hosts, the links between them, and what the stages take."""
+"""Case of a service: hosts, the links between them, and the costs of the stages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from skippipe_sched.problem import links
 from skippipe_sched.problem.case import of_each_stage
 
 Placement = tuple[tuple[int, ...], ...]
-"""For each host the stages that it holds, in increasing order."""
+"""Stages that each host holds, in increasing order."""
 Route = tuple[int | None, ...]
-"""For each stage the host that runs it; None for a stage that no host holds."""
+"""Host that runs each stage; None for a stage that no host holds."""
 
 FRONT = 0
-"""The host that takes requests: it holds stage 0, and draws the tokens."""
-# What is greater is a mistake, and would only fill the memory.
+"""Host that takes requests: it holds stage 0, and samples the tokens."""
+# Larger values are mistakes, and would only fill the memory.
 MOST_HOSTS, MOST_STAGES, MOST_GROUPS = 1_000, 256, 10_000
 ROUNDING = 1e-9
 REQUIRED = ("hosts", "links", "stage_bytes", "activation_bytes", "groups", "slots")
@@ -33,18 +33,18 @@ OF_HOST = ("location", "room_bytes", "step_s")
 
 @dataclass(frozen=True, eq=False)
 class ServingCase:
-    """What a service is planned for, checked. Host 0 is the front.
+    """Checked case of a service. Host 0 is the front.
 
     Attributes:
-        step_s: seconds that one step of a group takes on a host in a stage.
-        room_bytes: what each host has room for.
-        stage_bytes: what each stage takes of it, with its weights and the caches of all groups.
-        latency_s: seconds that any message is on its way from one host to another.
+        step_s: seconds of one step of a group on a host in a stage.
+        room_bytes: memory of each host.
+        stage_bytes: memory of each stage, with its weights and the caches of all groups.
+        latency_s: latency in seconds of any message from one host to another.
         bandwidth: bytes per second of the link from one host to another.
         activation_bytes: of the message of one group from a stage to the next.
         groups: groups of sequences that are in flight at once.
         slots: sequences of a group; a step gives each of them one token.
-        head_s: seconds that the front takes for the head and for drawing the tokens of a group.
+        head_s: seconds that the front takes for the head and for sampling the tokens of a group.
 
     Raises:
         InputError: naming the field, if one has the wrong shape or is out of bounds, or if the
@@ -62,7 +62,7 @@ class ServingCase:
     head_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check what was given."""
+        """Check all fields."""
         if np.ndim(self.step_s) != 2:
             problem = "must have a row for each host and a column for each stage"
             raise InputError("case.step_s", self.step_s, problem, "Give a matrix")
@@ -99,51 +99,51 @@ class ServingCase:
 
     @property
     def hosts(self) -> int:
-        """Count the hosts."""
+        """Number of hosts."""
         return len(self.room_bytes)
 
     @property
     def stages(self) -> int:
-        """Count the stages."""
+        """Number of stages."""
         return len(self.stage_bytes)
 
     def with_stages(self, which: Bool[np.ndarray, " stages"]) -> ServingCase:
-        """Return the case of a model that has only these of the stages."""
+        """Return the case of a model that has only these stages."""
         step_s, stage_bytes = self.step_s[:, which], self.stage_bytes[which]
         return replace(self, step_s=step_s, stage_bytes=stage_bytes)
 
     @cached_property
     def kinds(self) -> UInt64[np.ndarray, " stages"]:
-        """Number the sizes of stages, from 1: stages of the same size have the same number."""
+        """Index of each stage's size, from 1: stages of the same size have the same number."""
         sizes = np.unique(self.stage_bytes, return_inverse=True)[1]
         return sizes.astype(np.uint64) + np.uint64(1)
 
     @cached_property
     def sending_s(self) -> Float[np.ndarray, "hosts hosts"]:
-        """Compute how long a message occupies the link from host to host [s]; 0 to itself."""
+        """Seconds for which a message occupies the link from host to host; 0 to itself."""
         sending = self.activation_bytes / self.bandwidth
         np.fill_diagonal(sending, 0.0)
         return sending
 
     @cached_property
     def hop_s(self) -> Float[np.ndarray, "hosts hosts"]:
-        """Compute how long a message takes from host to host that meets no other [s]."""
+        """Seconds of a message from host to host without contention."""
         hop = self.latency_s + self.sending_s
         np.fill_diagonal(hop, 0.0)
         return hop
 
 
 def load_case(path: Path) -> ServingCase:
-    """Read and check a case file (YAML) of a service, with a link table beside it."""
+    """Read and check a case file (YAML) of a service, including its link table."""
     return parse_case(fields.load_yaml(path, "case"), path.parent)
 
 
 def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
-    """Check the case of a service given as a mapping; a link table would lie in `folder`.
+    """Check the case of a service given as a mapping; `folder` is that of a link table, if any.
 
     Hosts are a list of `location`, `room_bytes` and `step_s`, the front first; `links` and
-    `same_location` are those of cases of training. `step_s` is one number for all stages, or a
-    number for each.
+    `same_location` are as in cases of training. `step_s` is one number for all stages, or a number
+    for each.
 
     Raises:
         InputError: naming the field, its value, and what to write instead.
@@ -182,10 +182,11 @@ def _durations(value: Any, field: str, stages: int) -> tuple[float, ...]:
 
 
 def checked_placement(case: ServingCase, placement: Any, field: str) -> Placement:
-    """Return which stages each host holds, if that is possible.
+    """Return the stages that each host holds, after checking them.
 
     Raises:
-        InputError: if there is no list of stages for each host, or a host has no room for its own.
+        InputError: if there is no list of stages for each host, or a host has no room for its
+            stages.
     """
     rows = fields.sequence(placement, field)
     if len(rows) != case.hosts:
@@ -211,10 +212,10 @@ def checked_placement(case: ServingCase, placement: Any, field: str) -> Placemen
 
 
 def checked_lost(case: ServingCase, lost: Collection[int]) -> frozenset[int]:
-    """Return the hosts that are lost, which can be any but the front.
+    """Return the lost hosts, which can be any but the front.
 
     Raises:
-        InputError: if one is the front, or no host of the case.
+        InputError: if one is the front, or not a host of the case.
     """
     for host in lost:
         fields.integer(host, "lost", FRONT + 1, case.hosts - 1)

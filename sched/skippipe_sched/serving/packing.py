@@ -1,4 +1,4 @@
-"""A host for as many stages as possible, with as few bytes loaded as possible."""
+"""Placement of as many stages as possible with as few loaded bytes as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skippipe_sched.serving.case import ServingCase
 from skippipe_sched.serving.shortest import empty_room
 
 MOST_TRIES = 5_000
-"""Places of a stage that are tried; only where sizes hardly fit together are there more."""
+"""Limit on tried placements of a stage; it is reached only where sizes barely fit together."""
 
 
 def hosts_of_stages(
@@ -20,12 +20,12 @@ def hosts_of_stages(
 ) -> dict[int, int]:
     """Choose a host for each stage after 0, or for as many as the memory of all hosts allows.
 
-    That is as cheap as possible where `loading` is what a stage costs on a host. Of stages that
-    hardly fit together one may be left out that would fit (`MOST_TRIES`).
+    The choice is as cheap as possible if `loading` gives the cost of a stage on a host. If stages
+    barely fit together, one that would fit may be left out (`MOST_TRIES`).
     """
     free_of_charge = np.zeros((case.hosts, case.stages))
     by_size = (1 + np.argsort(case.stage_bytes[1:], kind="stable")).tolist()
-    # If as many of any stages fit, so do the smallest.
+    # If any choice of this many stages fits, so do the smallest.
     for skips in range(len(by_size)):
         found = packed(case, by_size[: len(by_size) - skips], free_of_charge)
         if found is not None:
@@ -40,9 +40,9 @@ def packed(
     loading: Float[np.ndarray, "hosts stages"],
     skips: int = 0,
 ) -> dict[int, int] | None:
-    """Choose a host for each of these stages but for `skips` of them, as cheaply as possible.
+    """Choose a host for each of these stages except `skips` of them, as cheaply as possible.
 
-    `loading` is what a stage costs on a host. Returns None if they were not found to fit.
+    `loading` is the cost of a stage on a host. Returns None if no packing was found.
     """
     order = sorted(stages, key=lambda stage: -case.stage_bytes[stage])
     packing = _Packing(case, order, loading)
@@ -52,7 +52,7 @@ def packed(
 
 @dataclass(eq=False)
 class _Packing:
-    """A depth-first search: the largest stage first, each on the cheapest and fullest host."""
+    """Depth-first search: the largest stage first, each on the cheapest and fullest host."""
 
     case: ServingCase
     order: list[int]
@@ -63,7 +63,7 @@ class _Packing:
     tries: int = 0
 
     def __post_init__(self) -> None:
-        """Begin with empty hosts, and reckon what is left to place after each stage."""
+        """Start with empty hosts, and compute the sizes and least costs of the stages."""
         self.free = empty_room(self.case).free_bytes
         self.sizes = self.case.stage_bytes[self.order]
         self.least = self.loading.min(axis=0)[self.order]
@@ -72,7 +72,7 @@ class _Packing:
         """Choose hosts for the stages from this place in the order on."""
         sizes = self.sizes[place:]
         needed = len(sizes) - skips
-        # What can be skipped may be what costs most.
+        # The skipped stages may be the most expensive ones.
         least = np.sort(self.least[place:])[: max(needed, 0)].sum()
         if self.tries > MOST_TRIES or cost + least >= self.best_cost:
             return

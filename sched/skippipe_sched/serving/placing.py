@@ -1,9 +1,10 @@
-"""Which host holds which stages.
+"""Placement of stages on hosts.
 
-A stage without a host is never run, so as few as possible are. Hosts that hold something keep it,
-unless a stage would have no host otherwise; then as few bytes as possible are loaded. The others
-get the stages of the routes that are found if they have all their room. What is left of it is
-filled with the stages of the fewest hosts, so that a lost host takes fewer stages with it.
+A stage without a host is never run, so there are as few of these as possible. Hosts that hold
+stages keep them, unless a stage would have no host otherwise; then as few bytes as possible are
+loaded. The other hosts get the stages of the routes that are found with all their memory free. The
+memory that is left is filled with the stages of the fewest hosts, so that the loss of a host
+affects fewer stages.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ def place(
 ) -> Placement:
     """Choose the stages that each host holds.
 
-    As few stages as possible have no host. Then all groups in flight at once get as many
-    `tokens_per_s` as possible, or one sequence alone as few `seconds_per_token`. Hosts that are
-    `lost` hold nothing.
+    As few stages as possible have no host. Then the placement maximizes the `tokens_per_s` of all
+    groups in flight at once, or minimizes the `seconds_per_token` of one sequence alone. Hosts that
+    are `lost` hold nothing.
 
-    Where `held` says what each host holds already, hosts that hold something keep it and load
-    nothing else, but for stages that would have no host otherwise: of these, as few bytes as
-    possible. Hosts that hold nothing, as when they have joined, get what suits the objective. The
-    same arguments give the same placement; more `tries` give a better one, in as much more time.
+    `held` gives the stages that each host holds already. Hosts that hold some keep them and load no
+    others, except stages that would have no host otherwise, with as few bytes as possible. Hosts
+    that hold nothing, such as new ones, get the stages that suit the objective. The same arguments
+    give the same placement; more `tries` give a better one, in proportionally more time.
 
     Raises:
-        InputError: if the objective is none, `held` does not fit the case, or a lost host is none
-            of it or the front.
+        InputError: if the objective is unknown, `held` does not fit the case, or a lost host is the
+            front or not in the case.
     """
     fields.text(objective, "objective", OBJECTIVES)
     gone = list(checked_lost(case, lost))
@@ -75,7 +76,7 @@ def place(
     of_objective = replace(case, groups=1) if objective == "seconds_per_token" else case
     loaded = _loaded(of_objective, room, run, seed, tries)
     if loaded is None:
-        # No route was found that fills the room as it must be filled.
+        # No route was found that uses the memory as required.
         room = _holding(case, room, {s: h for s, h in hosts.items() if empty[h]})
         loaded = _loaded(of_objective, room, np.array(room.held.any(axis=0)), seed, tries)
         assert loaded is not None, "each of these stages has a host"
@@ -89,7 +90,7 @@ def _with_needed(
     empty: Bool[np.ndarray, " hosts"],
     hosts: Mapping[int, int],
 ) -> Bool[np.ndarray, "hosts stages"]:
-    """Load stages on the hosts that need them, if these hold others, of which the largest stay."""
+    """Load the needed stages on hosts that hold others, of which the largest that fit stay."""
     kept = kept.copy()
     for host in {host for stage, host in hosts.items() if not (kept[host, stage] or empty[host])}:
         needed = [stage for stage, own in hosts.items() if own == host] + [0] * (host == FRONT)
@@ -107,7 +108,7 @@ def _with_needed(
 def _run_by_the_quickest(
     case: ServingCase, room: Room, run: Bool[np.ndarray, " stages"]
 ) -> Bool[np.ndarray, " stages"]:
-    """Choose which stages are run, if not all can be: as many as in `run`."""
+    """Choose the stages that are run, if not all can be: as many as in `run`."""
     rest_s = remaining_s(case, skips=int((~run).sum()))
     route, _ = shortest(case, room, alone(case), rest_s)
     return run if route is None else np.array([host is not None for host in route])
@@ -116,7 +117,7 @@ def _run_by_the_quickest(
 def _loaded(
     case: ServingCase, room: Room, run: Bool[np.ndarray, " stages"], seed: int, tries: int
 ) -> Room | None:
-    """Return what hosts hold for the best routes that are found, and the room that is left then."""
+    """Return the stages held for the best routes found, and the memory that is then left."""
     if not (room.free_bytes[:, None] >= case.stage_bytes[1:]).any():
         return room if room.held[:, run].any(axis=0).all() else None
     found = search(case.with_stages(run), Room(room.held[:, run], room.free_bytes), seed, tries)
@@ -129,14 +130,14 @@ def _loaded(
 
 
 def _holding(case: ServingCase, room: Room, hosts: Mapping[int, int]) -> Room:
-    """Return the room that is left if stages are held by these hosts, too."""
+    """Return the memory that is left if these hosts also hold these stages."""
     held = room.held.copy()
     held[list(hosts.values()), list(hosts)] = True
     return Room(held, room.free_bytes - (held & ~room.held) @ case.stage_bytes)
 
 
 def _fill(case: ServingCase, room: Room) -> None:
-    """Load in what room is left stages that few hosts hold."""
+    """Fill the memory that is left with stages that few hosts hold."""
     while True:
         fits = ~room.held & (case.stage_bytes <= room.free_bytes[:, None])
         fits[:, 0] = False

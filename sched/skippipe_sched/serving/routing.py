@@ -1,9 +1,9 @@
 """Routes of groups that are in flight at once.
 
-Groups are routed one after another, each by the shortest route if it has to wait for what the
-groups before it take of hosts and links. Then some get other routes, and keep them if more tokens
-come of it, as the simulation says. Where hosts have room left, routes give them stages, so the same
-search finds placements.
+Groups are routed one after another, each by the shortest route including waits for the hosts and
+links that earlier groups use. Then some groups get other routes, which are kept if the simulation
+predicts more tokens. Where hosts have memory left, routes load stages on them, so the same search
+finds placements.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from skippipe_sched.serving.shortest import Costs, Room, alone, remaining_s, sho
 from skippipe_sched.serving.simulate import Use, cycle, steps_per_s
 
 TRIES = 150
-# Ways kept for one of many routes, and steps of a group for one of many simulations.
+# Partial routes kept for one of many routes, and steps of a group for one of many simulations.
 MOST_WAYS, STEPS = 16, 60
-# A busy host is dearer by a factor whose logarithm lies within this of that of the groups.
+# The logarithm of a busy host's price factor lies within this of the logarithm of the number of
+# groups.
 SPREAD = 4.0
 
 
@@ -41,15 +42,15 @@ def routes(
     seed: int = 0,
     tries: int = TRIES,
 ) -> tuple[Route, ...]:
-    """Find a route for each group, through all stages that a host holds which is not lost.
+    """Find a route for each group, through all stages that a present host holds.
 
-    The route of a single group is the shortest. For the groups that are active, give the case their
-    number. The same arguments give the same routes. With no `tries`, these are the first that are
-    found, each the shortest if it waits for those before it, which takes milliseconds.
+    The route of a single group is the shortest. To route the active groups only, set their number
+    in the case. The same arguments give the same routes. With no `tries`, these are the first
+    routes found, each the shortest given the ones before it, which takes milliseconds.
 
     Raises:
-        InputError: if the placement does not fit the case, or a lost host is none of it or the
-            front.
+        InputError: if the placement does not fit the case, or a lost host is the front or not in
+            the case.
     """
     held = held_stages(case, checked_placement(case, placement, "placement"))
     held[list(checked_lost(case, lost))] = False
@@ -61,7 +62,7 @@ def routes(
 
 
 def held_stages(case: ServingCase, placement: Placement) -> Bool[np.ndarray, "hosts stages"]:
-    """Tell which host holds which stage."""
+    """Return whether each host holds each stage."""
     held = np.zeros((case.hosts, case.stages), dtype=bool)
     for host, stages in enumerate(placement):
         held[host, list(stages)] = True
@@ -69,15 +70,15 @@ def held_stages(case: ServingCase, placement: Placement) -> Bool[np.ndarray, "ho
 
 
 def through(run: Bool[np.ndarray, " stages"], route: Route) -> Route:
-    """Return a route through all stages, from one through those that are `run`."""
+    """Return a route through all stages, from one through the stages in `run`."""
     hosts = iter(route)
     return tuple(next(hosts) if own else None for own in run)
 
 
 def search(case: ServingCase, room: Room, seed: int, tries: int) -> list[Route] | None:
-    """Find a route through all stages for each group, so that they give many tokens per second.
+    """Find a route through all stages for each group that together give many tokens per second.
 
-    They may load stages where there is room. Returns None if no route was found.
+    Routes may load stages where there is free memory. Returns None if no route was found.
     """
     fields.integer(seed, "seed", 0, fields.LARGEST_SEED)
     if case.groups == 1:
@@ -87,7 +88,7 @@ def search(case: ServingCase, room: Room, seed: int, tries: int) -> list[Route] 
 
 
 class _Search:
-    """One search for the routes of all groups."""
+    """A search for the routes of all groups."""
 
     def __init__(self, case: ServingCase, room: Room, seed: int):
         self.case, self.room = case, room
@@ -96,13 +97,13 @@ class _Search:
         self.cycles: dict[Route, list[Use]] = {}
 
     def run(self, tries: int) -> list[Route] | None:
-        """Route all groups one after another, and then some of them again and again."""
+        """Route all groups one after another, then try other routes for some of them."""
         best: list[Route] = []
         for _ in range(self.case.groups):
             busy_s, sending_s = self.load(best)
             hop_s = self.case.hop_s + sending_s + busy_s
             np.fill_diagonal(hop_s, 0.0)
-            # The front's first and last turn are one, which every route has.
+            # The front's first and last visit are one, which every route has.
             back_s = self.case.hop_s[:, FRONT] + sending_s[:, FRONT]
             route = self.shortest(best, Costs(self.case.step_s, hop_s, back_s))
             if route is None:
@@ -121,7 +122,8 @@ class _Search:
     def rerouted(self, best: Sequence[Route]) -> list[Route] | None:
         """Give some groups, or all that visit some host, one or two other routes.
 
-        Each is the shortest if busy hosts are dearer, and all of them by chance.
+        Each new route is the shortest with higher costs for busy hosts and random factors on all
+        hosts.
         """
         random, case = self.random, self.case
         if random.random() < 0.5:
@@ -144,7 +146,7 @@ class _Search:
         return [tried[group] for group in range(case.groups)]
 
     def shortest(self, beside: Iterable[Route], costs: Costs) -> Route | None:
-        """Find a route of little cost in the room that is left beside others."""
+        """Find a route of low cost in the memory that other routes leave."""
         return shortest(self.case, self.left(beside), costs, self.rest_s, MOST_WAYS)[0]
 
     def steps_per_s(self, routes: Iterable[Route]) -> float:
@@ -152,7 +154,7 @@ class _Search:
         return steps_per_s([self.cycle(route) for route in routes], STEPS)
 
     def left(self, routes: Iterable[Route]) -> Room:
-        """Return the room that is left beside the stages of these routes."""
+        """Return the memory that the stages of these routes leave."""
         held = self.room.held.copy()
         for route in routes:
             held[np.array(route), np.arange(len(route))] = True
@@ -162,7 +164,7 @@ class _Search:
     def load(
         self, routes: Iterable[Route]
     ) -> tuple[Float[np.ndarray, " hosts"], Float[np.ndarray, "hosts hosts"]]:
-        """Add up what a step of each of these routes takes of hosts and of links [s]."""
+        """Sum the time that a step of each of these routes occupies hosts and links [s]."""
         busy_s = np.zeros(self.case.hosts)
         sending_s = np.zeros((self.case.hosts, self.case.hosts))
         for route in routes:
@@ -172,7 +174,7 @@ class _Search:
         return busy_s, sending_s
 
     def cycle(self, route: Route) -> list[Use]:
-        """Return the turns of a route; kept."""
+        """Return the uses of a route; cached."""
         if route not in self.cycles:
             self.cycles[route] = cycle(self.case, route)
         return self.cycles[route]

@@ -1,10 +1,10 @@
-"""The shortest route through hosts that hold stages, or have room for them.
+"""Shortest route through hosts that hold stages, or have memory for them.
 
-A route is found stage by stage, as ways through the first stages. Of ways that end on one host and
-leave the same room on all hosts, only the quickest is kept. Where no host has room left, there are
-at most as many as hosts, and the route is the shortest. Else the most promising ones are kept, by
-what the whole route takes at least (`remaining_s`); what the best one of the others promises is a
-bound.
+A route is found stage by stage, as partial routes (ways) through the first stages. Of the ways that
+end on one host and leave the same memory on all hosts, only the fastest is kept. Where no host has
+memory left, there are at most as many ways as hosts, and the route is the shortest. Otherwise the
+most promising ways are kept, by a lower bound on the whole route (`remaining_s`); the lower bound
+of the best dropped way is a bound on all routes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxtyping import Bool, Float, Int, UInt64
 from skippipe_sched.serving.case import FRONT, MOST_HOSTS, Route, ServingCase
 
 MOST_WAYS = 1_000
-# Sums of products with them tell apart what is on the hosts.
+# Sums of products with these numbers identify the load of the hosts.
 MARKS = np.random.default_rng(0).integers(2**63, size=MOST_HOSTS + 2, dtype=np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """Which stages hosts hold, and for how many more bytes they have room."""
+    """Stages that hosts hold, and their free memory in bytes."""
 
     held: Bool[np.ndarray, "hosts stages"]
     free_bytes: Float[np.ndarray, " hosts"]
@@ -33,7 +33,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What a route shall have the least of: seconds on hosts, to another host, and back."""
+    """Costs that a route minimizes: seconds on hosts, to another host, and back."""
 
     step_s: Float[np.ndarray, "hosts stages"]
     hop_s: Float[np.ndarray, "hosts hosts"]
@@ -42,10 +42,10 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Stages that follow one another on one host: from `first` to before `end`, some skipped.
+    """Consecutive stages on one host: from `first` to before `end`, some skipped.
 
-    `takes_s` is on each host, infinite on those without room. What is skipped are the stages that
-    take longest, and as many of the largest.
+    `takes_s` is the time on each host, infinite on hosts without enough memory. The skipped stages
+    are assumed to be the slowest ones for the time, and the largest ones for the memory.
     """
 
     first: int
@@ -55,12 +55,12 @@ class Run:
 
 
 class _Ways(NamedTuple):
-    """Ways through the first stages.
+    """Partial routes through the first stages.
 
     Attributes:
-        host: where each ends.
-        cost_s: what it costs so far.
-        skips: how many stages it may still skip.
+        host: last host of each.
+        cost_s: its cost so far.
+        skips: number of stages that it may still skip.
         loaded: equal for ways that have given each host as many stages of each size.
         parent: the way without its last stage.
         visits: whether that stage was run.
@@ -74,7 +74,7 @@ class _Ways(NamedTuple):
     visits: Bool[np.ndarray, " ways"]
 
     def some(self, which: Int[np.ndarray, " some"]) -> _Ways:
-        """Choose some of the ways."""
+        """Return some of the ways."""
         return _Ways(*(array[which] for array in self))
 
 
@@ -103,10 +103,10 @@ def runs_from(case: ServingCase, first: int, skips: int) -> Iterator[Run]:
 
 
 def remaining_s(case: ServingCase, skips: int = 0) -> Float[np.ndarray, "skips stages hosts"]:
-    """Compute what the rest of a step takes a lone group at least [s], as no host would fill up.
+    """Bound the time of the rest of a step of a lone group from below [s], if no host fills up.
 
-    By how many stages may be skipped, the next stage, and the host where the group is. Each run of
-    stages has to fit on its host, but a host that is visited again is as empty as before.
+    The axes are the stages that may still be skipped, the next stage, and the group's current host.
+    Each run of stages has to fit on its host, but a host that is visited again counts as empty.
     """
     rest_s = np.full((skips + 1, case.stages + 1, case.hosts), np.inf)
     rest_s[:, case.stages] = case.hop_s[:, FRONT]
@@ -129,11 +129,11 @@ def shortest(
     rest_s: Float[np.ndarray, "skips stages hosts"],
     most_ways: int = MOST_WAYS,
 ) -> tuple[Route | None, float]:
-    """Find a route that costs little, and what no route costs less than [s].
+    """Find a route of low cost, and a lower bound on the cost of all routes [s].
 
-    A stage that no host holds goes to one that has room for it, or is skipped, as often as `rest_s`
-    allows (`remaining_s`). Where no more than `most_ways` were met at a stage, there is no cheaper
-    route, and the bound is what it costs. The route is None where none was found.
+    A stage that no host holds is placed on one that has memory for it, or is skipped, as often as
+    `rest_s` allows (`remaining_s`). If each stage had at most `most_ways` ways, the route is the
+    cheapest, and the bound is its cost. The route is None if none was found.
     """
     ways = _Ways(
         host=np.array([FRONT]),
@@ -202,7 +202,7 @@ def _extended(
 def _best_of_equals(
     ways: _Ways, promised_s: Float[np.ndarray, " ways"]
 ) -> Int[np.ndarray, " some"]:
-    """Sort ways by their promise, and leave out those without any, and those that another beats."""
+    """Sort ways by their bounds, and drop impossible ones and those that another way beats."""
     order = np.argsort(promised_s, kind="stable")
     order = order[: np.searchsorted(promised_s[order], np.inf)]
     equal = ways.loaded + MARKS[-1] * ways.host.astype(np.uint64)

@@ -1,8 +1,8 @@
-"""Predict what routes give: every step of every group, on hosts and links that serve in turn.
+"""Prediction of the performance of routes: hosts and links serve all groups in turn.
 
-A group in flight is always at one place: on a host, on a link, or waiting for one of them. What
-comes first is served first. Of a step, the front's first and last visit are one: when a group has
-come back, the front applies the head, draws the tokens, and begins the next step.
+A group in flight is always at one place: on a host, on a link, or waiting for one of them. Queues
+are first come, first served. In a step, the front's first and last visit are one: when a group
+returns, the front applies the head, samples the tokens, and begins the next step.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.serving.case import FRONT, Route, ServingCase
 
 STEPS = 1000
-"""Steps of a group after which the mean is taken where times never repeat."""
-# Times are the same that differ by less than this part of a step.
+"""Steps of a group after which the mean is taken if times never repeat."""
+# Times that differ by less than this fraction of a step are equal.
 SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What routes give.
+    """Predicted performance of routes.
 
     Attributes:
         tokens_per_s: of all groups, in flight at once with all their slots taken.
-        seconds_per_token: of one sequence, if the group with the quickest route is alone.
+        seconds_per_token: of one sequence, if the group with the fastest route is alone.
     """
 
     tokens_per_s: float
@@ -36,7 +36,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Use:
-    """A turn on a host or on a link: how long it takes, and how long until the next is due [s]."""
+    """Use of a host or a link: its duration, and the time until the next use is due [s]."""
 
     resource: int | tuple[int, int]
     takes_s: float
@@ -46,11 +46,11 @@ class Use:
 def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> Prediction:
     """Predict the steady state of a service whose groups have these routes.
 
-    Where the times of all groups repeat, as mostly, tokens are counted over what repeats. Else they
-    are counted until a group has done this many `steps`, from the start.
+    If the times of all groups repeat, as they usually do, tokens are counted over the repeating
+    part. Otherwise they are counted until a group has done this many `steps`, from the start.
 
     Raises:
-        InputError: if a route is none: if it has not one host for each stage, does not begin at the
+        InputError: if a route is invalid: it lacks a host for some stage, does not begin at the
             front, or misses a stage that another one visits.
     """
     cycles = [cycle(case, route) for route in checked_routes(case, routes)]
@@ -59,7 +59,7 @@ def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> 
 
 
 def checked_routes(case: ServingCase, routes: Sequence[Route]) -> Sequence[Route]:
-    """Return the routes of the groups, if they are in order."""
+    """Return the routes of the groups after checking them."""
     for group, route in enumerate(fields.sequence(routes, "routes")):
         field = f"routes[{group}]"
         if len(fields.sequence(route, field)) != case.stages:
@@ -76,7 +76,7 @@ def checked_routes(case: ServingCase, routes: Sequence[Route]) -> Sequence[Route
 
 
 def cycle(case: ServingCase, route: Route) -> list[Use]:
-    """List what a step takes a turn on, beginning with the front's head and stage 0."""
+    """List the uses of a step in order, beginning with the front's head and stage 0."""
     visits = [[FRONT, case.head_s]]
     for stage, host in enumerate(route):
         if host is None:
@@ -97,15 +97,15 @@ def cycle(case: ServingCase, route: Route) -> list[Use]:
 
 
 def steps_per_s(cycles: Sequence[Sequence[Use]], steps: int) -> float:
-    """Let groups go round their cycles, and count steps of all of them per second (`simulate`)."""
+    """Simulate groups going round their cycles; count steps of all per second (`simulate`)."""
     unit_s = SAME * sum(use.takes_s + use.after_s for use in cycles[0])
     numbers: dict[int | tuple[int, int], int] = {}
     for use in (use for own in cycles for use in own):
         numbers.setdefault(use.resource, len(numbers))
     todo = [[(numbers[use.resource], use.takes_s, use.after_s) for use in own] for own in cycles]
     free_s = [0.0] * len(numbers)
-    # When each group comes to its next use. The earliest is taken up first, so every resource
-    # serves in the order in which groups come. Of two that come at once, the first goes first.
+    # Time of each group's next use. The earliest is taken up first, so every resource serves in the
+    # order of arrival. Of two simultaneous arrivals, the lower group goes first.
     coming = [(0.0, group, 0) for group in range(len(cycles))]
     done, of_group = 0, [0] * len(cycles)
     seen: dict[tuple[float, ...], tuple[float, int]] = {}
@@ -114,7 +114,7 @@ def steps_per_s(cycles: Sequence[Sequence[Use]], steps: int) -> float:
         now_s, group, place = coming[0]
         if place == 0 and now_s > 0.0:
             done, of_group[group] = done + 1, of_group[group] + 1
-            # What is done from the start on is no more than what can be done for ever.
+            # The rate from the start is at most the sustainable rate.
             if 2 * of_group[group] >= steps:
                 found_per_s = max(found_per_s, done / now_s)
             if group == 0:
@@ -137,7 +137,7 @@ def _state(
     free_s: Sequence[float],
     unit_s: float,
 ) -> tuple[float, ...]:
-    """Tell all that decides what comes after `now_s`, in a form that can be looked up."""
+    """Return the state that determines everything after `now_s`, as a hashable value."""
 
     def rounded(at_s: float) -> float:
         return round(max(0.0, at_s - now_s) / unit_s)

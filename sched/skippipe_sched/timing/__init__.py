@@ -1,4 +1,4 @@
-"""Compute the time that a plan takes: simulation, averaging, jitter, traffic and bounds.
+"""Time that a plan takes: simulation, averaging, jitter, traffic and bounds.
 
-Bounds need SciPy, which is imported when a bound is asked for.
+Bounds need SciPy, which is imported only when a bound is computed.
 """

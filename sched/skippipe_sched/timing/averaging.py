@@ -1,9 +1,10 @@
-"""How long the replicas of a stage take to average what they hold: a ring.
+"""Time of the averaging over the replicas of a stage: a ring.
 
 In mode `exact` it is an all-reduce. In mode `outer` each replica's own message about a fragment
-goes round whole, in half as many steps: that takes half as long as an all-reduce of as many times
-its bytes as there are replicas. So there is one ring, whoever asks: `ring_s` and `settle_ring` are
-plain code on arrays that runs as it is and also, compiled, within `skippipe_sched.search`.
+goes round the ring whole, in half as many steps: that takes half as long as an all-reduce of its
+bytes times the number of replicas. So there is one implementation of a ring: `ring_s` and
+`settle_ring` are plain code on arrays that runs interpreted and also compiled within
+`skippipe_sched.search`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Seconds = TypeVar("Seconds", float, np.ndarray)
 
 
 class Rings(NamedTuple):
-    """What the rings of a stage are to an iteration, as numbers for compiled code.
+    """Properties of the rings of a stage in an iteration, as numbers for compiled code.
 
-    `of_all_reduce` is what one takes, as a share of an all-reduce of `all_reduce_bytes`. An
-    iteration has `number` of them in the mean, and each takes as long as `delay` iterations at
-    most, or makes them longer: those of a stage follow one another. `waits`: whether the iteration
-    ends with them.
+    `of_all_reduce` is the time of a ring as a share of an all-reduce of `all_reduce_bytes`. An
+    iteration has `number` rings on average. A ring may take as long as `delay` iterations without
+    making them longer; the rings of a stage follow one another. `waits`: whether the iteration ends
+    with them.
     """
 
     of_all_reduce: float
@@ -40,7 +41,7 @@ class Rings(NamedTuple):
 
 
 def rings_of_iteration(policy: AveragingPolicy) -> Rings:
-    """Return the rings of a stage, of a case with this policy."""
+    """Return the rings of a stage under this policy."""
     if not policy.is_outer:
         return Rings(1.0, 1.0, 0.0, True)
     number = policy.fragments / policy.every
@@ -61,11 +62,11 @@ def bytes_of_rings(case: Case) -> Float[np.ndarray, " stages"]:
 
 
 def added_s(rings: Rings, ring_s: float, pipeline_s: float, worked_s: float) -> float:
-    """Compute what rings of a stage that works in `worked_s` of a pipeline add to an iteration [s].
+    """Compute the time that rings add to an iteration, by a stage working `worked_s` of it [s].
 
-    Behind iterations, it is about what they add in the mean: a ring begins when the stage is
-    through with its iteration, and nobody waits for it before the stage would begin the one after
-    its delay, unless the stage's next ring is to be sent before. Then everybody waits for the rest.
+    In outer mode, it approximates the mean: a ring begins when the stage has ended its iteration,
+    and no node waits for it before the stage would begin the iteration after its delay, unless the
+    stage's next ring is due earlier. Then all nodes wait for the rest.
     """
     if rings.waits:
         return ring_s
@@ -79,8 +80,8 @@ def least_averaged_s(
     """Bound the seconds of an iteration from below, by a stage's work and by its rings.
 
     Each of its nodes is busy for `least_s` in every iteration. In the `delay` iterations between
-    where a fragment is sent and where it is applied the stage's last node comes on by a ring, and
-    in every other one by its work; or if rings leave no time between them, by rings alone.
+    sending and applying a fragment, the stage's last node advances by a ring, and in every other
+    one by its work; or if rings leave no time between them, by rings alone.
     """
     between = 1.0 - rings.number * rings.delay
     longer_s: Any = np.maximum(work_s, rings.number * ring_s + between * least_s)
@@ -88,7 +89,7 @@ def least_averaged_s(
 
 
 def averaging_s(case: Case, stage: int, ring: Sequence[int]) -> float:
-    """Compute the seconds of a ring of what `stage` holds, over nodes in this order.
+    """Compute the seconds of a ring of `stage` over nodes in this order.
 
     With n nodes an all-reduce takes 2(n-1)/n * stage_bytes / (slowest link in the ring) + 2(n-1) *
     (largest latency), and a ring of a fragment (n-1) * (its bytes / slowest link + largest
@@ -104,7 +105,7 @@ def averaging_s(case: Case, stage: int, ring: Sequence[int]) -> float:
 
 @lru_cache(maxsize=1024)
 def quickest_averaging_s(case: Case, stage: int, nodes: tuple[int, ...]) -> float:
-    """Compute the seconds of the averaging over `best_ring`; kept, as searches ask again."""
+    """Compute the seconds of the averaging over `best_ring`; cached for repeated searches."""
     return averaging_s(case, stage, best_ring(case, stage, nodes))
 
 
@@ -126,7 +127,7 @@ def ring_s(
     stage_bytes: float,
     ring: Int[np.ndarray, " replicas"],
 ) -> float:
-    """Compute the seconds of the all-reduce over a ring of two replicas or more."""
+    """Compute the seconds of the all-reduce over a ring of at least two replicas."""
     replicas = len(ring)
     largest_latency = 0.0
     least_bandwidth = np.inf
@@ -145,14 +146,14 @@ def settle_ring(
     stage_bytes: float,
     ring: Int[np.ndarray, " replicas"],
 ) -> None:
-    """Reorder a ring in place so that its all-reduce is quickest."""
+    """Reorder a ring in place so that its all-reduce is fastest."""
     replicas = len(ring)
     if replicas < 3:
         return
     if replicas <= EXHAUSTIVE_REPLICAS:
         _try_every_ring(latency, bandwidth, stage_bytes, ring)
         return
-    for i in range(1, replicas):  # Go on to the replica with the quickest link.
+    for i in range(1, replicas):  # Continue to the replica with the fastest link.
         nearest = i
         for j in range(i + 1, replicas):
             if bandwidth[ring[i - 1], ring[j]] > bandwidth[ring[i - 1], ring[nearest]]:
@@ -190,7 +191,7 @@ def _try_every_ring(latency, bandwidth, stage_bytes, ring):
 
 
 def _without_worst_link(latency, bandwidth, stage_bytes, ring, least_s):
-    """Turn round the part of the ring that best replaces its slowest link; its seconds then."""
+    """Reverse the part of the ring that best replaces its slowest link; return the new seconds."""
     replicas = len(ring)
     worst = 0
     for i in range(1, replicas):
@@ -200,7 +201,7 @@ def _without_worst_link(latency, bandwidth, stage_bytes, ring, least_s):
     best = ring.copy()
     for length in range(2, replicas):
         for side in range(2):
-            # The link into `worst` goes if the part begins there, or ends just before.
+            # The link into `worst` is replaced if the part begins there, or ends just before.
             begin = worst if side == 0 else worst - length
             for i in range(length):
                 ring[(begin + i) % replicas] = start[(begin + length - 1 - i) % replicas]
@@ -213,5 +214,5 @@ def _without_worst_link(latency, bandwidth, stage_bytes, ring, least_s):
     return least_s
 
 
-# What is compiled together, where it is.
+# Functions that are compiled together by `search.compiled`.
 ON_ARRAYS = (added_s, ring_s, settle_ring, _try_every_ring, _without_worst_link)

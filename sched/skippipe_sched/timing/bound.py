@@ -1,10 +1,10 @@
-"""A time that no plan of a case can beat.
+"""Lower bound on the iteration time of every plan of a case.
 
-A plan is bound by its data nodes above all: every microbatch begins and ends there, is held there
-all the while, and memory holds only a few. Which nodes these are is left open, but not for
-nothing: data nodes near to each other average soon and have far to go to the others, data nodes
-all over the world are near to every node and average late. So the bound is taken for each group
-of nodes that can average equally soon, and the least of them holds for every plan.
+A plan is limited above all by its data nodes: every microbatch begins and ends there, is held there
+meanwhile, and memory holds only a few. The choice of these nodes is open, with a trade-off: data
+nodes near each other average soon but are far from the others, data nodes all over the world are
+near every node but average late. So the bound is computed for each group of nodes that can average
+equally soon, and the least of these bounds holds for every plan.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_
 from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
 from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
 
-# Of more nodes that differ than this, the weaker bound must do.
+# Above this number of different nodes, the weaker bound is used.
 MOST_NODES_INTERLEAVED = 64
 
 
-@lru_cache(maxsize=16)  # A command asks for it before, within and after a search.
+@lru_cache(maxsize=16)  # A command needs it before, within and after a search.
 def lower_bound_s(case: Case, path_length: int) -> float:
     """Bound [s] from below `iteration_s` of every plan whose paths all visit `path_length` stages.
 
     It holds for any placement, any paths that keep the rules (CC1, CC3 and TC1; CC2 is not used),
-    any order and any contention. The parts, each the least over what is left open:
+    any order and any contention. The parts, each minimized over the open choices:
 
-    - Slots (`_Bound.held_s`). A data node with memory for m microbatches holds at most m at a
-      time, so all of its microbatches together are away for at most m times its pipeline time,
-      less what the first m must wait for each other to start, and the last m to end. How long the
-      microbatches are away in total follows from their round trips: each inner node must be
-      visited its share of times (CC3, TC1), so none can leave the far nodes out.
+    - Slots (`_Bound.held_s`). A data node with memory for m microbatches holds at most m at a time,
+      so all of its microbatches together are in flight for at most m times its pipeline time, less
+      the waits of the first m for each other to start, and of the last m to end. The total time in
+      flight follows from the round trips: each inner node must be visited its share of times (CC3,
+      TC1), so the far nodes cannot be left out.
     - One node as a machine (`busy_s`): the data nodes, and the inner nodes (`_Bound.inner_s`) with
-      the time before the first forward can be there and after the last backward.
-    - A node's connection as one more machine, where it is shared: it takes the hops of all visits,
-      from the first forward there on; of nodes that have others at their location it is not known
-      what leaves that.
-    - Averaging (`rings_of`): a ring whose slowest link has bandwidth b joins nodes with two
-      neighbours each by links of b or more.
+      the time before the first forward can arrive and after the last backward.
+    - A node's connection as one more machine, where it is shared: it carries the hops of all
+      visits, from the first forward on; for nodes that share their location with others, it is
+      unknown which hops leave the location.
+    - Averaging (`rings_of`): a ring whose slowest link has bandwidth b connects nodes with two
+      neighbors each by links of b or more.
 
     The data stage averages after the pipeline, an inner stage after its own last backward, and a
-    node that is no data node is in some inner stage.
+    node that is not a data node is in some inner stage.
 
-    Where iterations follow one another without a barrier (`averaging` in mode `outer`), it is below
-    their mean. A node ends one before it begins the next, so what binds one node by itself still
-    does, slots among it: all microbatches of a data node's iteration lie between its first forward
-    and its last backward. But there an inner node may begin an iteration before another has ended
-    the one before, unless there is only one data node, and rings hide behind what follows them, as
-    far as `least_averaged_s` does not say otherwise.
+    Where iterations follow one another without a barrier (`averaging` in mode `outer`), it is a
+    bound on their mean. A node ends one iteration before it begins the next, so the limits of a
+    single node still hold, slots among them: all microbatches of a data node's iteration lie
+    between its first forward and its last backward. But there an inner node may begin an iteration
+    before another has ended the previous one, unless there is only one data node, and rings are
+    hidden behind later iterations, except as `least_averaged_s` bounds.
     """
     return float(_Bound(with_stages_left(case), path_length).seconds())
 
 
 def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
-    """Compute `busy_s` of each, or where they are many and differ the weaker `busy_apart_s`."""
+    """Compute `busy_s` of each, or the weaker `busy_apart_s` if too many differ."""
     distinct = set(works)
     reckon = busy_s if len(distinct) <= MOST_NODES_INTERLEAVED else busy_apart_s
     seconds = {work: reckon(work) for work in distinct}
@@ -74,17 +74,17 @@ def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
 def _travel_s(
     hop_s: Float[np.ndarray, "groups groups"], stop_s: float
 ) -> Float[np.ndarray, "groups groups"]:
-    """Find the quickest way between nodes, straight or with stops of `stop_s` on it [s]."""
+    """Find the shortest travel between nodes, direct or with stops of `stop_s` on the way [s]."""
     return (shortest_path(hop_s + stop_s)[:, :, None] + hop_s).min(axis=1)
 
 
 class _Bound:
-    """One case and path length; what several parts of the bound need is reckoned once."""
+    """Bound of one case and path length; values that several parts need are computed once."""
 
     def __init__(self, case: Case, path_length: int):
         self.case = case
         self.rings = rings_of_iteration(case.averaging)
-        # Whether an iteration begins before all of the one before has ended.
+        # Whether an iteration may begin before all of the previous one has ended.
         self.overlapping = case.averaging.is_outer and case.stages[0] > 1
         self.groups = groups_of(case, path_length)
         self.group = self.groups.of_node
@@ -93,7 +93,7 @@ class _Bound:
         self.inner = range(1, len(case.stages))
         self.visits = sum(case.microbatches) * (path_length - 1)
         costs = sorted(case.stage_cost[1:])[: path_length - 1]
-        # A visit costs at least the least of them, and what the others cost more comes once a path.
+        # A visit costs at least the least of them; the excess of the others is added once per path.
         self.visit_cost = costs[0] if costs else 0.0
         self.path_cost = sum(costs) - len(costs) * self.visit_cost
         self.trips = round_trips(self.groups.there_and_back_s, self.groups.count, path_length)
@@ -103,7 +103,7 @@ class _Bound:
         )
 
     def seconds(self) -> float:
-        """Take the least over where data nodes may be; quick estimates decide what to look at."""
+        """Minimize over sets of possible data nodes; quick bounds select the sets to examine."""
         rings = self.rings_of(self.case.stages[0], self.case.stage_bytes[0])
         prices = self.prices(np.ones(len(self.groups.count), dtype=bool))
         bounds = [
@@ -117,13 +117,13 @@ class _Bound:
         return max(bounds[least], self.busiest_stage_s)
 
     def rings_of(self, replicas: int, stage_bytes: float) -> list[Ring]:
-        """List the rings of a stage by where its nodes may be (`groups.rings_of`)."""
+        """List the rings of a stage by the groups of its nodes (`groups.rings_of`)."""
         return rings_of(self.groups, replicas, stage_bytes, self.case.averaging)
 
     def averaged_s(self, work_s: Seconds, ring_s: Seconds, least_s: float) -> Seconds:
-        """Tell when a stage has averaged, if its work takes `work_s` and its ring `ring_s`.
+        """Bound the end of a stage's averaging by its work, `work_s`, and its ring, `ring_s`.
 
-        Where that goes on behind iterations, each node of it is busy for `least_s` in each.
+        In outer mode, each of its nodes is busy for `least_s` in each iteration.
         """
         own_s = least_s if self.case.averaging.is_outer else work_s
         return least_averaged_s(self.rings, work_s, ring_s, own_s)
@@ -144,7 +144,7 @@ class _Bound:
     def unavoidable(
         self, seconds: Float[np.ndarray, " nodes"], inside: Bool[np.ndarray, " nodes"]
     ) -> float:
-        """Take the most that inner nodes need if as many of those `inside` are data nodes."""
+        """Return the largest value of inner nodes, if the worst `inside` are data nodes."""
         data_nodes = self.case.stages[0]
         spared = np.sort(seconds[inside])[: inside.sum() - data_nodes]
         return float(max(np.append(seconds[~inside], spared), default=0.0))
@@ -163,7 +163,7 @@ class _Bound:
 
     @cached_property
     def data_node_seconds(self) -> dict[int, Float[np.ndarray, " nodes"]]:
-        """By number of microbatches: how long each node would be busy as a data node."""
+        """Busy time of each node as a data node, by number of microbatches."""
         ratio, cost = self.case.backward_ratio, self.case.stage_cost[0]
         least_s = np.full(len(self.groups.count), np.inf)
         np.minimum.at(least_s, self.group, self.forward_s)
@@ -187,7 +187,7 @@ class _Bound:
 
     @cached_property
     def load_s(self) -> Float[np.ndarray, " nodes"]:
-        """Seconds that a visit takes a node's connection, whichever nodes its path leads over."""
+        """Seconds for which a visit occupies a node's connection, whatever its path."""
         location, *_ = self.case.location_matrices
         is_alone = np.bincount(location)[location] == 1
         return np.where(is_alone & self.trips.visits.any(), self.case.visit_load_s, 0.0)
@@ -197,7 +197,7 @@ class _Bound:
     ) -> Float[np.ndarray, " nodes"]:
         """Bound the time from a node's first hop to the end, `after_s` after the start of its last.
 
-        The last one carries a gradient.
+        The last hop carries a gradient.
         """
         case = self.case
         last_s = case.gradient_bytes / case.connection_rates[0] + case.hop_overhead_s
@@ -205,7 +205,7 @@ class _Bound:
 
     @cached_property
     def shares(self) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
-        """The least and the most visits (CC3, TC1) of each node if it is an inner node."""
+        """Least and most visits (CC3, TC1) of each node if it is an inner node."""
         nodes = len(self.forward_s)
         if not self.inner or not self.visits:
             return np.zeros(nodes), np.zeros(nodes)
@@ -226,9 +226,9 @@ class _Bound:
     ) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
         """Bound for each node as an inner node the ends of the pipeline and of its averaging.
 
-        Its microbatches come from data nodes in `ring` and go there and come back between forward
-        and backward, straight or over other nodes that work on them. Where iterations overlap, that
-        is how long it is busy with one.
+        Its microbatches come from data nodes in `ring`, go there, and come back between forward and
+        backward, directly or over other nodes that work on them. Where iterations overlap, only its
+        busy time in an iteration counts.
         """
         case = self.case
         nodes = len(self.forward_s)
@@ -266,7 +266,7 @@ class _Bound:
 
     @cached_property
     def inner_rings_s(self) -> dict[tuple[int, float, float], Float[np.ndarray, " groups"]]:
-        """By inner stages that differ (size, cost, bytes): the quickest ring of each group."""
+        """Fastest ring of each group, by kind of inner stage (size, cost, bytes)."""
         case = self.case
         least = {}
         for kind in set(
@@ -280,7 +280,7 @@ class _Bound:
 
     @property
     def busiest_stage_s(self) -> float:
-        """The end of any inner stage's averaging if its nodes are the fastest and share evenly."""
+        """End of the last inner averaging for the fastest nodes and even shares (a bound) [s]."""
         case = self.case
         if not self.inner or self.visits < len(self.inner):
             return 0.0
@@ -298,19 +298,19 @@ class _Bound:
     def held_s(
         self, inside: Bool[np.ndarray, " nodes"], prices: Float[np.ndarray, " groups"]
     ) -> float:
-        """Bound the pipeline that the slots of data nodes `inside` allow, whatever the `prices`.
+        """Bound the pipeline that the slots of data nodes `inside` allow, for any `prices`.
 
         With the c microbatches of a data node in the order of their forwards and of their last
         backwards, the i-th backward ends before forward i + m starts. So the time that they are
-        held, all backward ends less all forward starts, is at most m times the end of the
-        pipeline, less j forwards and j backwards for j = 0 .. m-1: forwards follow one another,
-        and so do the last backwards.
+        held, all backward ends less all forward starts, is at most m times the end of the pipeline,
+        less j forwards and j backwards for j = 0 .. m-1: forwards follow one another, and so do the
+        last backwards.
 
         Any price on visits gives a bound (Lagrange): each microbatch is held for at least its
-        cheapest round trip, visits paid at their price, and every inner node earns the price of
-        its visits, of which it must have a number between its shares. Data nodes, one for each
-        number of microbatches, are then chosen as an assignment; the least pipeline time at which
-        their slots suffice is a ratio, found by Dinkelbach's iteration.
+        cheapest round trip, visits paid at their price, and every inner node earns the price of its
+        visits, whose number must be within its shares. Data nodes, one for each number of
+        microbatches, are then chosen as an assignment; the least pipeline time at which their slots
+        suffice is a ratio, found by Dinkelbach's iteration.
         """
         case = self.case
         low, high = self.shares
@@ -327,7 +327,7 @@ class _Bound:
         needed_s = (count * trip_s + starting_s - earned_s)[:, inside]
         slots = slots[:, inside]
         pipeline_s = math.inf
-        # Start with some choice; each later one needs less time, until none does.
+        # Start with any choice; each later one needs less time, until none does.
         place, node = np.arange(len(count)), np.arange(len(count))
         while True:
             slots_needed_s = float(needed_s[place, node].sum() + earned_s.sum())
@@ -340,8 +340,8 @@ class _Bound:
     def prices(self, inside: Bool[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
         """Find prices of visits [s] that make `held_s` large: dual values of a linear program.
 
-        It seeks the round trips that take least in total and visit every node as they must, data
-        nodes being `inside`, with all nodes of a group alike.
+        It minimizes the total of the round trips that visit every node as required, with data nodes
+        `inside`, and all nodes of a group alike.
         """
         size = self.groups.count
         low, high, forward_s = (
@@ -355,7 +355,7 @@ class _Bound:
         starts = csr_array((np.ones(len(start)), (start, np.arange(len(start)))),
                            shape=(groups, len(start)))  # fmt: skip
         each = np.mean(self.case.microbatches) * eye_array(groups)
-        # Unknown: how often each trip is made, visits to each group, its data nodes.
+        # Unknowns: how often each trip is made, visits to each group, its data nodes.
         nothing, unit = csr_array((groups, groups)), eye_array(groups)
         none = csr_array((groups, len(start)))
         one = csr_array(np.repeat([[0.0, 1.0]], [len(start) + groups, groups], axis=1))
@@ -372,7 +372,7 @@ class _Bound:
             b_ub=np.concatenate([high * size, -low * size]),
             bounds=[(0, None)] * (len(start) + groups) + [(0, n) for n in size * inside],
         )
-        if solution.x is None:  # As an average, groups need not meet shares; any prices will do.
+        if solution.x is None:  # Averaged over a group, shares may be infeasible; any prices do.
             return np.zeros(groups)
         return solution.eqlin.marginals[:groups]
 
@@ -380,7 +380,7 @@ class _Bound:
 def _others(
     speed: Float[np.ndarray, " nodes"], size: int, sign: int
 ) -> Float[np.ndarray, " nodes"]:
-    """Sum up the speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes."""
+    """Sum the speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes."""
     order = np.argsort(sign * speed, kind="stable")
     result = np.full(len(speed), speed[order[: size - 1]].sum())
     near = order[: size - 1]

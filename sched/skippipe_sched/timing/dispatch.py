@@ -1,8 +1,8 @@
-"""The order in which nodes run their operations where no plan says one.
+"""Order of the operations on nodes where a plan gives none.
 
-A free node takes among the operations whose input has arrived: backward before the others, then
+A free node chooses among the operations whose input has arrived: backward before the others, then
 first come first served. It starts a forward only within its memory limit, and only if all
-microbatches in flight can still end afterwards, so that nodes never lock against each other.
+microbatches in flight can still end afterwards, so that nodes never deadlock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ARRIVAL, _END = 0, 1
 def dispatch(
     case: Case, stages: Sequence[Sequence[int]], paths: Sequence[NodePath]
 ) -> tuple[tuple[Operation, ...], ...]:
-    """Choose what each node runs, in order, in an iteration that begins with all of them free."""
+    """Choose each node's order of operations in an iteration that starts with all nodes free."""
     return _Dispatch(case, stages, paths).run()
 
 
 class _Dispatch:
-    """Events to come, and what each node and link is doing."""
+    """Pending events, and the state of each node and link."""
 
     def __init__(self, case: Case, stages: Sequence[Sequence[int]], paths: Sequence[NodePath]):
         self.case = case
@@ -37,7 +37,7 @@ class _Dispatch:
         self.busy = [False] * len(case.nodes)
         self.free_slots = [node.memory for node in case.nodes]
         self.holds: list[set[int]] = [set() for _ in paths]
-        # Paths that visit stages in ascending order take memory in one order and cannot lock.
+        # Paths that visit stages in ascending order take memory in one order and cannot deadlock.
         self.stage_of = stage_of_nodes(stages)
         self.can_lock = any(
             self.stage_of[a] > self.stage_of[b] for path in paths for a, b in pairwise(path)
@@ -60,8 +60,8 @@ class _Dispatch:
                 else:
                     self.end(operation, now)
                 touched.add(operation.node)
-            # The others need no look: a forward held back as unsafe stays so until something
-            # happens on its node, as one of those it would lock with must pass there first.
+            # Other nodes need no check: a forward held back as unsafe stays so until an event on
+            # its node, because a microbatch that it would deadlock with must pass there first.
             for node in sorted(touched):
                 self.start_next(node, now)
         assert sum(map(len, self.order)) == sum(map(len, self.chains)), "starts what can end"
@@ -87,7 +87,7 @@ class _Dispatch:
 
     def choose(self, node: int) -> Operation | None:
         arrived = self.arrived[node]
-        # Arrivals are kept in the order in which they came.
+        # Arrivals are kept in the order of their arrival.
         for operation in arrived:
             if operation.kind == "B":
                 return operation
@@ -97,13 +97,13 @@ class _Dispatch:
         return None
 
     def may_start(self, forward: Operation) -> bool:
-        """Tell whether a forward keeps the node's memory limit and leaves a way for all to end."""
+        """Return whether a forward keeps the node's memory limit and lets all microbatches end."""
         free = self.free_slots[forward.node]
-        # Who leaves a slot free takes nothing that another needs, and can itself end last.
+        # A forward that leaves a slot free blocks no other microbatch, and can itself end last.
         return free > 1 or (free == 1 and (not self.can_lock or self.is_safe(forward)))
 
     def is_safe(self, forward: Operation) -> bool:
-        """Tell by the banker's algorithm whether all in flight can end in turn after `forward`."""
+        """Return by the banker's algorithm whether all in flight can end after `forward`."""
         free = list(self.free_slots)
         free[forward.node] -= 1
         holds = {m: set(nodes) for m, nodes in enumerate(self.holds) if nodes}

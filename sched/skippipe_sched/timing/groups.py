@@ -1,4 +1,4 @@
-"""Nodes by groups of near locations: the quickest round trips and rings that they allow."""
+"""Groups of nodes at near locations: the fastest round trips and rings between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import all_reduce_bytes, rings_of_iteration
 
-# Round trips are listed by group of locations, with no more groups than keep the list this short.
+# Round trips are listed by group of locations; the number of groups keeps the list this short.
 MOST_ROUND_TRIPS = 6_400
 MOST_GROUPS = 15
 
@@ -22,7 +22,7 @@ MOST_GROUPS = 15
 class Groups:
     """Nodes by location; where locations are many, by group of near ones.
 
-    `count[g]` nodes are in group g; between groups everything is the best of any pair of nodes.
+    `count[g]` nodes are in group g; all values between groups are the best of any pair of nodes.
     """
 
     of_node: Int[np.ndarray, " nodes"]
@@ -75,7 +75,7 @@ def groups_of(case: Case, path_length: int) -> Groups:
 
 
 def _most_groups(path_length: int) -> int:
-    """Count the groups that leave round trips few: one for the start, a multiset for the rest."""
+    """Return the most groups with few round trips: one for the start, a multiset for the rest."""
     inner = path_length - 1
     return max(
         groups
@@ -86,14 +86,14 @@ def _most_groups(path_length: int) -> int:
 
 @dataclass(frozen=True)
 class RoundTrips:
-    """All choices of the groups that a microbatch starts from and visits, in the best order."""
+    """All choices of a microbatch's start group and visited groups, each in the best order."""
 
     start: Int[np.ndarray, " trips"]
     visits: Int[np.ndarray, "trips groups"]
     hops_s: Float[np.ndarray, " trips"]
 
     def least_s(self, added_s: Float[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
-        """Find the quickest from each group if a visit to group g takes `added_s[g]` more."""
+        """Return the shortest from each group if a visit to group g takes `added_s[g]` more."""
         least = np.full(len(added_s), np.inf)
         np.minimum.at(least, self.start, self.hops_s + self.visits @ added_s)
         return least
@@ -123,7 +123,7 @@ def round_trips(
 def _cheapest(
     ends: np.ndarray, visits: np.ndarray, cost_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keep of the rows that agree in `ends` and `visits` the one that costs least."""
+    """Keep the cheapest of the rows that agree in `ends` and `visits`."""
     order = np.lexsort((cost_s, *visits.T, *ends))
     rows = np.vstack([ends, visits.T])[:, order]
     first = np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0))
@@ -133,7 +133,7 @@ def _cheapest(
 
 @dataclass(frozen=True)
 class Ring:
-    """Groups whose nodes can average in `seconds` at best, if they do it with each other only."""
+    """Groups whose nodes can average among themselves in `seconds` at best."""
 
     seconds: float
     inside: Bool[np.ndarray, " groups"]
@@ -142,11 +142,11 @@ class Ring:
 def rings_of(
     groups: Groups, replicas: int, stage_bytes: float, policy: AveragingPolicy
 ) -> list[Ring]:
-    """List rings: for every set of `replicas` nodes one holds it and takes no longer than its ring.
+    """List rings such that every set of `replicas` nodes is inside one that is at least as fast.
 
-    The nodes of a ring whose slowest link has bandwidth b are all joined by links of at least b
-    and have two neighbours each, so they lie in one piece of the graph of such links that is left
-    when nodes with fewer neighbours are taken away again and again.
+    The nodes of a ring whose slowest link has bandwidth b are all connected by links of at least b
+    and have two neighbors each, so they are in one component of the graph of such links after nodes
+    with fewer neighbors are repeatedly removed.
     """
     pieces: dict[bytes, Ring] = {}
     if replicas == 1:

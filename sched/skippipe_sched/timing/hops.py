@@ -1,7 +1,7 @@
-"""When hops arrive: they follow one another on links, and on the connections of nodes.
+"""Arrival times of hops that queue for links and for the connections of nodes.
 
-A node's connection carries what it sends to other locations, whichever node that goes to. The rule,
-`passed`, is plain code that runs as it is and also, compiled, within `skippipe_sched.search`.
+A node's connection carries all that it sends to other locations, whatever the target. The rule,
+`passed`, is plain code that runs interpreted and also compiled within `skippipe_sched.search`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from jaxtyping import Float
 from skippipe_sched.problem.case import Case
 
 Parts = tuple[float, float, float, float, float]
-"""Seconds that a hop takes of its sender, of its connection, of the link, of the slower one of
-link and receiver, and on its way. Of what it neither waits for, nor others for it, minus infinity.
+"""Parts of a hop [s], -inf for a resource without a queue.
+
+Seconds for which the hop occupies its sender, its connection, the link, and the slower one of link
+and receiver; and its latency.
 """
 
 
 def hop_parts(case: Case, kind: str, source: int, target: int) -> Parts:
-    """Return what the hop to an operation (F, L or B) takes of what it passes (`passed`)."""
+    """Return the parts of the hop to an operation (F, L or B), for `passed`."""
     if case.shares_connections:
         return tuple(parts_of_hops(case)[int(kind == "B"), source, target].tolist())
     alone_s = case.hop_duration(kind, source, target)
@@ -29,9 +31,9 @@ def hop_parts(case: Case, kind: str, source: int, target: int) -> Parts:
 
 @lru_cache(maxsize=8)
 def parts_of_hops(case: Case) -> Float[np.ndarray, "2 nodes nodes 5"]:
-    """Compute the parts of all hops of a case of shared connections; kept.
+    """Compute the parts of all hops of a case of shared connections; cached.
 
-    First those of hops with an activation, then with a gradient.
+    Index 0 is for hops with an activation, index 1 with a gradient.
     """
     latency, bandwidth = case.pair_matrices
     sending, receiving = case.connection_rates
@@ -49,12 +51,12 @@ def parts_of_hops(case: Case) -> Float[np.ndarray, "2 nodes nodes 5"]:
 
 
 def passed(ready_s, uplink_free_s, link_free_s, hop):
-    """Let a hop follow those before it on its source's connection, and on its link.
+    """Queue a hop behind earlier ones on its source's connection and on its link.
 
     Returns when its bytes are on the link, when connection and link are free again, and when it
     arrives [s].
     """
-    # Without `max`, which takes the interpreter longer than all the rest.
+    # Without `max`, which would take the interpreter longer than all the rest.
     overhead_s, uplink_s, link_s, slower_s, latency_s = hop
     start_s = (ready_s if ready_s >= uplink_free_s else uplink_free_s) + overhead_s
     sent_s = start_s if start_s >= link_free_s else link_free_s
@@ -64,16 +66,16 @@ def passed(ready_s, uplink_free_s, link_free_s, hop):
 
 
 class Queues:
-    """Until when links and connections are taken, as hops go one after another."""
+    """Times until which links and connections are occupied, as hops queue for them."""
 
     def __init__(self, case: Case):
-        """Begin with all of them free."""
+        """Start with all of them free."""
         self.case = case
-        # By node and by pair of nodes; None for what no hop waits for.
+        # By node and by pair of nodes; None for hops without a queue.
         self.free_s: dict[int | tuple[int, int] | None, float] = {}
 
     def all_left_s(self, node: int, ready_s: float) -> float:
-        """Return when a node's connection is free for what is ready at `ready_s` [s]."""
+        """Return when a node's connection is free for data that is ready at `ready_s` [s]."""
         return max(ready_s, self.free_s.get(node, -np.inf))
 
     def offer_s(self, kind: str, source: int, target: int, ready_s: float) -> float:
@@ -88,7 +90,8 @@ class Queues:
     ) -> tuple[float, float]:
         """Send the input of an operation (F, L or B) from `source` to `target`.
 
-        Returns when it is on the link and when it arrives [s], if all takes `factor` times as long.
+        Returns when it is on the link and when it arrives [s], if all parts take `factor` times as
+        long.
         """
         hop = hop_parts(self.case, kind, source, target)
         uplink, link = source if hop[1] > -np.inf else None, (source, target)
@@ -98,5 +101,5 @@ class Queues:
         return sent_s, arrival_s
 
 
-# What is compiled together, where it is.
+# Functions that are compiled together by `search.compiled`.
 ON_ARRAYS = (passed,)

@@ -1,4 +1,4 @@
-"""How a plan fares where nothing takes exactly as long as planned."""
+"""Simulation of a plan with random deviations from the planned times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from skippipe_sched.timing.timeline import Stretch
 
 
 def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw: int) -> Stretch:
-    """Draw the luck of one draw: each operation, hop and averaging takes (1 + x) times as long.
+    """Draw the factors of one draw: each operation, hop and averaging takes (1 + x) times as long.
 
-    x is exponential with mean `jitter`. The luck belongs to the microbatch and the position in its
-    chain, whichever node that is, so that two plans of a case are compared on the same luck; with
-    another jitter the same x are only scaled.
+    x is exponential with mean `jitter`. It belongs to the microbatch and the position in its chain,
+    whatever the node, so that two plans of a case are compared with the same values; another jitter
+    only scales the same x.
     """
     random = np.random.default_rng((seed, draw))
     averagings = 1.0 + jitter * random.standard_exponential(stages)
@@ -30,14 +30,14 @@ def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw:
 
 
 def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.ndarray, " draws"]:
-    """Simulate `draws` iterations of a plan [s], each with its own luck (`draw_stretch`).
+    """Simulate `draws` iterations of a plan [s], each with its own factors (`draw_stretch`).
 
-    Every node keeps to the plan's order, whatever comes late. Where iterations do not wait for
-    averaging, they follow one another in one run, after a cycle that is not counted, and each takes
-    from the end of the one before it to its own.
+    Every node keeps the plan's order, whatever the delays. In outer mode, the iterations follow one
+    another in one run, after a cycle that is not counted, and each lasts from the end of the
+    previous one to its own end.
 
     Raises:
-        InputError: naming an argument that makes no sense; or if the plan's own order cannot run.
+        InputError: naming an invalid argument; or if the plan's own order cannot run.
     """
     jitter = fields.number(jitter, "--jitter", 0.0)
     fields.integer(draws, "--draws", 1)

@@ -1,4 +1,4 @@
-"""The least time in which one node does its work, if nothing else hinders it."""
+"""Least time in which one node does its work, if nothing else delays it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
-# Beyond so many interleavings of its operations a weaker bound must do.
+# Above this number of interleavings of its operations, a weaker bound is used.
 MOST_INTERLEAVINGS = 1_000
 
 
 class NodeWork(NamedTuple):
-    """What one node must do: microbatches, how many at a time, and how long everything takes [s].
+    """Work of one node: number of microbatches, its memory, and all durations [s].
 
-    `away_s` passes at least between a forward and the loss, `away_back_s` between the loss and the
-    backward. On an inner node the loss takes no time.
+    `away_s` is the least time between a forward and the loss, `away_back_s` between the loss and
+    the backward. On an inner node the loss takes no time.
     """
 
     microbatches: int
@@ -31,13 +31,14 @@ def busy_s(work: NodeWork) -> float:
     """Find the least time [s] from first forward to last backward, on a node by itself.
 
     The node runs one operation at a time, and at most `memory` microbatches are between the start
-    of their forward and the end of their backward. Microbatches are alike but for when they are
-    away, so the first forward may be paired with the first loss and the first backward, and so
-    on: sorting keeps every least distance. What is left is how the three sequences interleave,
-    and every interleaving that no other outdoes is followed, unless they become too many.
+    of their forward and the end of their backward. Microbatches differ only in when they are away,
+    so the first forward may be paired with the first loss and the first backward, and so on:
+    sorting keeps every least distance. The search then covers the interleavings of the three
+    sequences, and follows every interleaving that is not dominated, unless they become too many.
     """
     microbatches, memory, forward_s, away_s, loss_s, away_back_s, backward_s = work
-    # By operations started of each kind: when the node is free, when losses and backwards may be.
+    # By numbers of started operations: when the node is free, and when losses and backwards can
+    # start.
     states = {(0, 0, 0): [((0.0,), (), ())]}
     followed = 0
     for _ in range(3 * microbatches):
@@ -68,7 +69,7 @@ _Future = tuple[tuple[float], tuple[float, ...], tuple[float, ...]]
 
 
 def _future(free_s: float, to_loss: tuple[float, ...], to_backward: tuple[float, ...]) -> _Future:
-    """Raise times to when the node is free: what may be before makes no difference."""
+    """Raise times to the time at which the node is free: earlier ones make no difference."""
     return (
         (free_s,),
         tuple(max(free_s, time_s) for time_s in to_loss),
@@ -88,7 +89,7 @@ def _undominated(futures: set[_Future]) -> list[_Future]:
 
 
 def busy_apart_s(work: NodeWork) -> float:
-    """Bound `busy_s` from below [s]: forwards, losses and backwards as if each on a node alone."""
+    """Bound `busy_s` from below [s]: forwards, losses and backwards as if each on its own node."""
     microbatches, memory, forward_s, away_s, loss_s, away_back_s, backward_s = work
     forward = loss = backward = 0.0
     ends: list[float] = []

@@ -1,10 +1,11 @@
-"""A lower bound of an iteration that holds one placement against all of its parts at once.
+"""Lower bound on an iteration with one placement in all of its parts.
 
-`bound.lower_bound_s` minimises each of its parts over placements by itself: near nodes are one
-stage where a ring is to be quick, and different stages where paths are to be short. This bound
-looks for a placement that keeps to a time in all parts, by branch and bound. A branch leaves each
-stage some of the sets of nodes that it may have; the first one leaves it all. It ends where it is
-proved that no plan with these sets keeps to the time. If all end, that time is a bound.
+`bound.lower_bound_s` minimizes each of its parts over placements separately: near nodes are one
+stage where a ring should be fast, and different stages where paths should be short. This bound
+searches for a placement that keeps a given time in all parts, by branch and bound. A branch
+restricts each stage to some of its possible sets of nodes; the first one allows all. A branch is
+closed when it is proved that no plan with these sets keeps the time. If all are closed, that time
+is a bound.
 """
 
 from __future__ import annotations
@@ -27,33 +28,34 @@ from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.one_node import NodeWork, busy_s
 from skippipe_sched.timing.placement_trips import Box, Classes, Relaxation, stage_kinds
 
-# Sets of nodes that a stage may have, orders of their rings, and orders of stages on a path: a case
-# with more has no better bound than the quick one.
+# Limits on the sets of nodes of a stage, the orders of their rings, and the orders of stages on a
+# path: a case with more has no better bound than the quick one.
 MOST_SETS, MOST_RINGS, MOST_SEQUENCES = 20_000, 3_000_000, 3_000
-# The search ends when the bound is known to this share of it; in steps of that share at first.
+# The search ends when the bound is known to this relative precision; its first steps are of this
+# relative size.
 PRECISION, STEP = 0.002, 0.04
-# Sets of data nodes whose rings differ by more than this share are told apart first.
+# Branches first separate sets of data nodes whose rings differ by more than this share.
 RING_SPREAD = 0.3
 
 
 def placement_bound_s(case: Case, path_length: int, most_s: float, limit_s: float) -> float:
     """Bound [s] from below `iteration_s` of every plan whose paths all visit `path_length` stages.
 
-    The greatest time below `most_s`, what a plan is known to take, of which it is proved within
-    about `limit_s` that no plan is quicker: at least `lower_bound_s`. How great it is may depend on
-    the machine, that it holds does not. In a case of too many placements, or with contention
-    "node", it is `lower_bound_s`.
+    It is the greatest time below `most_s`, the time of a known plan, for which it is proved within
+    about `limit_s` that no plan is faster, and at least `lower_bound_s`. Its value may depend on
+    the speed of the machine, its validity does not. In a case of too many placements, or with
+    contention "node", it is `lower_bound_s`.
     """
     least_s = lower_bound_s(case, path_length)
     case = with_stages_left(case)
-    # What connections take decides shares too where nodes share them, and is not listed here.
+    # With shared connections, shares also depend on them, which is not listed here.
     if path_length == 1 or case.shares_connections or not _few_enough(case, path_length):
         return least_s
     end_s = time.monotonic() + limit_s
     search = _Search(case, path_length)
     while most_s - least_s > PRECISION * least_s and (left_s := end_s - time.monotonic()) > 0:
         tried_s = min((1 + STEP) * least_s, (least_s + most_s) / 2)
-        # To find no proof may take for ever: half of what is left is for lesser times.
+        # A failing proof may take forever: half of the remaining time is for smaller times.
         if search.proves(tried_s, time.monotonic() + left_s / 2):
             least_s = tried_s
         else:
@@ -62,7 +64,7 @@ def placement_bound_s(case: Case, path_length: int, most_s: float, limit_s: floa
 
 
 def _few_enough(case: Case, path_length: int) -> bool:
-    """Tell whether everything that is listed before the search can be."""
+    """Return whether the lists that the search needs are short enough."""
     classes = len({(node.location, node.forward_s, node.memory) for node in case.nodes})
     sizes = [tuple(Counter(case.microbatches).values()), *((n,) for n in set(case.stages[1:]))]
     sets = [math.prod(math.comb(classes + n - 1, n) for n in parts) for parts in sizes]
@@ -72,11 +74,11 @@ def _few_enough(case: Case, path_length: int) -> bool:
 
 
 class _Sets(NamedTuple):
-    """The sets of nodes that a stage may have, by class: rows that belong together.
+    """Sets of nodes that a stage may have, by class: rows that belong together.
 
-    `nodes[c]` says how many of each class are in each place of the stage (one, but for data nodes
-    of different numbers of microbatches), `ring_s` how long their quickest ring takes, `low` and
-    `high` how often one node of each class is visited then (CC3, TC1).
+    `nodes[i, p, c]` is the number of nodes of class c in place p of the stage in set i (one place,
+    except for data nodes with different numbers of microbatches), `ring_s` the duration of their
+    fastest ring, `low` and `high` the least and most visits of one node of each class (CC3, TC1).
     """
 
     nodes: Int[np.ndarray, "sets places classes"]
@@ -86,19 +88,19 @@ class _Sets(NamedTuple):
 
     @property
     def of_stage(self) -> Int[np.ndarray, "sets classes"]:
-        """Count the nodes of each class in the stage."""
+        """Number of nodes of each class in the stage."""
         return self.nodes.sum(axis=1)
 
 
-# A branch of the search: by stage, which sets of nodes are left to it.
+# A branch of the search: the remaining sets of nodes, by stage.
 _Branch = tuple[Int[np.ndarray, " sets"], ...]
 
 
 class _Search:
-    """Placements of one case, by branch and bound."""
+    """Branch and bound over the placements of one case."""
 
     def __init__(self, case: Case, path_length: int):
-        """List what a case without `left_out` stages leaves open."""
+        """List the open choices of a case without `left_out` stages."""
         self.case = case
         self.classes = Classes(case, path_length)
         self.averaging = rings_of_iteration(case.averaging)
@@ -109,13 +111,13 @@ class _Search:
         self.relaxation = Relaxation(case, self.classes, self.places)
         self.sets = [self.sets_of(stage) for stage in range(len(case.stages))]
         kinds = stage_kinds(case)
-        # Of stages that are alike and not told apart, the first has the first of their sets.
+        # Among equal stages that are not distinguished, the first one has the first set.
         self.same = [
             self.classes.alike and s > 1 and kinds[s] == kinds[s - 1] for s in range(len(kinds))
         ]
 
     def sets_of(self, stage: int) -> _Sets:
-        """List the sets of nodes that a stage may have, with what follows from them."""
+        """List the sets of nodes that a stage may have, with their rings and visits."""
         count = self.classes.count
         every = np.eye(len(count), dtype=int)
         sizes = [size for s, size, _ in self.places if s == stage]
@@ -137,7 +139,7 @@ class _Search:
         return _Sets(nodes, self.rings_s(stage, of_stage), low, high)
 
     def rings_s(self, stage: int, of_stage: np.ndarray) -> Float[np.ndarray, " sets"]:
-        """Time the quickest ring of each set of nodes, over all of its orders."""
+        """Compute the seconds of the fastest ring of each set of nodes, over all of its orders."""
         case, size = self.case, self.case.stages[stage]
         if size == 1:
             return np.zeros(len(of_stage))
@@ -157,7 +159,7 @@ class _Search:
         return least_s
 
     def proves(self, iteration_s: float, until_s: float) -> bool:
-        """Prove that no plan takes as little as `iteration_s`; False if that is not proved."""
+        """Prove that no plan takes at most `iteration_s`; return False if that is not proved."""
         open_branches: list[_Branch] = [tuple(np.arange(len(own.ring_s)) for own in self.sets)]
         while open_branches:
             if time.monotonic() > until_s:
@@ -174,7 +176,7 @@ class _Search:
         return True
 
     def box(self, branch: _Branch) -> Box:
-        """Say what holds for all placements of a branch."""
+        """Return the bounds that hold for all placements of a branch."""
         low, high, visits_low, visits_high, ring_s = [], [], [], [], []
         for own, sets in zip(self.sets, branch, strict=True):
             nodes = own.nodes[sets]
@@ -192,10 +194,10 @@ class _Search:
         return Box(low, high, visits_low, visits_high, delay_s)
 
     def narrowed(self, branch: _Branch, iteration_s: float) -> _Branch | None:
-        """Leave out sets of nodes that no placement of the branch has in `iteration_s`.
+        """Drop sets of nodes that no placement of the branch has in `iteration_s`.
 
-        Because others have these nodes or leave nodes over, or because one node of the set takes
-        too long by itself. None if a stage has no set left.
+        A set is dropped if the sets of the other stages cannot complement it, or if one of its
+        nodes takes too long by itself. None if a stage has no set left.
         """
         while True:
             size = sum(map(len, branch))
@@ -213,7 +215,7 @@ class _Search:
                 return branch
 
     def adding_up(self, branch: _Branch) -> _Branch | None:
-        """Leave out sets with which nodes cannot add up, or that are out of order."""
+        """Drop sets with which the numbers of nodes cannot add up, or that are out of order."""
         own = [s.of_stage[sets] for s, sets in zip(self.sets, branch, strict=True)]
         least = np.array([nodes.min(axis=0) for nodes in own])
         most = np.array([nodes.max(axis=0) for nodes in own])
@@ -233,7 +235,7 @@ class _Search:
         return tuple(kept)
 
     def too_late(self, branch: _Branch, iteration_s: float) -> list[Bool[np.ndarray, " sets"]]:
-        """Tell of each set left to each stage whether a node of it takes too long by itself."""
+        """Return for each set left to each stage whether a node of it takes too long by itself."""
         box = self.box(branch)
         ended_s, pipeline_s = self.alone_s(box)
         late = []
@@ -244,7 +246,7 @@ class _Search:
             other_s = np.where(nodes, pipeline_s[places], 0.0).max(axis=(1, 2))
             if self.averaging.waits:
                 averaged_s = last_s + ring_s
-            else:  # Rings that follow one another, or what the node does in each iteration.
+            else:  # Rings that follow one another, or the node's work in each iteration.
                 averaged_s = np.maximum(last_s, self.averaging.number * ring_s)
             late.append(np.maximum(averaged_s, other_s) > iteration_s)
         return late
@@ -252,11 +254,11 @@ class _Search:
     def alone_s(
         self, box: Box
     ) -> tuple[Float[np.ndarray, "places classes"], Float[np.ndarray, "places classes"]]:
-        """Bound what one node of each class in each place is busy until, and the pipeline by it.
+        """Bound the busy end of one node of each class in each place, and the pipeline by it.
 
-        As `bound` has it: its microbatches cannot be there before the soonest way from a data node,
-        are away for the quickest round trip between forward and backward, and their last backward
-        has the quickest way back to come. Where iterations overlap, only what it is busy counts.
+        As in `bound`, its microbatches arrive at the earliest by the shortest way from a data node,
+        are away for the shortest round trip between forward and backward, and after their last
+        backward comes the shortest way back. Where iterations overlap, only its busy time counts.
         """
         ended_s, pipeline_s = np.zeros(box.low.shape), np.zeros(box.low.shape)
         head_s, away_s, tail_s, out_s, home_s = self.ways_s(box)
@@ -277,7 +279,7 @@ class _Search:
         return ended_s, pipeline_s
 
     def ways_s(self, box: Box) -> tuple[np.ndarray, ...]:
-        """Find the quickest ways between data nodes and inner nodes that a branch leaves open.
+        """Find the shortest ways between data nodes and inner nodes that a branch allows.
 
         By inner stage and class: until the forward there can start, from its end until the backward
         can start, and from the end of that to the end of the pipeline. By class of data nodes:
@@ -320,9 +322,9 @@ class _Search:
     ) -> Iterator[_Branch]:
         """Divide a branch in two, the half with the relaxed placement `nodes` last.
 
-        First by the ring of the data nodes, for which all microbatches must have ended. Then the
-        stage that has fewest sets left, by its number of nodes of the first class in question:
-        those that are far from the others decide most.
+        First by the ring of the data nodes, before which all microbatches must have ended. Then the
+        stage with the fewest remaining sets is divided by its number of nodes of the first class
+        that is open: classes far from the others have the most effect.
         """
         ring_s = self.sets[0].ring_s[branch[0]]
         if np.ptp(ring_s) > RING_SPREAD * ring_s.max():

@@ -1,10 +1,10 @@
-"""The trips of microbatches through placements that are open in part: a relaxation.
+"""Relaxation of the trips of microbatches through partly open placements.
 
-It says whether an iteration may take no more than some seconds, if all that is known of a placement
-is how many nodes of each class each stage has at least and at most. What it proves is that this is
-impossible, by prices (Lagrange): what a plan violates is nothing at any prices, so if at some it is
-more than nothing for all numbers of nodes and all trips, there is no plan. That sum is reckoned
-here, and nothing depends on how exactly the linear program that finds the prices is solved.
+It decides whether an iteration may take at most a given time, if a placement is known only by the
+least and most nodes of each class in each stage. It proves that this is impossible, by prices
+(Lagrange): the violations of a plan cost nothing at any prices, so if their cost is positive at
+some prices for all numbers of nodes and all trips, there is no plan. That sum is computed here, so
+the proof does not depend on the precision of the linear program that finds the prices.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from scipy.sparse import csr_array, eye_array, hstack
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.rules import sequence_problem
 
-# More inner stages that are alike are not told apart: CC2 is left out, and any order may be theirs.
+# With more equal inner stages, these are not distinguished: CC2 is ignored, and their order is
+# free.
 MOST_TOLD_APART = 4
-# What a visit too few or too many costs the linear program [s], so that it always has a solution.
+# Price of a missing or excess visit in the linear program [s], so that it is always feasible.
 MISSING_S = 50.0
-# What is taken for zero, in seconds of all microbatches together; sums are true to 1e-9 of it.
+# Zero threshold, in seconds of all microbatches together; sums are exact to 1e-9 of it.
 ROUNDING_S = 1e-6
 MOST_ROUNDS = 200
 # New trips of each class of data nodes in a round.
@@ -35,7 +36,7 @@ MOST_NEW = 6
 
 
 class Classes:
-    """Nodes by class: those of one class have the same location, speed and memory.
+    """Nodes by class: nodes of one class have the same location, speed and memory.
 
     The first classes are those that are far from the others.
 
@@ -43,14 +44,14 @@ class Classes:
         of_node: the class of each node.
         count: nodes of each class.
         there_s: hop of an activation from class to class [s].
-        back_s: hop of its gradient the other way, indexed as `there_s` [s].
+        back_s: hop of its gradient in the other direction, indexed as `there_s` [s].
         apart: inf from a class of one node to itself, as a path visits no node twice; otherwise 0.
         forward_s: seconds of a forward, by stage and class; `backward_s` of a backward.
         loss_s: seconds of the loss on a data node, by class.
         memory: microbatches that a node may hold, by class.
-        visited: inner stages on a path.
+        visited: number of inner stages on a path.
         sequences: inner stages in every order in which a path may visit them (CC1, CC2).
-        alike: whether inner stages of one size, cost and bytes are not told apart.
+        alike: whether inner stages of one size, cost and bytes are not distinguished.
     """
 
     def __init__(self, case: Case, path_length: int):
@@ -87,10 +88,10 @@ def stage_kinds(case: Case) -> list[tuple[int, float, float]]:
 
 @dataclass(frozen=True)
 class Box:
-    """Bounds on what a placement has, as far as it is known.
+    """Bounds on a partly known placement.
 
     `low` and `high` bound the nodes of each class in each place; `visits_low` and `visits_high` the
-    visits of each of them; `delay_s[s]` passes at least between the last backward of stage s and
+    visits of each of them; `delay_s[s]` is the least time between the last backward of stage s and
     the end of the iteration.
     """
 
@@ -103,10 +104,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Trips:
-    """Ways of a microbatch: from a class of data nodes through inner stages, each on a class.
+    """Trips of a microbatch: from a class of data nodes through inner stages, each on a class.
 
     `there_s` is from the start of the first forward to the end of the loss, and `back_s[:, p]` from
-    there to the end of the backward at position p of the path, if nothing waits.
+    there to the end of the backward at position p of the path, without waits.
     """
 
     start: Int[np.ndarray, " trips"]
@@ -116,27 +117,27 @@ class Trips:
     back_s: Float[np.ndarray, "trips positions"]
 
     def __getitem__(self, chosen: np.ndarray) -> Trips:
-        """Keep the chosen ones."""
+        """Return the chosen trips."""
         return Trips(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def with_others(self, others: Trips) -> Trips:
-        """Append others."""
+        """Append other trips."""
         names = [field.name for field in fields(self)]
         return Trips(*(np.concatenate([getattr(self, n), getattr(others, n)]) for n in names))
 
 
 class Relaxation:
-    """Placements and trips as a linear program, with trips generated as prices ask for them.
+    """Placements and trips as a linear program, with trips generated according to prices.
 
     Places are the stages, stage 0 once for each number of microbatches that a data node may have:
-    `places[g]` are stage, number of nodes, and microbatches of each of them. Unknown are, as real
-    numbers, how many nodes of each class are in each place, and how often each trip is made. They
-    keep what every plan keeps: sizes of places, numbers of nodes in classes, microbatches of data
-    nodes, CC1, CC2 (but for `MOST_TOLD_APART`), CC3, TC1, and room in memory (`_Program`).
+    `places[g]` are stage, number of nodes, and microbatches of each of them. The unknowns are, as
+    real numbers, the nodes of each class in each place, and how often each trip is made. They keep
+    the conditions of every plan: sizes of places, numbers of nodes in classes, microbatches of data
+    nodes, CC1, CC2 (except for `MOST_TOLD_APART`), CC3, TC1, and room in memory (`_Program`).
     """
 
     def __init__(self, case: Case, classes: Classes, places: Sequence[tuple[int, int, int]]):
-        """Begin without trips; `places` as above."""
+        """Start without trips; `places` as above."""
         self.classes, self.places = classes, places
         self.stage_of = np.array([stage for stage, *_ in places])
         inner, visits = len(case.stages) - 1, sum(case.microbatches) * classes.visited
@@ -145,7 +146,7 @@ class Relaxation:
         self.trips = self.trips_of(no_way[:, 0], no_way, no_way)
 
     def trips_of(self, start: np.ndarray, stages: np.ndarray, classes: np.ndarray) -> Trips:
-        """Time trips of these starts, inner stages and classes."""
+        """Make trips of these starts, inner stages and classes, with their durations."""
         of = self.classes
         ends = np.column_stack([start, classes, start])
         stage = np.column_stack([np.zeros_like(start), stages])
@@ -156,7 +157,7 @@ class Relaxation:
         return Trips(start, stages, classes, there_s + of.loss_s[start], back_s)
 
     def placement(self, box: Box, iteration_s: float) -> Float[np.ndarray, "places classes"] | None:
-        """Find numbers of nodes for which `iteration_s` may do; None if it is proved that none."""
+        """Find numbers of nodes for which `iteration_s` may suffice; None if proved impossible."""
         program = _Program(self, box, iteration_s)
         fits = program.allowed[0][self.trips.start]
         fits &= program.allowed[self.trips.stages, self.trips.classes].all(axis=1)
@@ -176,7 +177,7 @@ class Relaxation:
             if not len(new.start):
                 break
             trips = trips.with_others(new)
-        # Other boxes begin with what was of use here.
+        # Later boxes start with the trips that were used here.
         used = np.flatnonzero(made > ROUNDING_S)
         self.trips = self.trips.with_others(trips[used[used >= known]])
         return nodes
@@ -186,8 +187,8 @@ class Relaxation:
     ) -> tuple[Float[np.ndarray, " classes"], Trips]:
         """Find the least cost of a trip from each class at these prices, and trips that cost < 0.
 
-        Exact, by dynamic programming along each sequence of stages: a row of room counts all of
-        the way there, and the way back as far as the position at which it ends.
+        Exact, by dynamic programming along each sequence of stages: a row of room counts all of the
+        way there, and the way back as far as the position at which it ends.
         """
         of = self.classes
         room, visit, sent = program.prices(prices)
@@ -198,7 +199,8 @@ class Relaxation:
         every = np.arange(len(of.count))
         found: list[tuple[float, int, tuple[int, ...], list[int]]] = []
         for sequence in of.sequences:
-            # By position and start: the weight of the hop back from there and of B before it.
+            # By position and start: the weight of the hop back from there and of the backward
+            # before it.
             back = np.zeros((len(sequence) + 2, len(of.count)))
             for row, delay_s in enumerate(program.delays_s):
                 end = program.end_of(sequence, delay_s) if row else 0
@@ -240,7 +242,7 @@ class Relaxation:
 
 
 class _Solution(NamedTuple):
-    """A solution of a linear program: what is missing [s], nodes of places, trips, prices."""
+    """Solution of a linear program: missing amount [s], nodes of places, trips, prices."""
 
     missing_s: float
     nodes: Float[np.ndarray, "places classes"]
@@ -250,19 +252,20 @@ class _Solution(NamedTuple):
 
 
 class _Program:
-    """The linear program of one box and one time: its rows over nodes, slack and trips.
+    """Linear program of one box and one time: its rows over nodes, slack and trips.
 
-    Equalities: sizes of places, nodes of classes, trips from each class of data nodes. The others:
-    visits of each inner stage and class, from above and below, and of each inner stage (CC3); room.
-    All but the first two may be violated at a price, and what that costs is made least.
+    Equalities: sizes of places, nodes of classes, trips from each class of data nodes.
+    Inequalities: visits of each inner stage and class, from above and below, and of each inner
+    stage (CC3); room. All but the first two may be violated at a price, and the program minimizes
+    the total price.
 
-    Room on a data node. With memory for m microbatches at most m are in flight, no j + 1 of them
-    before j forwards have passed, and, of those that must have ended at some time, no j + 1 later
-    than j backwards before it. The data stage's last backward ends its ring's time before the
-    iteration does. So all microbatches of a node together are in flight for no more than the sum
-    over j = 0 .. m - 1 of max(0, T - ring - j (F + B)). A path through a stage with a longer ring
-    must have ended its backward there by T less that ring, so until the first such stage on their
-    path they are in flight for no more than the sum of max(0, T - ring - j F).
+    Room on a data node. With memory for m microbatches at most m are in flight, at most j before j
+    forwards have passed, and, of those that must have ended at some time, at most j later than j
+    backwards before it. The data stage's last backward ends its ring's time before the iteration
+    does. So all microbatches of a node together are in flight for at most the sum over j = 0 .. m -
+    1 of max(0, T - ring - j (F + B)). A path through a stage with a longer ring must have ended its
+    backward there by T less that ring, so until the first such stage on their path they are in
+    flight for at most the sum of max(0, T - ring - j F).
     """
 
     def __init__(self, of: Relaxation, box: Box, iteration_s: float):
@@ -273,8 +276,8 @@ class _Program:
             self.allowed[stage] |= high > 0
         data_s = float(box.delay_s[0])
         self.delays_s = [data_s, *sorted({s for s in box.delay_s[1:].tolist() if s > data_s})]
-        # Where all nodes' shares are whole, to keep them from above is to keep them: the trips are
-        # as many, and so are visits of stages.
+        # If the shares of all nodes are integers, the upper limits imply the lower ones: the number
+        # of trips is fixed, and so are the visits of stages.
         self.even = not ((box.visits_low < box.visits_high) & (box.high > 0)).any()
         self.visits = (stages - 1) * classes
         self.room = classes * len(self.delays_s)
@@ -301,7 +304,7 @@ class _Program:
         self.bounds += [(0, None)] * (len(price) + len(trips_price))
 
     def adding_up(self, of: Relaxation) -> tuple[np.ndarray, np.ndarray]:
-        """Write the equalities over numbers of nodes, and what they are equal to."""
+        """Return the equalities over numbers of nodes, and their right-hand sides."""
         places, classes = self.box.low.shape
         counts = np.tile(np.eye(classes), places)
         sent = np.repeat([count for *_, count in of.places], classes) * counts
@@ -310,7 +313,7 @@ class _Program:
         return equal, np.concatenate([sizes, of.classes.count, np.zeros(classes)])
 
     def shares(self, of: Relaxation) -> list[np.ndarray]:
-        """Write how often nodes are visited at most, and if that is not all, at least."""
+        """Return the upper limits of the nodes' visits, and if needed the lower ones."""
         data = int((of.stage_of == 0).sum())
         column = np.arange(data * self.allowed.shape[1], self.box.low.size)
         above, below = np.zeros((2, self.visits, self.box.low.size))
@@ -320,7 +323,7 @@ class _Program:
         return [above] if self.even else [above, below, of_stages]
 
     def free_s(self, of: Relaxation, iteration_s: float) -> np.ndarray:
-        """Write the room that data nodes of each class have, as said above; negative."""
+        """Return the room of data nodes of each class, as defined above; negative."""
         classes = of.classes
         free = np.zeros((len(classes.count), len(self.delays_s), *self.box.low.shape))
         for place, (stage, _, count) in enumerate(of.places):
@@ -335,12 +338,12 @@ class _Program:
         return free.reshape(self.room, self.box.low.size)
 
     def end_of(self, sequence: tuple[int, ...], delay_s: float) -> int | None:
-        """Find the first position of a path at a stage with a delay of `delay_s` or more."""
+        """Find the first position of a path at a stage with a delay of at least `delay_s`."""
         late = (p for p, stage in enumerate(sequence, 1) if self.box.delay_s[stage] >= delay_s)
         return next(late, None)
 
     def rows_of(self, trips: Trips) -> tuple[csr_array, csr_array]:
-        """Write what trips count in equalities and in inequalities."""
+        """Return the coefficients of trips in equalities and in inequalities."""
         number, (inner, classes) = len(trips.start), (len(self.allowed) - 1, len(self.allowed[0]))
         each = np.arange(number)
         sent = len(self.equal) - classes + trips.start
@@ -362,7 +365,7 @@ class _Program:
         return equal, csr_array(entries, (len(self.upper), number))
 
     def solved(self, trips: Trips) -> _Solution | None:
-        """Solve it with these trips; None if numbers of nodes cannot add up."""
+        """Solve the program with these trips; None if numbers of nodes cannot add up."""
         equal, upper = self.rows_of(trips)
         number = len(trips.start)
         solution = linprog(
@@ -389,11 +392,11 @@ class _Program:
         return room, visit.reshape(inner, classes), of.equal[-classes:]
 
     def violated_s(self, prices: _Solution, least_s: Float[np.ndarray, " classes"]) -> float:
-        """Bound from below what every placement of the box violates at these prices [s].
+        """Bound from below the violation of every placement of the box at these prices [s].
 
-        With the price of a start raised by what its cheapest trip costs, no trip costs less than
-        nothing. What is left is linear in the numbers of nodes, each between its bounds. For what
-        violates nothing it is at most 0, whatever the prices, if those of inequalities are not
+        With the price of a start raised by the cost of its cheapest trip, no trip has a negative
+        cost. The rest is linear in the numbers of nodes, each between its bounds. For a plan
+        without violations it is at most 0, whatever the prices, if those of inequalities are not
         positive (Lagrange).
         """
         equal = prices.equal.copy()

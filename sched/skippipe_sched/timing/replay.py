@@ -1,9 +1,9 @@
-"""When everything happens that nodes do in given orders, in one iteration or in many in a row.
+"""Times of all events for nodes with given orders, in one iteration or in many in a row.
 
-With an order no choice is left: everything starts at the latest of few times before it. A directed
-link has one source, which runs one operation at a time, and so has a node's connection: transfers
-follow one another there in the order of its operations. So operations are gone through once, each
-after all that it waits for.
+With an order no choice is left: each operation starts at the latest of a few earlier times. A
+directed link has one source, which runs one operation at a time, and so has a node's connection:
+transfers follow one another there in the order of its operations. So operations are processed once,
+each after all that it depends on.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, s
 from skippipe_sched.timing.hops import hop_parts, passed
 from skippipe_sched.timing.timeline import Run, Stretch, Transfer, no_stretch
 
-# What stays on a node is there at once, and passes nothing.
+# Data that stays on a node arrives at once, and uses no queue.
 NO_HOP = (0.0, -math.inf, -math.inf, 0.0, 0.0)
 
 
 class Work:
-    """The operations of an iteration, each after all that it waits for, and what follows it.
+    """Operations of an iteration, each after all that it depends on, with its successor.
 
-    `following` is the place of the operation that needs the result, or its own place for the last
-    of a chain; `uplink` and `link` are the numbers of the connection and the link on which that
-    waits its turn, among all `queues`, -1 if on none.
+    `following` is the index of the operation that needs the result, or its own index for the last
+    of a chain; `uplink` and `link` are the numbers, among all `queues`, of the connection and the
+    link on which the result queues, -1 if on none.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Work:
         """Sort the operations of `order`.
 
         Raises:
-            InputError: if nodes wait for each other for ever.
+            InputError: if nodes wait for each other forever.
         """
         self.case, self.stages = case, stages
         chains = [microbatch_chain(m, path) for m, path in enumerate(paths)]
@@ -52,7 +52,7 @@ class Work:
         self.operations = self._sorted(order, {chain[0] for chain in chains}, len(position))
         place = {operation: index for index, operation in enumerate(self.operations)}
         self.node = [operation.node for operation in self.operations]
-        # The last of a chain is its own target: nothing is sent.
+        # The last operation of a chain is its own target: nothing is sent.
         self.target = [self.after.get(operation, operation) for operation in self.operations]
         self.following = [place[target] for target in self.target]
         stage_of = stage_of_nodes(stages)
@@ -74,11 +74,11 @@ class Work:
         self.planned_hops = np.array(planned_hops)
         self.queues = len(queues)
         self.uplink_of = {key: number for key, number in queues.items() if isinstance(key, int)}
-        # For how long an iteration's hops occupy each node's connection.
+        # Seconds for which an iteration's hops occupy each node's connection.
         self.sending_s = [0.0] * len(case.nodes)
         for node, (overhead_s, uplink_s, *_) in zip(self.node, planned_hops, strict=True):
             self.sending_s[node] += max(0.0, overhead_s + uplink_s)
-        # Where a `Stretch` has the factors of operations, and of hops to those after them.
+        # Indexes in a `Stretch` of the factors of operations, and of the hops to their successors.
         microbatch = [operation.microbatch for operation in self.operations]
         self.own_factor = microbatch, [position[operation] for operation in self.operations]
         self.hop_factor = microbatch, [position[target] for target in self.target]
@@ -114,13 +114,13 @@ class Work:
 
 
 class Replay:
-    """Iterations of some work one after another, as far as they have come, from a start at 0 s.
+    """Consecutive iterations of some work, from a start at 0 s.
 
-    `free_s` is when each node has ended its last iteration, `queue_free_s` when each connection and
-    link was through with it. Of the last iteration, `arrived_s`, `start_s` and `sent_s` tell when
-    the input of each operation was there, when it started, and when its result was on the link.
-    `free_from` and the like name what that waited for: nodes, then connections and links, as they
-    were at the last `mark`, by their numbers.
+    `free_s` is the end of each node's last iteration, `queue_free_s` that of each connection and
+    link. For the last iteration, `arrived_s`, `start_s` and `sent_s` are the times when the input
+    of each operation arrived, when it started, and when its result was on the link. `free_from` and
+    the like are the numbers of the resources that determined these times: nodes, then connections
+    and links, in their state at the last `mark`.
     """
 
     def __init__(self, work: Work, stretch: Stretch | None = None):
@@ -128,7 +128,7 @@ class Replay:
         operations = len(work.operations)
         self.work = work
         self.free_s = [0.0] * len(work.case.nodes)
-        # The last is of all that never waits.
+        # The last entry is for all hops that never wait.
         self.queue_free_s = [-math.inf] * (work.queues + 1)
         self.arrived_s, self.start_s, self.sent_s = ([0.0] * operations for _ in range(3))
         self.arrived_from = [0] * operations
@@ -137,7 +137,7 @@ class Replay:
         self.mark()
 
     def stretch(self, stretch: Stretch) -> None:
-        """Let everything take so much longer than planned from now on."""
+        """Set the factors on all planned times from now on."""
         work = self.work
         self.seconds = (stretch.operations[work.own_factor] * work.planned_s).tolist()
         hops = stretch.hops[work.hop_factor][:, None] * work.planned_hops
@@ -145,14 +145,14 @@ class Replay:
         self.ring_factor = stretch.averagings
 
     def mark(self) -> None:
-        """Name what nodes and links wait for by how they are now."""
+        """Reset the origins of all times to the current state of nodes and links."""
         nodes = len(self.free_s)
         self.free_from = list(range(nodes))
         self.queue_from = list(range(nodes, nodes + len(self.queue_free_s)))
 
     def run(self) -> None:
-        """Run one iteration more."""
-        # The innermost loop of all planning in mode `outer`: lists of its own, and few calls.
+        """Run one more iteration."""
+        # The innermost loop of all planning in mode `outer`: local lists, and few calls.
         self.began_s = [*self.free_s]
         work, free_s, free_from = self.work, self.free_s, self.free_from
         arrived_s, arrived_from = self.arrived_s, self.arrived_from
@@ -180,21 +180,23 @@ class Replay:
                 origin = queue_from[uplink]
             sent_from = queue_from[link] if time_s < link_s == sent_s[place] else origin
             queue_from[uplink], queue_from[link] = origin, sent_from
-            # The slower one of what the connection and the link take decides.
+            # The slower of the connection and the link decides.
             is_later = sent_s[place] + hop[3] > queue_free_s[uplink]
             arrived_from[following] = sent_from if is_later else origin
 
     def uplink_free_s(self, node: int) -> float:
-        """Return when all is sent that shares a node's connection [s]."""
+        """Return when all traffic on a node's shared connection is sent [s]."""
         return self.queue_free_s[self.work.uplink_of.get(node, -1)]
 
     def runs(self, zero_s: float = 0.0) -> tuple[Run, ...]:
-        """List the operations of the last iteration as they started, counted from `zero_s`.
+        """List the operations of the last iteration by their starts, counted from `zero_s`.
 
-        One that waits for no other is there as soon as its node has ended the iteration before.
+        An operation without a predecessor arrives as soon as its node has ended the previous
+        iteration.
         """
         node, seconds = self.work.node, self.seconds
-        # What takes no time comes before what it may have let start at the same moment.
+        # Operations of no duration come before those that may start at the same moment because of
+        # them.
         in_order = sorted(
             range(len(node)),
             key=lambda place: (self.start_s[place], (node[place] + 1) * (seconds[place] > 0.0)),
@@ -209,7 +211,7 @@ class Replay:
         return tuple(runs)
 
     def transfers(self, zero_s: float = 0.0) -> tuple[Transfer, ...]:
-        """List the transfers of the last iteration as they started, counted from `zero_s`."""
+        """List the transfers of the last iteration by their starts, counted from `zero_s`."""
         transfers = []
         for place, (source, target) in enumerate(
             zip(self.work.operations, self.work.target, strict=True)

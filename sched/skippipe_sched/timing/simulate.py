@@ -1,13 +1,12 @@
-"""The timing model: when everything happens in one iteration of a plan, exactly.
+"""Timing model: the exact times of all events in one iteration of a plan.
 
-As docs/timing.md has it, a node runs one operation at a time; a transfer takes the hop time of its
-link, and may have to follow others (`skippipe_sched.timing.hops`); a microbatch is in flight on a
-node from the start of its forward to the end of its backward there.
+As docs/timing.md describes, a node runs one operation at a time; a transfer takes the hop time of
+its link, and may have to queue behind others (`skippipe_sched.timing.hops`); a microbatch is in
+flight on a node from the start of its forward to the end of its backward there.
 
-Where iterations do not wait for averaging, what a plan takes is that of many of them in their order
-(`skippipe_sched.timing.steady`); an iteration by itself, which averages nothing, is where that
-order comes from. `replay` says when things happen, `dispatch` in which order if a plan leaves that
-open.
+In outer mode, the time of a plan is that of many iterations in its order
+(`skippipe_sched.timing.steady`); that order comes from a single iteration, which averages nothing.
+`replay` computes the times, `dispatch` the order if a plan leaves it open.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from skippipe_sched.timing.timeline import Averaging, Stretch, Timeline
 def simulate_plan(plan: Plan, stretch: Stretch | None = None) -> Timeline:
     """Simulate one iteration of a plan in its own order, with `stretch` slower than planned.
 
-    Where iterations do not wait for averaging, it is one of many in their steady state.
+    In outer mode, it is one of many in their steady state.
 
     Raises:
-        InputError: if the order breaks a memory limit or locks nodes against each other.
+        InputError: if the order breaks a memory limit or deadlocks nodes.
     """
     require_memory(plan)
     return forecast(plan.case, plan.stages, plan.microbatches, plan.order, stretch)
@@ -44,10 +43,10 @@ def forecast(
     order: Sequence[Sequence[Operation]] | None = None,
     stretch: Stretch | None = None,
 ) -> Timeline:
-    """Simulate as `simulate`; where iterations do not wait for averaging, one of many in a row.
+    """Simulate as `simulate`; in outer mode, return one iteration of many in a row.
 
     Raises:
-        InputError: if nodes given an `order` wait for each other for ever.
+        InputError: if nodes given an `order` wait for each other forever.
     """
     work = Work(case, stages, paths, order or dispatch(case, stages, paths))
     if case.averaging.is_outer:
@@ -62,16 +61,15 @@ def simulate(
     order: Sequence[Sequence[Operation]] | None = None,
     stretch: Stretch | None = None,
 ) -> Timeline:
-    """Simulate one iteration by itself, from the first forward to the last averaging.
+    """Simulate a single iteration, from the first forward to the last averaging.
 
-    Averaging that goes on behind the iterations that follow takes no time in it: that of a stage
-    lies where its last backward ends.
+    Background averaging takes no time in it: that of a stage is at the end of its last backward.
 
-    With `order`, each node runs its operations in that order; without, in that of `dispatch`. With
-    `stretch`, everything takes as much longer in it as that says.
+    With `order`, each node runs its operations in that order; without, in that of `dispatch`.
+    `stretch` has factors on all times.
 
     Raises:
-        InputError: if nodes given an `order` wait for each other for ever.
+        InputError: if nodes given an `order` wait for each other forever.
     """
     return _alone(
         Replay(Work(case, stages, paths, order or dispatch(case, stages, paths)), stretch)
@@ -98,7 +96,7 @@ def _alone(replay: Replay) -> Timeline:
 
 
 def require_memory(plan: Plan) -> None:
-    """Refuse an order that puts more microbatches in flight on a node than its memory holds."""
+    """Raise `InputError` if an order has more microbatches in flight than a node's memory."""
     for node, operations in enumerate(plan.order):
         limit = plan.case.nodes[node].memory
         in_flight = list(accumulate({"F": 1, "L": 0, "B": -1}[run.kind] for run in operations))

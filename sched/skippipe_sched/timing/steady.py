@@ -1,15 +1,15 @@
-"""Many iterations that follow one another without a barrier, and how long each takes then.
+"""Many iterations without a barrier, and their mean duration.
 
-In mode `outer` a node goes on to its next iteration as soon as it has ended one: all of its
-operations, and the fragment that it has to apply then. A ring goes on behind, and only who has to
-apply what it brings waits for it. As every node keeps its order, no choice is left (`replay`).
+In mode `outer` a node begins its next iteration as soon as it has ended one: all of its operations,
+and the fragment that it has to apply then. Rings run in the background, and only the nodes that
+apply their results wait for them. As every node keeps its order, no choice is left (`replay`).
 
-Such a system becomes steady. What happens in a cycle follows from the state in which it begins:
-when each node, connection and link, and the ring of each fragment, is through. If a cycle makes
-none of them later by more than some time, no later cycle takes longer in the mean. And where what
-a thing waits for, traced back through a cycle, leads round in a circle, the cycle takes the
-circle's mean at least. Once both are the same, that is the mean for ever, and nothing has to be
-waited for that would only come right after thousands of iterations.
+Such a system becomes steady. The events of a cycle follow from the state in which it begins: the
+times until which each node, connection and link, and the ring of each fragment, is occupied. If a
+cycle increases each of these by at most some time, no later cycle takes longer on average. And if
+the origins of these times, traced back through a cycle, form a circle, the cycle takes at least the
+circle's mean. Once both are equal, that is the mean forever, and the simulation need not run until
+the system is steady, which may take thousands of iterations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from skippipe_sched.timing.averaging import quickest_averaging_s, rings_of_itera
 from skippipe_sched.timing.replay import Replay, Work
 from skippipe_sched.timing.timeline import Averaging, SteadyState, Stretch, Timeline
 
-# What has not settled after so many cycles, or in large cases after so many operations, is taken as
-# it is: as the mean of the later half.
+# If the mean has not settled after this many cycles, or in large cases after this many operations,
+# the mean of the later half is used.
 LEAST_CYCLES, MOST_CYCLES = 8, 100
 MOST_OPERATIONS = 2_000_000
-# Cycles may differ in turn: so many are compared as one.
+# Cycles may alternate: up to this many are compared as one.
 MOST_IN_TURN = 8
 TOLERANCE = 1e-9
 
@@ -39,8 +39,8 @@ TOLERANCE = 1e-9
 def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
     """Simulate one iteration of the steady state of a plan.
 
-    It is the one beside which the rings run that were sent at the end of a cycle, and the rings
-    are shown with it. With `stretch` everything takes so much longer in every iteration.
+    It is the iteration during which the rings run that were sent at the end of a cycle, and these
+    rings are shown with it. `stretch` has factors on all times of every iteration.
     """
     run = _Iterations(work, stretch)
     iteration_s, late_s = _settled(run)
@@ -56,7 +56,7 @@ def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
 def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
     """Simulate a run: seconds from each iteration's end to the next one's, each with its stretch.
 
-    An iteration has ended when its last node has. The first is reckoned from the start.
+    An iteration has ended when its last node has. The first is counted from the start.
     """
     run = _Iterations(work)
     ends = [0.0]
@@ -68,9 +68,9 @@ def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
 
 
 def beside_hops_s(work: Work, stage: int) -> float:
-    """Compute what a ring of a stage takes beside hops with which it shares connections [s].
+    """Compute the duration of a stage's ring, slowed by hops on its connections [s].
 
-    Hops go first. Where iterations wait for rings, there are none beside them.
+    Hops have priority. Where iterations wait for rings, there are no hops at the same time.
     """
     case, nodes = work.case, work.stages[stage]
     seconds = quickest_averaging_s(case, stage, tuple(nodes))
@@ -82,10 +82,10 @@ def beside_hops_s(work: Work, stage: int) -> float:
 
 @dataclass
 class _Ring:
-    """The rings of a stage: what one takes, and of each fragment when the last one was.
+    """Rings of a stage: their duration, and the times of the last one of each fragment.
 
     `needed_s` is when the last replica had ended the iteration at which it was sent. `origin` is
-    what the end waited for (`_Iterations.origins`).
+    the origin of its end (`_Iterations.origins`).
     """
 
     stage: int
@@ -98,7 +98,7 @@ class _Ring:
 
 
 class _Iterations(Replay):
-    """Iterations with rings behind them: a node ends one when it has applied what it has to."""
+    """Iterations with background rings: a node ends one when it has applied what is due."""
 
     def __init__(self, work: Work, stretch: Stretch | None = None, *, without_rings: bool = False):
         case = work.case
@@ -123,11 +123,11 @@ class _Iterations(Replay):
         super().__init__(work, stretch)
 
     def ring_s(self, ring: _Ring) -> float:
-        """Tell what a ring takes now [s]."""
+        """Return the current duration of a ring [s]."""
         return ring.seconds * self.ring_factor.item(ring.stage)
 
     def mark(self) -> None:
-        """Begin a cycle: name what nodes, queues and rings wait for by how they are now."""
+        """Begin a cycle: reset the origins of all times to the current nodes, queues and rings."""
         super().mark()
         self.late_s = 0.0
         for place, ring in enumerate(self.rings):
@@ -135,17 +135,17 @@ class _Iterations(Replay):
             ring.origin[:] = range(first, first + len(ring.origin))
 
     def state(self) -> Float[np.ndarray, " things"]:
-        """Tell when each node, each queue, and each ring's last one of each fragment is through."""
+        """Return when each node, each queue, and the last ring of each fragment is done [s]."""
         ends = [end_s for ring in self.rings for end_s in ring.end_s]
         return np.array([*self.free_s, *self.queue_free_s[:-1], *ends])
 
     def origins(self) -> list[int]:
-        """Tell for each of the `state` what of it at the last `mark` it has waited for last."""
+        """Return for each entry of `state` the entry at the last `mark` that determined it."""
         rings = (origin for ring in self.rings for origin in ring.origin)
         return [*self.free_from, *self.queue_from[:-1], *rings]
 
     def iterate(self) -> None:
-        """Run one iteration more."""
+        """Run one more iteration."""
         self.number += 1
         self.run()
         policy = self.policy
@@ -160,7 +160,7 @@ class _Iterations(Replay):
             self._apply(due)
 
     def _send(self, fragment: int) -> None:
-        """Begin rings when the last replica is there and the stage's ring before is over."""
+        """Begin rings when the last replica is ready and the stage's previous ring is over."""
         for ring in self.rings:
             last = max(ring.nodes, key=self.free_s.__getitem__)
             start_s, origin = self.free_s[last], self.free_from[last]
@@ -171,18 +171,18 @@ class _Iterations(Replay):
             ring.end_s[fragment] = start_s + self.ring_s(ring)
 
     def _apply(self, fragment: int) -> None:
-        """Let nodes wait for what they apply: a ring is late if it ends after the last of them."""
+        """Let nodes wait for the fragment: a ring is late if it ends after all are ready."""
         for ring in self.rings:
             end_s = ring.end_s[fragment]
             self.late_s = max(self.late_s, end_s - max(self.free_s[node] for node in ring.nodes))
             for node in ring.nodes:
                 if end_s > self.free_s[node]:
-                    # Without it a node would wait for the others all the same.
+                    # Even without the ring, a node would wait for the other replicas.
                     self.has_waited |= end_s > ring.needed_s[fragment]
                     self.free_s[node], self.free_from[node] = end_s, ring.origin[fragment]
 
     def shown(self, steady: SteadyState) -> Timeline:
-        """Show the last iteration, and the rings of the last fragment of a cycle, from 0 s on."""
+        """Return the last iteration, and the rings of a cycle's last fragment, counted from 0 s."""
         rings = [(ring.stage, ring.start_s[-1], ring.end_s[-1]) for ring in self.rings]
         zero_s = min([*self.start_s, *(start_s for _, start_s, _ in rings)])
         averagings = [Averaging(s, start - zero_s, end - zero_s) for s, start, end in rings]
@@ -209,7 +209,7 @@ def _settled(run: _Iterations) -> tuple[float, float]:
         late.append(run.late_s)
         if len(states) == 1:
             continue
-        # No later cycle takes longer in the mean than the least of these says.
+        # No later cycle takes longer on average than the least of these.
         most_s = {
             number: float((states[-1] - states[-1 - number]).max()) / number
             for number in range(1, min(MOST_IN_TURN + 1, len(states)))
@@ -219,7 +219,7 @@ def _settled(run: _Iterations) -> tuple[float, float]:
         if most_s[number] - least_s > TOLERANCE * most_s[number]:
             continue
         mean_s = most_s[number] / every
-        # Rings may set a pace that nodes come to feel only when all their delay is used up.
+        # Rings may limit the pace, which nodes notice only when all their delay is used up.
         if mean_s - _mean_s(states[-1 - number :], nodes, every) <= TOLERANCE * mean_s:
             return mean_s, max(late[-number:])
     half = len(states) // 2
@@ -232,13 +232,13 @@ def _most_cycles(run: _Iterations) -> int:
 
 
 def _mean_s(states: Sequence[Float[np.ndarray, " things"]], nodes: int, every: int) -> float:
-    """Compute an iteration's mean seconds from those after which first and last states are."""
+    """Compute an iteration's mean seconds between the first and the last of these states."""
     first_s, last_s = (float(state[:nodes].max()) for state in (states[0], states[-1]))
     return (last_s - first_s) / (len(states) - 1) / every
 
 
 def _slowest_circle_s(origins: Sequence[int], longer_s: Float[np.ndarray, " things"]) -> float:
-    """Find the greatest mean delay of things in a circle, each the origin of the next."""
+    """Find the greatest mean delay of a circle of entries, each the origin of the next."""
     greatest_s = 0.0
     walked = [-1] * len(origins)
     for start in range(len(origins)):

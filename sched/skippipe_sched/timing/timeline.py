@@ -1,4 +1,4 @@
-"""What happens in one iteration, and when: simulated or measured."""
+"""Events of one iteration and their times: simulated or measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Operation, Predicted
 
 @dataclass(frozen=True)
 class Run:
-    """One operation and when its node ran it [s]. `arrived_s`: when its input was there."""
+    """One operation and its times on its node [s]. `arrived_s`: arrival of its input."""
 
     operation: Operation
     arrived_s: float
@@ -23,7 +23,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Transfer:
-    """An activation or gradient on its way [s]: ready at the source, on the link, arrived."""
+    """Transfer of an activation or gradient [s]: ready at the source, on the link, arrived."""
 
     source: int
     target: int
@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Averaging:
-    """The replicas of one stage averaging their gradients, or a fragment of their changes [s]."""
+    """Averaging of a stage's gradients, or of a fragment of its outer gradients [s]."""
 
     stage: int
     start_s: float
@@ -44,11 +44,11 @@ class Averaging:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Iterations that follow one another without a barrier, once they are steady [s].
+    """Durations of iterations without a barrier, in steady state [s].
 
     `iteration_s` is the mean over a cycle, `pipeline_s` the same if rings took no time,
-    `averaging_s` the longest ring of a fragment, and `late_s` by how much one is longer than its
-    delay allows at most: how long the last replica waits for it that has to apply it.
+    `averaging_s` the longest ring of a fragment, and `late_s` the most by which a ring exceeds its
+    delay: the wait of the last replica that has to apply it.
     """
 
     iteration_s: float
@@ -59,11 +59,11 @@ class SteadyState:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Everything that happens in one iteration, each list in the order of starting.
+    """Events of one iteration, each list in order of their starts.
 
-    With `steady` it is one iteration among others like it, which overlap with it: it counts from
-    the first thing that is shown, and its figures are those of the steady state. `free_s` is when
-    each node has ended the one before; all are free from the start where it is empty.
+    With `steady` it is one of many equal iterations, which overlap with it: times count from the
+    first event that is shown, and its figures are those of the steady state. `free_s` is when each
+    node has ended the previous iteration; if empty, all are free from the start.
     """
 
     nodes: int
@@ -75,38 +75,38 @@ class Timeline:
 
     @cached_property
     def pipeline_s(self) -> float:
-        """When the last backward ends."""
+        """End of the last backward [s]."""
         return self.steady.pipeline_s if self.steady else max(run.end_s for run in self.runs)
 
     @cached_property
     def averaging_s(self) -> float:
-        """The longest averaging of one stage."""
+        """Longest averaging of one stage [s]."""
         if self.steady:
             return self.steady.averaging_s
         return max((own.end_s - own.start_s for own in self.averagings), default=0.0)
 
     @cached_property
     def iteration_s(self) -> float:
-        """When the last stage has averaged."""
+        """End of the last stage's averaging [s]."""
         if self.steady:
             return self.steady.iteration_s
         return max((own.end_s for own in self.averagings), default=self.pipeline_s)
 
     @property
     def late_s(self) -> float:
-        """By how much a ring is longer than its delay allows; 0 where iterations wait for it."""
+        """Most by which a ring exceeds its delay [s]; 0 where iterations wait for it."""
         return self.steady.late_s if self.steady else 0.0
 
     @cached_property
     def end_s(self) -> float:
-        """Until when something is shown."""
+        """End of the last shown event [s]."""
         if not self.steady:
             return self.iteration_s
         return max(own.end_s for own in (*self.runs, *self.averagings))
 
     @cached_property
     def order(self) -> tuple[tuple[Operation, ...], ...]:
-        """What each node runs, in order."""
+        """Operations of each node, in order."""
         order: list[list[Operation]] = [[] for _ in range(self.nodes)]
         for run in self.runs:
             order[run.operation.node].append(run.operation)
@@ -122,11 +122,11 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The share of the pipeline's time that the nodes do not compute."""
+        """Share of the pipeline's time in which the nodes do not compute."""
         return 1.0 - sum(self.busy_s) / (self.nodes * self.pipeline_s)
 
     def predicted(self, lower_bound_s: float | None) -> Predicted:
-        """Return the figures that a plan carries."""
+        """Return the figures that a plan stores."""
         return Predicted(
             self.iteration_s, self.pipeline_s, self.averaging_s, lower_bound_s, self.late_s
         )
@@ -134,10 +134,10 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """How many times as long everything takes as the timing model says.
+    """Factors on all times of the timing model.
 
-    An operation is known by its microbatch and its position in the microbatch's chain (see
-    `microbatch_chain`); `hops` stretches the transfer that brings its input, if one does.
+    An operation is identified by its microbatch and its position in the microbatch's chain (see
+    `microbatch_chain`); `hops` applies to the transfer of its input, if there is one.
     """
 
     operations: Float[np.ndarray, "microbatches positions"]
@@ -146,6 +146,6 @@ class Stretch:
 
 
 def no_stretch(microbatches: int, positions: int, stages: int) -> Stretch:
-    """Return a stretch by which everything takes as long as the timing model says."""
+    """Return a stretch with all factors 1."""
     ones = np.ones((microbatches, positions))
     return Stretch(ones, ones, np.ones(stages))

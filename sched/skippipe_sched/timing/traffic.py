@@ -1,4 +1,4 @@
-"""What the links carry in one iteration: bytes, and for how long they are in use."""
+"""Traffic of the links in one iteration: bytes, and seconds in use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from skippipe_sched.timing.averaging import all_reduce_bytes, best_ring, rings_o
 from skippipe_sched.timing.timeline import Timeline
 
 Place = TypeVar("Place", int, str)
-# What a link is used for: activations and their gradients, or the ring of a stage.
+# Uses of a link: activations and their gradients, or the ring of a stage.
 Use = Literal["pipeline", "averaging"]
 
 
 @dataclass(frozen=True)
 class Flow(Generic[Place]):
-    """What one directed link carries in an iteration for one use.
+    """Traffic of one directed link in an iteration for one use.
 
-    `source` and `target` are nodes, or locations. `busy_s` is in how many seconds of the iteration
-    something is on its way there, which counts once what overlaps.
+    `source` and `target` are nodes, or locations. `busy_s` is the time during which a transfer is
+    in progress; overlapping transfers count once.
     """
 
     source: Place
@@ -33,13 +33,13 @@ class Flow(Generic[Place]):
 
 
 def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
-    """Sum up bytes and busy seconds of every directed pair of nodes, the busiest first.
+    """Sum bytes and busy seconds of every directed pair of nodes, the busiest first.
 
     The pipeline's are those of the timeline's transfers. In the averaging of a stage with n
     replicas each sends 2(n-1)/n of the stage's bytes to the next in the best ring; its link counts
-    as busy for as long as these bytes and the latency of each step take on it, even where it then
-    waits for a slower link of the ring. Where fragments are averaged behind the iterations, all of
-    it is what an iteration has of them in the mean: n - 1 messages each.
+    as busy for the time of these bytes and the latency of each step, even where it then waits for a
+    slower link of the ring. In outer mode, an iteration has its mean share of the fragments'
+    averaging: n - 1 messages each.
 
     Replicas of one stage never send each other activations, so each pair has one use.
     """
@@ -47,12 +47,12 @@ def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
 
 
 def location_traffic(plan: Plan, timeline: Timeline) -> list[Flow[str]]:
-    """Sum up as `link_traffic`, by directed pairs of locations; within one, from it to itself."""
+    """Sum as `link_traffic`, by directed pairs of locations; within one, from it to itself."""
     return _added_up(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
 
 
 def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
-    """Count the bytes that go from one location to another."""
+    """Count the bytes that are sent between locations."""
     return sum(
         flow.bytes
         for flow in flows
@@ -87,7 +87,7 @@ def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
         for link in zip(ring, [*ring[1:], ring[0]], strict=True):
             seconds = float(size / bandwidth[link] + steps * latency[link])
             start_s = averaging.start_s
-            # A measured averaging may end before the case says that its links are free.
+            # A measured averaging may end before the case predicts that its links are free.
             end_s = min(start_s + seconds, averaging.end_s)
             yield _Sending(*link, "averaging", size, start_s, end_s)
 
