@@ -70,12 +70,12 @@ class Followed:
 
 
 def read(page: str) -> str:
-    """The text of a page."""
+    """Return the text of a page."""
     return (DOCS / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page, in order."""
     return [
         Block(found["language"], found["title"], found["text"], found["mark"] is None)
         for found in BLOCK.finditer(read(page))
@@ -88,7 +88,7 @@ def is_followed(page: str) -> bool:
 
 
 def before(page: str) -> str | None:
-    """The page in whose folder this one goes on."""
+    """Return the page whose folder this page continues in."""
     found = AFTER.search(read(page))
     return found[1] if found else None
 
@@ -132,13 +132,13 @@ def follow(page: str, folder: Path, programs: Path | None = None) -> list[Answer
 
 
 def pictures(page: str) -> list[str]:
-    """The pictures on a page that its own commands make, as paths below pictures/."""
+    """Return the pictures on a page that its commands make, as paths below pictures/."""
     own = f"{Path(page).stem}/"
     return [name for name in PICTURE.findall(read(page)) if name.startswith(own)]
 
 
 def made(picture: str, folder: Path) -> Path:
-    """What the commands of a page have written under the name of a picture."""
+    """Return the file that the commands of a page wrote for a picture."""
     return min(folder.rglob(Path(picture).name), key=lambda path: len(path.parts))
 
 
@@ -147,7 +147,7 @@ def _is_run(block: Block) -> bool:
 
 
 def _not_printed(shown: Block, answer: Answer) -> Iterator[str]:
-    """The lines of a block that a command has not printed."""
+    """Yield the lines of a block that a command did not print."""
 
     def plain(line: str) -> str:
         line = " ".join(line.split())

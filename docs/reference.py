@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def written() -> dict[Path, str]:
-    """The files that are written from the code, and what they should hold."""
+    """Return the files that are written from the code, and their contents."""
     pages = {
         ROOT / "docs" / "configuration.md": configuration,
         ROOT / "docs" / "commands.md": commands,
@@ -78,7 +78,7 @@ def _anchor(name: str) -> str:
 
 
 def commands() -> str:
-    """What every command says when it is asked for --help, as Markdown."""
+    """Return the output of --help of every command, as Markdown."""
     return "\n".join(
         f"## {command.prog}\n\n```text\n{_help(command)}```\n" for command in parsers(parser())
     )

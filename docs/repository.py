@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def linked_files(page: Path) -> Iterator[Path]:
-    """The files of the repository that a page links to."""
+    """Return the files of the repository that a page links to."""
     for link in TARGET.findall(page.read_text(encoding="utf-8")):
         target = target_of(page, link)
         if target.is_file():
@@ -58,7 +58,7 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def target_of(page: Path, link: str) -> Path:
-    """The path that a relative link on a page means."""
+    """Return the path of a relative link on a page."""
     return Path(os.path.normpath(page.parent / link))
 
 

@@ -83,7 +83,7 @@ Floors = Sequence[Sequence[Room]]
 
 
 def floors_of_contracts() -> list[list[Room]]:
-    """The rooms of each floor, the highest floor first."""
+    """Return the rooms of each floor, the highest floor first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     floors = []
     for contract in settings["tool"]["importlinter"]["contracts"]:
@@ -111,7 +111,7 @@ def _is_package(module: str) -> bool:
 
 
 def modules_and_imports(floors: Floors) -> tuple[dict[Room, list[str]], dict[Room, set[Room]]]:
-    """The modules of every room, and the rooms on lower floors from which they import.
+    """Return the modules of every room, and the lower rooms that it imports from.
 
     That there are no other imports is what `lint-imports` says.
     """
@@ -130,7 +130,7 @@ def modules_and_imports(floors: Floors) -> tuple[dict[Room, list[str]], dict[Roo
 
 
 def shown_imports(imports: Mapping[Room, set[Room]]) -> list[tuple[Room, Room]]:
-    """The imports without those of a room that is reached through another one as well."""
+    """Return the imports without rooms that are reached through another room as well."""
 
     def below(room: Room) -> set[Room]:
         return imports[room].union(*map(below, imports[room]))
@@ -143,7 +143,7 @@ def shown_imports(imports: Mapping[Room, set[Room]]) -> list[tuple[Room, Room]]:
 
 
 def written() -> dict[Path, str]:
-    """The texts of the files that this program writes."""
+    """Return the texts of the files that this program writes."""
     floors = floors_of_contracts()
     modules, imports = modules_and_imports(floors)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
@@ -164,13 +164,13 @@ def _table(floors: Floors, modules: Mapping[Room, Sequence[str]]) -> Iterator[st
 
 
 def _link(module: str) -> str:
-    """A module's short name, which leads to its file."""
+    """Return the short name of a module, as a link to its file."""
     path = file_of(module)
     return f"[`{path.stem}`](../{path.relative_to(ROOT).as_posix()})"
 
 
 def picture(floors: Floors, imports: Sequence[tuple[Room, Room]]) -> str:
-    """The floors below one another, rooms as boxes, imports as arrows, as the text of an SVG."""
+    """Return an SVG: floors below one another, rooms as boxes, imports as arrows."""
     floors = _in_order(floors, imports)
     places, bottom = _places(floors)
     svg = start_picture("rooms", (WIDTH, bottom + MARGIN), "Rooms and their imports", STYLE)
@@ -185,7 +185,7 @@ def picture(floors: Floors, imports: Sequence[tuple[Room, Room]]) -> str:
 
 
 def _in_order(floors: Floors, imports: Sequence[tuple[Room, Room]]) -> list[tuple[Room, ...]]:
-    """The rooms of every floor from left to right so that arrows are short.
+    """Order the rooms of every floor from left to right so that arrows are short.
 
     Floor by floor, as often as it takes until nothing gets better.
     """

@@ -67,8 +67,8 @@ WEIGHTS: Mapping[str, Callable[[Array, Array], Array]] = {
     PRIOR: lambda log_w, log_prior: jnp.broadcast_to(log_prior, log_w.shape),
     TOP_1: lambda log_w, log_prior: likeliest(log_w),
 }
-"""What experts are weighed by, of log posterior and normalised log prior [expert ...]: the
-posterior; always the prior; or the likeliest expert answers alone."""
+"""Log weights of experts, from log posterior and normalized log prior [expert ...]: the
+posterior, the prior, or all weight on the likeliest expert."""
 
 
 def spread(

@@ -83,17 +83,17 @@ class Decoder(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many sequences it holds at a time."""
+        """Number of sequences that it holds at a time."""
         ...
 
     @property
     def length(self) -> int:
-        """How many positions each of them may have."""
+        """Largest number of positions of a sequence."""
         ...
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens there are logits of."""
+        """Number of tokens in the vocabulary."""
         ...
 
     @property
@@ -162,7 +162,7 @@ class StageExecutor:
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens there are logits of."""
+        """Number of tokens in the vocabulary."""
         return self.model.config.vocabulary_size
 
     @property
@@ -445,7 +445,7 @@ class Generator:
 
     @property
     def slots(self) -> int:
-        """How many requests get tokens at a time."""
+        """Number of requests that get tokens at a time."""
         return self.decoder.slots
 
     @property

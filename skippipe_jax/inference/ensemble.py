@@ -72,7 +72,7 @@ class Ensemble:
 
     @property
     def context(self) -> int:
-        """How many tokens all of them take at once."""
+        """Most tokens in a sequence of any of them."""
         return min(expert.context for expert in self.experts)
 
     @property
