@@ -118,7 +118,7 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="skippipe-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; call it on the event loop that shall receive tokens."""
+        """Start the thread; call it on the event loop that is to receive tokens."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 

@@ -222,7 +222,7 @@ class StageHosts:
                 raise InputError("--hosts", count + 1, problem, remedy)
 
     def close(self) -> None:
-        """Send the end of the service to all hosts and wait until they have disconnected."""
+        """End the service on all hosts and wait until they have disconnected."""
         self.give_up()
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
@@ -374,7 +374,7 @@ class StageHosts:
         self._members[step.route[0].host].wire.send("step", given, arrays=arrays)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in a host, as long as it is there."""
+        """Handle the connection of a host from its hello until it ends."""
         link = Link(reader, writer)
         try:
             said = await link.hello(self._keys.listening)

@@ -46,7 +46,7 @@ class RoutedExecutor(StageExecutor):
         self._used: dict[int, set[int]] = {}
 
     def begin(self, slot: int, stages: Order | None) -> None:
-        """Do what `Decoder.begin` says."""
+        """Implement `Decoder.begin`."""
         super().begin(slot, stages)
         if not self._tokens:
             self._route = None  # A new route costs nothing while no sequence runs.
@@ -54,23 +54,23 @@ class RoutedExecutor(StageExecutor):
         self._used[slot] = {*self.order} - self._skipped[slot]
 
     def end(self, slot: int) -> None:
-        """Do what `Decoder.end` says."""
+        """Implement `Decoder.end`."""
         super().end(slot)
         self._tokens.pop(slot, None)
         self._used.pop(slot, None)
 
     def close(self) -> None:
-        """Do what `Decoder.close` says."""
+        """Implement `Decoder.close`."""
         self._hosts.give_up()
 
     def stages_of(self, slot: int) -> Order:
-        """Return what `Decoder.stages_of` says."""
+        """Implement `Decoder.stages_of`."""
         return tuple(sorted(self._used[slot]))
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
     ) -> Scores | None:
-        """Do what `Decoder.prefill` says; do not wait for hosts if nothing is scored."""
+        """Implement `Decoder.prefill`; do not wait for hosts if nothing is scored."""
         if targets is not None:
             return super().prefill(step, targets)
         self._run(step, is_read=False)

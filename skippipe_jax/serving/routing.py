@@ -100,7 +100,7 @@ class Planner:
     ) -> dict[int, tuple[int, ...]]:
         """Choose the stages of hosts; hosts with stages get more only for lost stages.
 
-        The front gets stages besides the data stage only in the first assignment (`is_first`).
+        The front gets stages other than the data stage only in the first assignment (`is_first`).
 
         Raises:
             InputError: if the front has no room for the data stage.

@@ -33,7 +33,7 @@ class Served:
         context: most tokens of a sequence, its prompt included.
         stages: number of stages.
         vocabulary_size: number of different tokens.
-        turn_end: token that ends an answer in a conversation, besides the end mark; may be None.
+        turn_end: token that ends an answer in a conversation, as the end mark does; may be None.
         converses: whether it supports conversations.
         today: date for chat templates.
     """

@@ -103,7 +103,7 @@ class StageHost:
             keys: keys with which the hosts of the service authenticate each other.
             source: local weights of this host.
             bind_address: address of this host, if other than the one towards the front.
-            name: name of this host in messages, besides the name of the machine.
+            name: name of this host in messages, after the name of the machine.
             most_stages: most stages to hold; None for as many as fit.
             patience_s: seconds within which the front must be reached.
         """
@@ -313,7 +313,7 @@ class Session:
         if wire is not None:
             wire.send("step", given, arrays=arrays)
 
-    # In the thread that computes.
+    # In the compute thread.
 
     def _compute(self) -> None:
         try:
