@@ -1,5 +1,5 @@
-"""Who is here: the hosts of a run, what they tell each other, and how they end or go on.
+"""Membership of the hosts in a run, their messages, and their exit or continuation.
 
-Others use `joining.joined`, `team`, and the verbs of `agreement`. `attendance` and `place` belong
-to the membership.
+Other packages use `joining.joined`, `team`, and the functions of `agreement`. `attendance` and
+`place` are internal to the membership.
 """

@@ -1,8 +1,8 @@
-"""What hosts tell each other, and how they come to agree, in a few verbs.
+"""Collective operations on small values: gather, broadcast, barrier and agreement.
 
-Every verb takes a name, which a run uses once, and values that JSON can hold: all hosts get them
-as JSON gives them back, whoever told them. A host that fails at making what it should tell says so,
-and raises its own error; those that hear of it raise `PeerFailed`.
+Each operation takes a name, which a run uses once, and JSON values; every host, the sender too,
+gets them as decoded from JSON. A host that fails to make its value sends the error and raises it;
+the receivers raise `PeerFailed`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skippipe_jax.errors import PeerFailed
 
 
 class Host(Protocol):
-    """This host among those of a run, and short messages between them."""
+    """Interface of this host to the other hosts, with short messages."""
 
     @property
     def index(self) -> int:
@@ -29,24 +29,24 @@ class Host(Protocol):
         ...
 
     def put(self, key: str, value: str) -> None:
-        """Make a value known to all hosts."""
+        """Send a value to all hosts."""
         ...
 
     def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Return the value of a key, as soon as it is there.
+        """Wait for the value of a key and return it.
 
-        `source` is the host that should put it, for the message of the error, a TimeoutError
-        such as `PeerTimeout`, after `timeout_s` seconds.
+        After `timeout_s` seconds it raises a TimeoutError such as `PeerTimeout`, whose message
+        names `source`, the host that should put the value.
         """
         ...
 
 
 def from_host_0(host: Host, name: str, make: Callable[[], Any], timeout_s: float) -> Any:
-    """Return what `make` returns on host 0, the only one to call it. All hosts call this together.
+    """Call `make` on host 0 and return its result on all hosts, which call this together.
 
     Raises:
         PeerFailed: `make` has failed on host 0, which raises its error itself.
-        TimeoutError: it has not ended within `timeout_s`.
+        TimeoutError: `make` has not ended within `timeout_s`.
     """
     if host.index == 0:
         return tell(host, name, make)
@@ -60,13 +60,13 @@ def gather(
     timeout_s: float,
     hosts: Iterable[int] | None = None,
 ) -> dict[int, Any]:
-    """Return what `make` returns on all `hosts`, by host; every host by default.
+    """Call `make` on each of `hosts` (default: every host) and return the results by host.
 
-    Those of `hosts` call this together. Others may, to know what these tell: they make nothing.
+    All of `hosts` call this together. Other hosts may call it too, to receive the results only.
 
     Raises:
         PeerFailed: `make` has failed on another host, which raises its error itself.
-        TimeoutError: a host has not told within `timeout_s`, which counts for all together.
+        TimeoutError: the values of all hosts have not arrived within `timeout_s` altogether.
     """
     hosts = list(range(host.count) if hosts is None else hosts)
     if host.index in hosts:
@@ -82,35 +82,35 @@ def agree(
     differing: Callable[[int], Exception],
     hosts: Iterable[int] | None = None,
 ) -> None:
-    """Return if all `hosts`, every host by default, have the same value as the first of them.
+    """Require that all `hosts` (default: every host) have the same value as the first of them.
 
-    These hosts call this together. The first goes on without waiting for the others.
+    These hosts call this together. The first does not wait for the others.
 
     Raises:
         Exception: `differing(first)`, on a host whose value is not that of host `first`.
-        TimeoutError: the first has not told its value within `timeout_s`.
+        TimeoutError: the value of the first host has not arrived within `timeout_s`.
     """
     first = min(range(host.count) if hosts is None else hosts)
     if host.index == first:
         tell(host, name, lambda: value)
-    # A tuple becomes a list on its way, and a number among keys a text.
+    # JSON turns tuples into lists, and numeric keys into strings.
     elif hear(host, name, [first], timeout_s)[first] != json.loads(json.dumps(value)):
         raise differing(first)
 
 
 def barrier(host: Host, name: str, timeout_s: float) -> None:
-    """Return when every host has come to the barrier of this name.
+    """Wait until every host has reached the barrier of this name.
 
     Raises:
-        TimeoutError: a host has not come within `timeout_s`.
+        TimeoutError: a host has not reached it within `timeout_s`.
     """
     gather(host, name, lambda: None, timeout_s)
 
 
 def tell(host: Host, name: str, make: Callable[[], Any]) -> Any:
-    """Tell all hosts what `make` returns, or how it fails, and return it as they hear it.
+    """Send the result of `make`, or its error, to all hosts; return the result as they get it.
 
-    For those that shall not wait: the others ask for it by `hear`.
+    It does not wait. The other hosts receive the value by `hear`.
 
     Raises:
         Exception: the error of `make`.
@@ -126,11 +126,11 @@ def tell(host: Host, name: str, make: Callable[[], Any]) -> Any:
 
 
 def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[int, Any]:
-    """Wait for what some hosts tell under a name; return it by host.
+    """Wait for the values that some hosts send under a name; return them by host.
 
     Raises:
-        PeerFailed: one of them has failed at it.
-        TimeoutError: one of them has not told within `timeout_s`, which counts for all together.
+        PeerFailed: one of the hosts has failed to make its value.
+        TimeoutError: the values have not all arrived within `timeout_s` altogether.
     """
     end = time.monotonic() + timeout_s
     heard = {}

@@ -1,7 +1,7 @@
-"""The life of a host among others, on an event loop in a thread of its own.
+"""Control thread of a host: an event loop for the connections to the other hosts.
 
-The main thread may be blocked for ever in a collective whose peer is gone, so what meets the other
-hosts, watches them, and ends the process when one is lost, is here.
+It connects to them, watches them, and ends the process when one is lost: the main thread may be
+blocked indefinitely in a collective whose peer is gone.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from skippipe_jax.errors import PeerTimeout
 T = TypeVar("T")
 
 ANSWERS_S = 10.0
-"""How long the event loop may take to do what another thread asks for, beside what that takes."""
+"""Seconds that the event loop may take for a call from another thread, beyond its own waiting."""
 
 
 class Attendance:
-    """One host's connections to the others, and what it does on what comes over them.
+    """Connections of one host to the others, and its reactions to their messages.
 
     Attributes:
-        name: of this host, for readers.
-        process: a number that no other process has.
-        is_outside: whether the others go on with a run of which this host was lost.
-        control: its part in what is decided together, once the run outlives its hosts.
-        training: what this host tells observers of its training; None before it trains.
+        name: name of this host in messages.
+        process: random number that identifies this process.
+        is_outside: whether the run continues without this host, which it has lost.
+        control: this host's part in the consensus of an elastic run; None otherwise.
+        training: training status for observers; None before training.
         last_words, reception: see `Membership`.
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, board: Board):
-        """Do nothing yet; what the others tell goes to the board."""
+        """Prepare without connecting; values from other hosts go to `board`."""
         self.name = f"host {index} (process {os.getpid()} on {socket.gethostname()})"
         self.process = secrets.randbits(NUMBER_BITS)
         self.is_outside = False
@@ -74,7 +74,7 @@ class Attendance:
         self.training: TrainingStatus | None = None
         self.reception = Reception(self._status)
         self._config, self._index, self._count, self._board = config, index, count, board
-        # What follows exists only among several hosts, and belongs to the event loop's thread.
+        # The rest exists only with several hosts, and belongs to the event loop's thread.
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
         self._meeting: Meeting | None = None
@@ -87,21 +87,21 @@ class Attendance:
 
     @property
     def address(self) -> str:
-        """The IP address by which the others reach this host, and on which it listens."""
+        """IP address at which the others reach this host, and on which it listens."""
         return "127.0.0.1" if self._meeting is None else self._meeting.address
 
     @property
     def control_address(self) -> str:
-        """Where this host listens for the others."""
+        """Address at which this host listens for the others."""
         return self._mesh.directory.hello.address
 
     def address_of(self, host: int) -> str | None:
-        """Return where a host listens for the others, if that is known here."""
+        """Return the address at which a host listens for the others; None if unknown."""
         return self._mesh.directory.addresses.get(host)
 
     @property
     def missed(self) -> frozenset[int]:
-        """The hosts that are gone or silent, or whose processes ask to be taken in."""
+        """Hosts that are gone or silent, or whose processes are waiting to join."""
         waiting = () if self.control is None else self.control.waiting
         return self._mesh.missed.union(waiting)
 
@@ -114,22 +114,22 @@ class Attendance:
         self._loop.call_soon_threadsafe(self._mesh.send, host, *message)
 
     def begin_control(self, state: State, follow: Callable[[Decision], None], store: Store) -> None:
-        """Start the consensus: from now on the run outlives its hosts."""
+        """Start the consensus: from now on the run is elastic."""
         self._done(self._begin_control(state, follow, store))
 
     def part(self, patience_s: float) -> None:
-        """Say farewell, and end the thread when the others have as well, or after some seconds."""
+        """Send a farewell; end the thread when the others have left too, or after `patience_s`."""
         self._done(self._mesh.part(patience_s), patience_s)
         self._loop.call_soon_threadsafe(self._verdict.cancel)
         self._thread.join(ANSWERS_S)
 
     def tell_failure(self, what: str, code: int) -> None:
-        """Tell the others that this host ends by itself, and what has happened to it."""
+        """Send the others the reason why this host ends, and the exit code for them."""
         with suppress(PeerTimeout):
             self._done(self._tell_failure(f"{self.name} {what}", code))
 
     def end(self, reason: str) -> NoReturn:
-        """End the process because of something that this host has found."""
+        """End the process for a reason found by this host."""
         ending = self._end(Verdict(f"{self.name}: {reason}"))
         if self._count == 1:
             asyncio.run(ending)
@@ -138,10 +138,11 @@ class Attendance:
         exit_at_once(LOST_HOST_EXIT_CODE)
 
     def _done(self, coroutine: Coroutine[Any, Any, T], patience_s: float = 0.0) -> T:
-        """Run a coroutine on the event loop, for `patience_s` at most, and return its result.
+        """Run a coroutine on the event loop and return its result.
 
         Raises:
-            PeerTimeout: if the loop hangs, or has ended.
+            PeerTimeout: if there is no result within `patience_s` + `ANSWERS_S`, as the loop hangs
+                or has ended.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -154,9 +155,9 @@ class Attendance:
             raise PeerTimeout(f"the thread that watches the other hosts {problem}") from late
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
-        """Meet the other hosts and watch them from now on; returns when all are there.
+        """Connect to the other hosts and watch them from now on; return when all are connected.
 
-        With addresses where they listened last, those that still do; none may.
+        With `last_addresses`, connect to the hosts that still listen there, if any.
         """
         log.configure()
         entered: Future[None] = Future()
@@ -171,7 +172,7 @@ class Attendance:
     async def _attend(
         self, place: Place, sockets: str | None, last_addresses: Sequence[str], begun: Future[None]
     ) -> None:
-        """Run the event loop: meet the others, then watch them until the end."""
+        """Run the event loop: connect to the others, then watch them until the end."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._end_by_fault)
         self._verdict = self._loop.create_future()
@@ -195,10 +196,10 @@ class Attendance:
             if not self._verdict.cancelled():
                 await self._end(self._verdict.result())
         except Exception as error:
-            # A host that watches no longer would hang at the next loss.
+            # Without the watch this host would hang when the next host is lost.
             exit_by_fault(error, self.name, self.last_words)
         finally:
-            self._mesh.close()  # Nobody else would attend to who comes while the loop ends.
+            self._mesh.close()  # New connections would go unanswered while the loop ends.
 
     @property
     def _mesh(self) -> Mesh:
@@ -227,7 +228,7 @@ class Attendance:
         return status_of(mesh.directory, mesh.connected, mesh.left, state, self.training)
 
     def _received(self, source: int, message: list[Any]) -> bool:
-        """Take in what another host has sent; whether it is what a host sends."""
+        """Handle a message of another host; return whether it is valid."""
         match message:
             case ["put", str(key), str(value)] if len(key) + len(value) <= MESSAGE_CHARACTERS:
                 self._board.post(source, key, value)
@@ -247,7 +248,7 @@ class Attendance:
         is_lost, control = code == LOST_HOST_EXIT_CODE, self.control
         is_a_host = 0 <= culprit < self._mesh.directory.hello.places
         if control is not None and (is_lost or control.goes_on_without(source)):
-            log.info(f"{text}. The others go on.")  # Its process ends, which they notice.
+            log.info(f"{text}. The others go on.")  # The end of its process will be detected.
         elif is_a_host:
             self._judge(culprit, text, code)
         return is_a_host
@@ -256,7 +257,7 @@ class Attendance:
         if self.control is not None:
             self.control.is_missed(host)
         elif not self._mesh.directory.outlives:
-            # One that was stopped may find the others gone before it reads their verdict.
+            # A suspended host may find the others gone before it reads their verdict.
             culprit = self._index if self._was_stopped or self._has_overslept() else host
             self._judge(culprit, f"{self._mesh.directory.names[culprit]} is lost: {how}")
 
@@ -268,7 +269,7 @@ class Attendance:
         return self.control is not None and self.control.goes_on_without(host)
 
     def _judge(self, culprit: int, text: str, code: int = LOST_HOST_EXIT_CODE) -> None:
-        """End because of a host, by the first verdict that there is, and pass it on."""
+        """End because of a host with this verdict and broadcast it, unless one exists already."""
         if self._verdict.done() or self._is_failing:
             return
         self._mesh.broadcast("verdict", culprit, text, code)
@@ -277,14 +278,14 @@ class Attendance:
         self._verdict.set_result(Verdict(text, code))
 
     async def _beat(self) -> None:
-        """Show the others that this host lives, and judge those that were silent for too long."""
+        """Send heartbeats, and detect hosts that were silent for too long."""
         timeout_s = self._config.heartbeat_timeout_s
         while True:
             self._last_beat_s = self._loop.time()
             await asyncio.sleep(timeout_s / BEATS)
             self._was_stopped |= self._has_overslept()
             if self._board.generation > 0:
-                self._mesh.directory.is_outside = False  # Or it has been taken in again.
+                self._mesh.directory.is_outside = False  # It is in a generation (again).
             self._mesh.beat()
 
     def _has_overslept(self) -> bool:
@@ -308,7 +309,7 @@ class Attendance:
         await say_and_exit(verdict, self.name, self.last_words, mesh and mesh.drained)
 
     def _end_by_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the process: a host that watches no longer would hang at the next loss."""
+        """End the process upon an unexpected error, after which no host would be watched."""
         error = context.get("exception")
         if error is None or isinstance(error, OSError):
             return log.info(f"{context['message']}: {error!r}")

@@ -1,4 +1,4 @@
-"""What hosts have told each other and nobody has asked for yet; it ends with its generation."""
+"""Mailbox of values from other hosts until they are read or their generation ends."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 MOST_VALUES = 10_000
 MOST_CHARACTERS = 1 << 23
-"""Limits of what waits to be asked for: values of one host, and characters of them all together.
-The oldest of that host go for those that are more, since nobody has wanted them for long."""
+"""Limits of one host's unread values: their number, and their characters altogether.
+Beyond them the oldest values of that host are dropped."""
 
 _LONGEST_NUMBER = 18
-"""No generation's number has so many digits."""
+"""Most digits of a generation's number."""
 
 NOBODY = -1
-"""The generation of a host that is in none, while others go on."""
+"""Generation of a host that is in none, while others continue."""
 
 
 class Board:
-    """Values by hosts and keys, each of which is asked for once. All threads may use it.
+    """Values by host and key, each of which is read once; thread-safe.
 
     Attributes:
-        generation: that in which this host is; 0 before there is one.
+        generation: number of this host's generation; 0 before the first.
     """
 
     def __init__(self):
-        """Begin with nothing."""
+        """Start without values."""
         self.generation = 0
         self._told: defaultdict[int, _Told] = defaultdict(_Told)
         self._news = threading.Condition()
 
     def post(self, source: int, key: str, value: str) -> None:
-        """Put a value of a host there, in place of an earlier one of that host."""
+        """Store a value of a host, replacing its earlier one of the same key."""
         with self._news:
             self._told[source].put(key, value)
             self._news.notify_all()
 
     def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
-        """Wait for the value of a key, and forget it; with a `source`, only one from that host.
+        """Wait for the value of a key and remove it; with a `source`, only from that host.
 
         Raises:
-            PeerTimeout: says what was waited for, from whom, and since when.
-            GenerationEnded: if this host is in another generation before it is there.
+            PeerTimeout: names the key, the host, and the start of the wait.
+            GenerationEnded: if this host enters another generation first.
         """
         since = time.strftime("%H:%M:%S")
 
@@ -69,7 +69,7 @@ class Board:
             return value
 
     def begin(self, generation: int) -> None:
-        """Be in another generation, and forget what was told in those before."""
+        """Enter another generation and drop the values of earlier ones."""
         with self._news:
             self.generation = generation
             for told in self._told.values():
@@ -78,13 +78,13 @@ class Board:
             self._news.notify_all()
 
     def wait_for(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until something is the case that a generation brings; whether it is in time."""
+        """Wait until a condition on the generation holds; return whether it does in time."""
         with self._news:
             return self._news.wait_for(is_there, timeout_s)
 
 
 class _Told:
-    """Values of one host by their keys, the oldest first."""
+    """Values of one host by key, the oldest first."""
 
     def __init__(self):
         self.values: dict[str, str] = {}
@@ -109,7 +109,7 @@ def named(generation: int, key: str) -> str:
 
 
 def _generation_of(key: str) -> int:
-    """Return the generation in which a key was sent; 0 before there was one."""
+    """Return the generation in which a key was sent; 0 before the first."""
     number, _, _ = key.partition(":")
     is_number = number.isdecimal() and len(number) <= _LONGEST_NUMBER
     return int(number) if is_number else 0

@@ -1,4 +1,4 @@
-"""End a process that cannot go on without the others, and tell the errors that come from them."""
+"""Exit of a host: exit codes, final messages, and detection of errors caused by other hosts."""
 
 from __future__ import annotations
 
@@ -26,46 +26,45 @@ from skippipe_jax import log
 from skippipe_jax.errors import PeerFailed, PeerTimeout
 
 LOST_HOST_EXIT_CODE = TRY_AGAIN_EXIT_CODE
-"""With this code a process ends because another host was lost, or it waited too long for something
-(run it again)."""
+"""Exit code after another host was lost, or a wait has timed out (run it again)."""
 
 CODES_OF_PEERS = (INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, LOST_HOST_EXIT_CODE)
-"""By these a host may end because of another one."""
+"""Exit codes with which a host may end because of another one."""
 
 REASON_CHARACTERS = 10_000
-"""So much of what a host tells of its end the others take in."""
+"""Most characters that the others keep of a host's reason for its end."""
 
 LINGER_S = 2.0
-"""How long a process that must end waits for others to read why."""
+"""Seconds that an ending process waits for the others to receive the reason."""
 
 
 class Verdict(NamedTuple):
-    """Why a host ends because of another one, and by which code."""
+    """Reason and exit code of a host that ends because of another one."""
 
     reason: str
     exit_code: int = LOST_HOST_EXIT_CODE
 
 
 class Phase(enum.Enum):
-    """How far a run has come, as a host of it knows."""
+    """Phase of a run on a host, which decides the effect of an error on the others."""
 
     SETUP = "setup"
-    """What is wrong on one host keeps all from training."""
+    """Invalid input on one host ends all hosts."""
     TRAINING = "training"
-    """The others have no part in what is wrong on one, and may go on or be started again."""
+    """An error on one host is its own; the others may continue or be restarted."""
 
 
 class RunFailed(InputError):
-    """Says what is wrong with the run itself, whichever host is first to find it."""
+    """Failure of the whole run, whichever host detects it first."""
 
 
 class ExitDecision(NamedTuple):
-    """How a host ends, and what its peers make of that.
+    """Exit of a host, and its effect on its peers.
 
     Attributes:
-        code: by which it ends.
-        code_of_peers: by which those end that do not go on without it.
-        sentence: why, as it says itself; nothing where only a traceback tells.
+        code: exit code of the host.
+        code_of_peers: exit code of peers that do not continue without it.
+        sentence: its message; empty where only a traceback explains the error.
     """
 
     code: int
@@ -74,12 +73,11 @@ class ExitDecision(NamedTuple):
 
 
 def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecision:
-    """Decide how a host ends that raises this error, and what its peers do.
+    """Decide how a host that raises this error ends, and how its peers do.
 
-    While a run is set up, wrong input ends all hosts alike; later it does only if the whole run has
-    failed. A user who interrupts one host ends all. Whatever else ends a host, its peers have lost
-    it, and so they have any that has `joined` a run. What storage refuses while a run trains, it
-    may allow later.
+    Invalid input ends all hosts with the same code during setup; during training only a `RunFailed`
+    does. A user interrupt of one host ends all. After any other error, and for a host that has
+    `joined` a run, its peers treat the host as lost. Storage errors during training are temporary.
     """
     told = as_input_error(error)
     code, sentence = 1, ""
@@ -107,10 +105,10 @@ async def say_and_exit(
     last_words: Callable[[], str],
     drained: Callable[[float], Awaitable[None]] | None,
 ) -> NoReturn:
-    """Say why the host of this name ends, and end it whatever its main thread is doing.
+    """Log why the host of this name ends, and end it whatever its main thread is doing.
 
-    `last_words` say what to resume from, and may take some time; `drained` waits for so many
-    seconds until the others, if there are some, have read what they were sent.
+    `last_words` returns what to resume from and may take some time. `drained` waits at most the
+    given seconds until messages to other hosts are sent; None without other hosts.
     """
     reason, code = verdict
     words = await asyncio.to_thread(told_in_time, last_words, code)
@@ -124,7 +122,7 @@ async def say_and_exit(
 
 
 def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
-    """End the host of this name by a fault of its own; what nobody has foreseen is shown whole."""
+    """End the host of this name after an error of its own; log a traceback if unexpected."""
     code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
     log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
     log.last_words(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
@@ -132,15 +130,15 @@ def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]
 
 
 def told_in_time(last_words: Callable[[], str], code: int) -> str:
-    """Return what to resume from after an end by `code`, if that is found within some seconds."""
+    """Return `last_words()`, or a note if it fails or takes too long; empty after wrong input."""
     if code == INPUT_ERROR_EXIT_CODE:
-        return ""  # Started again, all would end in the same way.
+        return ""  # A restart would end in the same way.
     found = [f"What to resume from could not be told within {LINGER_S:g} s."]
 
     def find() -> None:
         try:
             found.append(last_words())
-        except Exception as error:  # the reason matters more than a fault in the last words
+        except Exception as error:  # The reason for the end matters more than the last words.
             found.append(f"What to resume from could not be told: {error!r}")
 
     finding = threading.Thread(target=find, daemon=True)
@@ -150,7 +148,7 @@ def told_in_time(last_words: Callable[[], str], code: int) -> str:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process at once, with what it has printed but not what it is waiting for."""
+    """End the process at once after flushing its log, whatever it is waiting for."""
     try:
         log.flush(LINGER_S / 2)
     finally:
@@ -158,18 +156,18 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-"""JAX's errors that start with one of these do not come from another host."""
+"""Beginnings of JAX errors that another host cannot cause."""
 
 _OWN_DEVICE = re.compile(r"\b(CUDA_ERROR|CUDNN_STATUS|CUBLAS_STATUS|hipError|HIP_ERROR)")
-"""Names that drivers and libraries give to failures of a device of this host."""
+"""Names of device failures of this host in errors of drivers and libraries."""
 
 _BETWEEN_DEVICES = re.compile(r"NCCL|RCCL|Gloo|collective", re.IGNORECASE)
-"""Names of failures that may be those of the other end, whatever else a message names."""
+"""Names of failures that the other end may have caused, whatever else a message names."""
 
 
 def may_stem_from_a_peer(error: BaseException) -> bool:
-    """Tell whether the loss of another host can have caused this error, or one before it."""
-    if isinstance(error, KeyboardInterrupt):  # Whatever was going on when it came.
+    """Return whether the loss of another host can have caused this error or one in its chain."""
+    if isinstance(error, KeyboardInterrupt):  # Even if it interrupted such an error.
         return False
     chain: BaseException | None = error
     while chain is not None:

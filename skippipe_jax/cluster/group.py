@@ -1,4 +1,4 @@
-"""The hosts that train together, and this one among them, as all that trains knows them."""
+"""Process group: interface of a host to the hosts that train together."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from skippipe_jax.consensus.generations import Copies, Generation
 from skippipe_jax.errors import GenerationEnded
 
 NO_GENERATION = Generation(0, (), (), 0, 0)
-"""That of hosts which are always the same: nobody lacks a state, and no stage is lost."""
+"""Generation of a group with fixed hosts: no host lacks a state, and no stage is lost."""
 
 
 class Group(ABC):
-    """Hosts that train together: those of a run (`Membership`), or of a generation (`Team`).
+    """Hosts that train together: all hosts of a run (`Membership`) or a generation (`Team`).
 
-    They are counted from 0, and host 0 leads. Where they are always the same, this answers what a
-    generation does of which nothing has changed.
+    Hosts are numbered from 0, and host 0 leads. A group with fixed hosts behaves like a generation
+    in which nothing has changed.
 
     Attributes:
-        index: this host among them.
-        count: their number.
-        is_distributed: whether one JAX has the devices of all.
-        timeout_s: how long they wait for each other before they train.
-        generation: that of these hosts; `NO_GENERATION` where they are always the same.
-        hosts: their numbers in the run, in their order.
+        index: position of this host.
+        count: number of hosts.
+        is_distributed: whether one JAX runtime has the devices of all hosts.
+        timeout_s: seconds that hosts wait for each other before training.
+        generation: generation of these hosts; `NO_GENERATION` for fixed hosts.
+        hosts: host ids in the run, by position.
     """
 
     index: int
@@ -38,89 +38,89 @@ class Group(ABC):
 
     @property
     def is_elastic(self) -> bool:
-        """Tell whether it ends when a host is lost, and others go on."""
+        """True if the group ends when a host is lost, and the other hosts continue."""
         return self.generation.number > 0
 
     @property
     def fresh(self) -> frozenset[int]:
-        """The hosts that have no state yet, and take it from others."""
+        """Hosts without a state, which they receive from others."""
         return frozenset(map(self.hosts.index, self.generation.fresh))
 
     @property
     def apart(self) -> frozenset[int]:
-        """The hosts that do not reach the folder of the run."""
+        """Diskless hosts, which do not reach the folder of the run."""
         return frozenset(map(self.hosts.index, self.generation.apart))
 
     @property
     def holders(self) -> list[list[int]]:
-        """The hosts that hold the state of each stage; none where all have what they serve."""
+        """Hosts that hold the state of each stage; empty if all hold what they serve."""
         return [list(map(self.hosts.index, own)) for own in self.generation.holders]
 
     @abstractmethod
     def here(self) -> dict[str, Any]:
-        """Describe this host to the others: its number in the run, its process, its address."""
+        """Describe this host to the others: host id, process id, address."""
 
     @abstractmethod
     def put(self, key: str, value: str) -> None:
-        """Tell every host a value, replacing an earlier one; return before they know it."""
+        """Send a value to every host, replacing an earlier one; do not wait for its arrival."""
 
     @abstractmethod
     def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Return the latest value of a key, waiting for it if nobody has put it yet, and forget it.
+        """Wait for the value of a key, remove it and return it.
 
-        `source` is the host that should put it, where there is one, for the error message.
+        With a `source`, only a value from that host is returned.
 
         Raises:
-            PeerTimeout: says what was waited for, from whom, and since when.
-            GenerationEnded: if the generation ends before it is there.
+            PeerTimeout: names the key, the host, and the start of the wait.
+            GenerationEnded: if the generation ends first.
         """
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """The IP address by which the others reach this host, and on which it listens."""
+        """IP address at which the others reach this host, and on which it listens."""
 
     @abstractmethod
     def transfer_addresses(self) -> dict[int, str]:
-        """Return where this host's transfer servers, by other host, take requests: ``IP:PORT``.
+        """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
 
         Raises:
-            InputError: if there are no such ports for all hosts.
-            TemporaryError: if one of this host's is taken.
+            InputError: if there are not enough ports for all hosts.
+            TemporaryError: if a port of this host is taken.
         """
 
     @abstractmethod
     def clock_offset_s(self) -> float:
-        """Return what to add to this host's `time.time()` to get that of host 0.
+        """Return the seconds to add to this host's `time.time()` to get that of host 0.
 
         Raises:
-            PeerTimeout: if that does not answer in time.
-            GenerationEnded: if the generation ends before it does.
+            PeerTimeout: if host 0 does not answer in time.
+            GenerationEnded: if the generation ends first.
         """
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the hosts have gone on as another generation."""
+        """True if the hosts have continued as another generation."""
         return False
 
     def require_goes_on(self) -> None:
-        """Raise `GenerationEnded` if it has ended."""
+        """Raise `GenerationEnded` if the generation has ended."""
         if self.has_ended:
             raise GenerationEnded
 
     @abstractmethod
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Call `then` when it ends, from another thread."""
+        """Call `then` when the group ends, from another thread."""
 
     @abstractmethod
     def contribute(
         self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
     ) -> None:
-        """Add totals to a step of which this host holds the averaged gradients, and these copies.
+        """Report totals and buddy checkpoints of a step, whose averaged gradients this host holds.
 
-        `counted` is called with those of all hosts once the step counts, maybe from another thread.
+        `counted` is called, maybe in another thread, with the totals of all hosts upon the commit.
         """
 
     @abstractmethod
     def saved(self, step: int) -> None:
-        """Tell that the checkpoint of a step is whole."""
+        """Report that the checkpoint of a step is complete."""

@@ -1,4 +1,4 @@
-"""Being one of the hosts of a run for the length of a block, however that ends."""
+"""Context managers that make this process a host of a run for the duration of a block."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def connect(
     detect: bool = False,
     last_addresses: Sequence[str] = (),
 ) -> AbstractContextManager[Membership]:
-    """Be one of the hosts of a run for the length of a block, begun before JAX is first used.
+    """Make this process a host of a run for a block; enter it before the first use of JAX.
 
     Args:
-        config: what the run is told, the same on all hosts.
+        config: configuration of the run, the same on all hosts.
         coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
         num_hosts: number of processes in the run.
         host_id: this process's index among them.
-        detect: let JAX find the cluster, even if nothing here hints at one.
-        last_addresses: where hosts of the run listened last, for one that comes back to it.
+        detect: let JAX detect the cluster, even without hints in the environment.
+        last_addresses: last known addresses of the run's hosts, for a host that rejoins.
 
     Raises:
         InputError: for arguments that contradict each other.
         TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
-            not appear within ``cluster.connect_timeout_s``.
+            not connect within ``cluster.connect_timeout_s``.
     """
     run = Run(identity(config), settings(config))
     place = coordinator, num_hosts, host_id, detect, last_addresses
@@ -69,35 +69,35 @@ def joined(
     is_newcomer: bool = False,
     spare: int = 0,
 ) -> Iterator[Membership]:
-    """Be one of the run's hosts for the length of a block, begun before JAX's backend starts.
+    """Make this process a host of a run for a block; enter it before JAX's backend starts.
 
     Hosts come from ``coordinator``, ``hosts`` and ``host_id`` where given; else from SLURM (a step
     of several tasks) or a TPU pod (several workers) as JAX detects them, or, with ``distributed``,
-    from any cluster that JAX detects. Otherwise the membership has one host. Among several hosts,
-    and as ``cluster.runtime`` says, each has its own JAX, or `jax.distributed` connects them.
+    from any cluster that JAX detects. Otherwise the membership has one host. Several hosts run JAX
+    as ``cluster.runtime`` says: one JAX client each, or connected by `jax.distributed`.
 
-    A block that ends well leaves. One that raises ends the whole process, unless the host is alone:
-    if the error came from a lost host then with `LOST_HOST_EXIT_CODE` and the message about that
-    host; else the error is printed, the others learn it, and all end as `exit_decision` says.
-    `PeerTimeout` ends the process of a host that is alone as well: its message is printed and
-    the code is `LOST_HOST_EXIT_CODE`.
+    A block that ends without error leaves the run. With several hosts, an error ends the process:
+    with `LOST_HOST_EXIT_CODE` and a message about the lost host if a lost host caused it; else the
+    error is printed and sent to the others, and all end as `exit_decision` says. `PeerTimeout`
+    ends the process of a single host too: its message is printed and the code is
+    `LOST_HOST_EXIT_CODE`.
 
     Args:
-        config: the timeouts, and the secret where the environment has none.
+        config: the timeouts, and the secret unless the environment has one.
         coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
         hosts: number of processes in the run.
         host_id: this process's index among them.
-        distributed: ask JAX to detect the cluster, even if nothing here hints at one.
-        last_addresses: where hosts of the run listened last. If one does, the run lives, and this
-            host was lost of it: it `is_outside` until `Membership.ask_in`.
-        run: what tells the hosts of this run from those of others.
-        is_newcomer: this host takes a lost one's place or none, and whatever ends it ends no other.
-        spare: so many newcomers may be there beside the `hosts`, with the numbers after theirs.
+        distributed: let JAX detect the cluster, even without hints in the environment.
+        last_addresses: last known addresses of the run's hosts. If one of them answers, the run is
+            alive and has lost this host, which `is_outside` until `Membership.ask_in`.
+        run: identity of the run, by which hosts of other runs are rejected.
+        is_newcomer: this host may only join a live run, and its end does not end the others.
+        spare: number of extra hosts that may join, with host ids after those of the `hosts`.
 
     Raises:
         InputError: for arguments that contradict each other.
         TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
-            not appear within ``connect_timeout_s``.
+            not connect within ``connect_timeout_s``.
     """
     beside = spare if is_newcomer else 0
     place = find_place(config, coordinator, hosts, host_id, distributed, beside)
@@ -141,9 +141,9 @@ def _join(
 
 
 def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = False) -> None:
-    """End this process because of an error of its own, or of the host that caused it.
+    """End this process because of its own error, or of the lost host that caused the error.
 
-    It returns on a host that is alone, unless a deadline has passed.
+    It returns on a single host, unless the error is a `PeerTimeout`.
     """
     if isinstance(error, PeerTimeout):
         membership.stop(str(error))
@@ -165,5 +165,5 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
         ending = as_input_error(error) or error
         what = f"failed: {type(ending).__name__}: {ending}".removesuffix(": ")
     membership.fail(what, decision.code_of_peers)
-    # Not by raising: at exit JAX waits for collectives and hosts that will never come.
+    # Not by raising: at a normal exit JAX waits for collectives and hosts that are gone.
     exit_at_once(decision.code)

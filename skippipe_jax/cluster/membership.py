@@ -1,9 +1,9 @@
-"""How this process joins the other hosts of a run, and how it learns that one of them is lost.
+"""Membership of this process in a run, and the detection of lost hosts.
 
-The hosts are connected with each other (see `skippipe_jax.connections.mesh`). When one is lost,
-every other prints one message and ends with `LOST_HOST_EXIT_CODE`, or as `exit_decision` says where
-the host has found why it has to end itself, until the run outlives its hosts. Who finds out first
-tells the others, so that all name the same.
+The hosts form a full mesh (see `skippipe_jax.connections.mesh`). Unless the run is elastic, all
+hosts end when one is lost: each prints one message and exits with `LOST_HOST_EXIT_CODE`, or as
+`exit_decision` says if that host has reported its error. The first host to detect the loss
+broadcasts it, so that all name the same host.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from skippipe_jax.errors import GenerationEnded
 
 
 class Membership(Group):
-    """This host's part in a run: who it is, what hosts tell each other, and its end.
+    """Membership of this host in a run: its identity, its messages, and its exit.
 
     All methods may be called from any thread.
 
     Attributes:
-        phase: how far the run has come; set it to `TRAINING` when all is ready to train.
-        count: the number of hosts that the run begins with.
-        last_words: called when another host is lost, for a sentence that the final message ends
-            with, such as the checkpoint to resume from. Set it to your own; it has two seconds.
-        reception: tells newcomers and observers of the run.
-        succession: the generations of the run, once it outlives its hosts.
+        phase: phase of the run; set it to `TRAINING` when all hosts are ready to train.
+        count: number of hosts at the start of the run.
+        last_words: function that returns the end of the final message when another host is lost,
+            such as the checkpoint to resume from. Set it to your own; it has two seconds.
+        reception: server for joining hosts and observers.
+        succession: generations of an elastic run.
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, is_distributed: bool = False):
-        """Start alone; `joined` connects a host that has others."""
+        """Start unconnected; `joined` connects the host to the others."""
         self.index, self.count, self.is_distributed = index, count, is_distributed
         self.hosts, self.timeout_s = range(count), config.connect_timeout_s
         self.phase = Phase.SETUP
@@ -71,33 +71,33 @@ class Membership(Group):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the others go on with a run of which this host was lost."""
+        """True if the run continues without this host, which it has lost."""
         return self._attendance.is_outside
 
     @property
     def process(self) -> int:
-        """The number of this process among all of a run; that of host 0 is the run's start."""
+        """Random number of this process; that of host 0 identifies the start of the run."""
         return self._attendance.process
 
     @property
     def address(self) -> str:
-        """The IP address by which the others reach this host, and on which it listens."""
+        """IP address at which the others reach this host, and on which it listens."""
         return self._attendance.address
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
-        """Meet the other hosts and watch them from now on; returns when all are there.
+        """Connect to the other hosts and watch them from now on; return when all are connected.
 
-        With addresses where they listened last, those that still do; none may.
+        With `last_addresses`, connect to the hosts that still listen there, if any.
         """
         self._attendance.enter(place, sockets, last_addresses)
 
     @property
     def generation_number(self) -> int:
-        """That of the generation in which this host is; 0 before there is one."""
+        """Number of this host's generation; 0 before the first."""
         return self._board.generation
 
     def put(self, key: str, value: str) -> None:
-        """Tell every host a value, replacing an earlier one; returns before they know it.
+        """Send a value to every host, replacing an earlier one; do not wait for its arrival.
 
         Raises:
             ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
@@ -111,49 +111,48 @@ class Membership(Group):
     def get(
         self, key: str, timeout_s: float, source: int | None = None, generation: int = 0
     ) -> str:
-        """Return the latest value of a key, waiting for it if nobody has put it yet, and forget it.
+        """Wait for the value of a key, remove it and return it.
 
         Args:
             key: what to read.
-            timeout_s: how many seconds to wait at most.
-            source: the host that should put it, where there is one, for the error message.
-            generation: that in which it is waited for.
+            timeout_s: most seconds to wait.
+            source: only a value from this host is returned; None: from any host.
+            generation: number of the generation in which to wait.
 
         Raises:
-            PeerTimeout: says what was waited for, from whom, and since when.
-            GenerationEnded: if the generation is another before it is there.
+            PeerTimeout: names the key, the host, and the start of the wait.
+            GenerationEnded: if this host enters another generation first.
         """
         return self._board.take(key, timeout_s, source, generation)
 
     def show(self, training: TrainingStatus) -> None:
-        """Tell those who observe the run how far training is, from now on."""
+        """Set the training status for observers of the run."""
         before = self._attendance.training
-        if before is not None:  # Lost hosts are where they were.
+        if before is not None:  # Keep the locations of lost hosts.
             known = {**before.locations, **training.locations}
             training = replace(training, locations=known)
         self._attendance.training = training
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Never call `then`: these hosts end together."""
+        """Do nothing: a group with fixed hosts ends as a whole."""
 
     def contribute(
         self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
     ) -> None:
-        """Count a step of a host that is alone; others sum their totals by transfers."""
+        """Commit a step of a single host; several hosts sum their totals by transfers."""
         assert self.count == 1, "is alone"
         counted(tuple(totals))
 
     def saved(self, step: int) -> None:
-        """Tell nobody: hosts that are always the same look for checkpoints when they resume."""
+        """Do nothing: fixed hosts search for checkpoints when they resume."""
 
     def outlive(
         self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
     ) -> Team:
-        """Begin the first generation, after `step`; all hosts call this together.
+        """Make the run elastic: begin the first generation after `step`; all hosts call this.
 
-        They are the first generation, under a placement as `rules` know it, and have told each
-        other the numbers of their `processes`. Of the step there is a checkpoint, unless it is 0.
-        `store` is as `Control` takes it.
+        All hosts are its members, with these `processes`, exchanged before, and a placement in the
+        form of `rules`. The step has a checkpoint unless it is 0. `store` is as in `Control`.
         """
         processes = tuple(processes)
         hosts = tuple(range(self.count))
@@ -165,66 +164,66 @@ class Membership(Group):
         return Team(self, first)
 
     def ask_in(self, rules: Rules, store: Store) -> None:
-        """Ask those that go on with the run to take this host in: `next_team` waits for that."""
+        """Ask the hosts of a running job to admit this host; `next_team` waits for that."""
         self.phase = Phase.TRAINING
         state = State(self.index, self._attendance.process, rules)
         self._attendance.begin_control(state, self.succession.follow, store)
 
     def next_team(self, after: int, timeout_s: float) -> Team | None:
-        """Wait for the team that follows the generation of a number, once this host is in it.
+        """Wait for this host's next team after the generation number `after`; 0 is for the first.
 
-        None if there is none within `timeout_s`; `after` 0 means the first that it is in.
+        Return None if there is none within `timeout_s`.
         """
         generation = self.succession.next(after, timeout_s)
         return None if generation is None else Team(self, generation)
 
     def misses(self, hosts: Collection[int]) -> bool:
-        """Tell whether one of these hosts, of a generation, is gone, silent, or another process."""
+        """Return whether one of these hosts is gone or silent, or its new process waits to join."""
         return not self._attendance.missed.isdisjoint(hosts)
 
     def give_up(self) -> None:
-        """Wait no longer for another team: whatever still waits for the last one raises."""
+        """Stop waiting for another team: all waits in the last one raise `GenerationEnded`."""
         self.succession.ends()
 
     @property
     def leads(self) -> bool:
-        """Whether this host says for all how the run goes: host 0, or the leader of those left."""
+        """True if this host leads the run: host 0, or the leader of the newest generation."""
         last = self.succession.entered
         return self.index == (0 if last is None else last.leader)
 
     @property
     def leader_named(self) -> str:
-        """Say which host leads, and where it listens, as far as this one knows."""
+        """Name of the leader with its address, if known."""
         last = self.succession.entered
         leader = 0 if last is None else last.leader
         address = self._attendance.address_of(leader)
         return f"host {leader}" + (f" ({address})" if address else "")
 
     def here(self) -> dict[str, Any]:
-        """Describe this host to the others: its number in the run, its process, its address."""
+        """Describe this host to the others: host id, process id, address."""
         return {"host": self.index, "pid": os.getpid(), "address": self.control_address}
 
     @property
     def control_address(self) -> str:
-        """Where this host listens for the others."""
+        """Address at which this host listens for the others."""
         return self._attendance.control_address
 
     @property
     def control(self) -> Control:
-        """This host's part in what is decided together, in a run that outlives its hosts."""
+        """This host's part in the consensus of an elastic run."""
         control = self._attendance.control
         assert control is not None, "outlives its hosts"
         return control
 
     def transfer_addresses(self, hosts: Collection[int] | None = None) -> dict[int, str]:
-        """Return where this host's transfer servers, by other host, take requests: ``IP:PORT``.
+        """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
 
-        The others are of these `hosts`; by default, of those that the run begins with.
+        The other hosts are among `hosts`, by default the initial hosts of the run.
         Port 0 stands for any free one, unless ``cluster.transfer_port`` fixes them.
 
         Raises:
-            InputError: if there are no such ports for all hosts.
-            TemporaryError: if one of this host's is taken.
+            InputError: if there are not enough ports for all hosts.
+            TemporaryError: if a port of this host is taken.
         """
         ports = {
             other: self._config.port(self.index, other, self.count)
@@ -236,14 +235,14 @@ class Membership(Group):
         return {other: join_address(self.address, port) for other, port in ports.items()}
 
     def clock_offset_s(self, of: int = 0, generation: int = 0) -> float:
-        """Measure what to add to this host's `time.time()` to get that of host `of`.
+        """Measure the seconds to add to this host's `time.time()` to get that of host `of`.
 
-        It is off by half of the shortest round trip between the two hosts at most. Takes about
-        half a second at most, or one round trip where that is longer.
+        The error is at most half of the shortest round trip between the two hosts. It takes at most
+        about half a second, or one round trip if that is longer.
 
         Raises:
-            PeerTimeout: if the other does not answer within ``connect_timeout_s``.
-            GenerationEnded: if the generation is another before it does.
+            PeerTimeout: if the other host does not answer within ``connect_timeout_s``.
+            GenerationEnded: if this host enters another generation first.
         """
         if self.index == of:
             return 0.0
@@ -254,10 +253,10 @@ class Membership(Group):
         return clock.offset_s(partial(self._attendance.send, of, "clock"), answer)
 
     def leave(self) -> None:
-        """Part from the others: at the end of a run, once all have come to it, or if they go on.
+        """Disconnect: at the end of a run, once all hosts have reached it, or if they continue.
 
         Raises:
-            PeerTimeout: if a host does not come to its end within ``connect_timeout_s``.
+            PeerTimeout: if a host does not reach the end within ``connect_timeout_s``.
         """
         if self.count == 1:
             return
@@ -265,13 +264,13 @@ class Membership(Group):
         if not has_left:
             self._wait_for_all_to_leave()
         if self.is_distributed:
-            # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients. A
-            # host that is lost meanwhile ends this process by its verdict.
+            # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients.
+            # If a host is lost meanwhile, the verdict about it ends this process.
             jax_runtime.stop()
         self._attendance.part(LINGER_S if has_left else self._config.heartbeat_timeout_s)
 
     def _wait_for_all_to_leave(self) -> None:
-        """Return when all hosts that are left have come to the end of the run."""
+        """Wait until all remaining hosts have reached the end of the run."""
         if self.succession.entered is None:
             barrier(self, "leave", self._config.connect_timeout_s)
             return
@@ -283,40 +282,40 @@ class Membership(Group):
                 return barrier(team, "leave", self._config.connect_timeout_s)
             except GenerationEnded:
                 if self.generation_number == NOBODY:
-                    return  # The others have come to the end without this host.
+                    return  # The others have reached the end without this host.
                 self.next_team(team.generation.number, self._config.connect_timeout_s)
 
     def fail(self, what: str, code: int = LOST_HOST_EXIT_CODE) -> None:
-        """Tell the others that this host ends by itself; they name it and end by `code`.
+        """Report the failure of this host to the others, which name it and exit with `code`.
 
-        `what` has happened to it, as "failed: the disk is full": it follows the host's name.
-        Returns when they know, or after two seconds. The caller must then end the process by
-        `os._exit`, as `joined` does: an ordinary exit waits for hosts that have gone.
+        `what` follows the host's name, for example "failed: the disk is full". It returns when the
+        report is sent, or after two seconds. The caller must then end the process by `os._exit`, as
+        `joined` does: a normal exit waits for hosts that are gone.
         """
         if self.count > 1:
             self._attendance.tell_failure(what[:REASON_CHARACTERS], code)
 
     def stop(self, reason: str) -> NoReturn:
-        """End this process by `LOST_HOST_EXIT_CODE` and one message that gives this host's reason.
+        """End this process with `LOST_HOST_EXIT_CODE` and one message with this host's reason.
 
-        The others stop too and name it. If they stop because of another host, so does this one.
+        The others stop too and name this host. If they stop because of another host, so does it.
         """
         self.fail(f"failed: {reason}")
         self._attendance.end(reason)
 
     def explain(self, error: BaseException) -> None:
-        """Find out whether an error of this host comes from the loss of another.
+        """Wait to see whether the loss of another host caused an error of this host.
 
         If so, it does not return: the process ends with the message about the lost host. That can
         take the whole heartbeat timeout. It returns if no host was lost, and at once for an error
-        that no other host can cause; raise the error then.
+        that no other host can cause; the caller must then raise the error.
         """
         if self.count == 1 or not may_stem_from_a_peer(error):
             return
-        # A death shows at once; only a host that hangs takes the whole timeout.
+        # A dead process is detected at once; only a host that hangs takes the whole timeout.
         time.sleep(LINGER_S)
         if self._attendance.control is not None:
-            return  # No lost host ends this one any more, and whoever goes on has waited before.
+            return  # A lost host does not end an elastic run, whose callers have waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         own = self._attendance.name
         log.info(f"{own} is finding out whether a lost host is behind this error: {summary}")

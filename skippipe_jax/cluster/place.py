@@ -1,4 +1,4 @@
-"""Where this host belongs in a run, and how it runs JAX: as told, or as the environment shows."""
+"""Host id, number of hosts and JAX runtime of this process, from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 
 @dataclass(frozen=True)
 class Place:
-    """Where this host belongs in a run of several."""
+    """Position of this host in a run of several."""
 
     index: int
     count: int
-    coordinator: tuple[str, int]  # where host 0 is reached
-    run: Run = field(default_factory=Run)  # what its hosts have in common
-    keys: Keys = LOOPBACK_ONLY  # by which they know each other
-    spare: int = 0  # how many may come beside those of the start
+    coordinator: tuple[str, int]  # address and port of host 0
+    run: Run = field(default_factory=Run)  # identity of the run, the same on all hosts
+    keys: Keys = LOOPBACK_ONLY  # keys with which hosts authenticate each other
+    spare: int = 0  # number of extra hosts that may join
 
 
 def find_place(
@@ -36,7 +36,7 @@ def find_place(
     distributed: bool,
     spare: int = 0,
 ) -> Place | None:
-    """Find this host's place from the arguments or the environment; None if it is alone.
+    """Find this host's place from the arguments or the environment; None for a single host.
 
     Raises:
         InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
@@ -50,18 +50,18 @@ def find_place(
 
 
 def chosen_runtime(config: ClusterConfig, distributed: bool) -> str:
-    """Choose how this host runs JAX: as configured, else by environment or ``--distributed``."""
+    """Choose the JAX runtime: as configured, else by the environment or ``--distributed``."""
     if config.runtime != AUTO:
         return config.runtime
     return DISTRIBUTED if distributed or _is_launched_with_others() else INDEPENDENT
 
 
 def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> None:
-    """Refuse a host that would run JAX in another way than host 0; all hosts call this together.
+    """Refuse a host whose JAX runtime differs from that of host 0; all hosts call this together.
 
     Raises:
-        InputError: on a host that would.
-        TimeoutError: host 0 has not told its own within ``connect_timeout_s``.
+        InputError: on a host whose runtime differs.
+        TimeoutError: the runtime of host 0 has not arrived within ``connect_timeout_s``.
     """
 
     def differing(_: int) -> InputError:

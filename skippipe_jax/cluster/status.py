@@ -1,7 +1,4 @@
-"""The status of a run, made from all that one of its hosts knows.
-
-Nothing here waits or sends.
-"""
+"""Status of a run as seen by one of its hosts; pure functions."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ def status_of(
     state: State | None,
     training: TrainingStatus | None,
 ) -> RunStatus:
-    """Describe the run as the host of this directory knows it.
+    """Describe the run as seen by the host of this directory.
 
-    It hears the hosts that are `connected`, and those that `left` have said farewell. `state` is
-    what it knows of generations, where the run has them, and `training` how far it has trained.
+    Hosts in `connected` are alive, and hosts in `left` have sent a farewell. `state` is the host's
+    state in the consensus of an elastic run, and `training` its training status.
     """
     own, generation = directory.hello, None if state is None else state.generation
     members = () if generation is None else generation.members
@@ -96,7 +93,7 @@ def _presences(
 def _serving(
     hosts: Sequence[int], state: State | None, training: TrainingStatus | None
 ) -> Sequence[Collection[int]]:
-    """List the hosts of each stage, those among them that are lost and would serve it again."""
+    """List the hosts of each stage, including lost hosts that would serve it upon return."""
     if state is None or state.generation is None:
         return () if training is None else training.serving
     serves, placement = state.rules.serves, state.generation.placement

@@ -1,4 +1,4 @@
-"""The generations of a run as one host lives through them: what the run is told, and asks."""
+"""Generations of a run on one host, as decided by the consensus and awaited by training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generatio
 
 Totals = tuple[float, ...]
 Counted = Callable[[Totals], None]
-"""Called with the totals of all hosts, once a step counts."""
+"""Function that is called with the totals of all hosts when a step commits."""
 
 
 class Succession:
-    """Takes in what `Control` tells on the event loop, for the run in another thread.
+    """Hand-over of decisions from `Control` on the event loop to the training thread.
 
     Attributes:
-        entered: the generation that was entered last, or None.
+        entered: the newest generation that this host has entered, or None.
     """
 
     def __init__(self, board: Board):
-        """Begin outside of all generations; `board` follows them."""
+        """Start outside of all generations, whose numbers `board` follows."""
         self.entered: Generation | None = None
         self._following: tuple[Generation, ...] = ()
         self._board = board
@@ -30,9 +30,9 @@ class Succession:
         self._when_ended: Callable[[], None] | None = None
 
     def next(self, after: int, timeout_s: float) -> Generation | None:
-        """Wait for the generation that this host enters after another; None if it takes too long.
+        """Wait for the generation that this host enters after another; None after `timeout_s`.
 
-        None is passed over, though it may have ended: all may have gone back in it.
+        Every generation is returned, even one that has ended: all hosts may have rolled back in it.
         """
 
         def found() -> Generation | None:
@@ -45,7 +45,7 @@ class Succession:
         return found()
 
     def expect(self, generation: int, counted: Counted) -> None:
-        """Call `counted` once the next step counts, unless the generation has ended."""
+        """Call `counted` when the next step commits, unless the generation has ended."""
         with self._lock:
             if self._board.generation == generation:
                 self._counted = counted
@@ -59,7 +59,7 @@ class Succession:
             then()
 
     def follow(self, decision: Decision) -> None:
-        """Do what was decided: apply the step that this host contributed to, enter, or leave."""
+        """Carry out a decision: apply a step, enter a generation, or leave it."""
         match decision:
             case Apply(_, outcome):
                 if (counted := self._counted) is not None:
@@ -71,12 +71,12 @@ class Succession:
                 self._end(generation.number)
             case LeftOut():
                 with self._lock:
-                    # It comes back without a state, or goes back with all: all entered is over.
+                    # This host rejoins without a state, or all roll back: pending ones are void.
                     self._following = ()
                 self._end(NOBODY)
 
     def ends(self) -> None:
-        """No generation comes any more: whoever waits for something in one is told so."""
+        """End the last generation; all waits in it raise `GenerationEnded`."""
         self._end(NOBODY)
 
     def _end(self, following: int) -> None:

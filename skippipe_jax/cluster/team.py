@@ -1,7 +1,7 @@
-"""The hosts of one generation, as a run sees them: a run of so many hosts, until it ends.
+"""Process group of one generation.
 
-A host of a team is counted from 0 like those of a run, the leader first: whatever all hosts of a
-run settle among them, those of a team settle in the same way, by the same verbs.
+Its hosts are numbered from 0 like those of a run, the leader first, so that the operations of
+`agreement` work in a team as in a run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Team(Group):
-    """This host among those of a generation, the leader first; no JAX has devices of several."""
+    """Group of a generation's hosts, the leader first; each host has its own JAX runtime."""
 
-    # If one is lost the team ends, and with it every wait; what is waited for may be a state that
-    # comes over a slow link, or the end of an upload.
+    # Long, since a wait may be for a state over a slow link or an upload; the loss of a host ends
+    # the team, and with it every wait.
     timeout_s = 3600.0
 
     def __init__(self, membership: Membership, generation: Generation):
-        """Take the members of a generation, this host among them."""
+        """Create the group of a generation's members, this host among them."""
         leader = generation.leader
         self.generation = generation
         self.hosts = (leader, *(host for host in generation.members if host != leader))
@@ -37,7 +37,7 @@ class Team(Group):
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the hosts have gone on as another generation."""
+        """True if the hosts have continued as another generation."""
         return self._membership.generation_number != self.generation.number
 
     def here(self) -> dict[str, Any]:
@@ -45,18 +45,18 @@ class Team(Group):
         return self._membership.here()
 
     def put(self, key: str, value: str) -> None:
-        """Tell every host a value."""
+        """Send a value to every host."""
         self._membership.put(self._named(key), value)
 
     def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Return the value of a key."""
+        """Wait for the value of a key, remove it and return it."""
         of_run = None if source is None else self.hosts[source]
         return self._membership.get(self._named(key), timeout_s, of_run, self.generation.number)
 
     def contribute(
         self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
     ) -> None:
-        """Add totals to a step of which this host holds the averaged gradients, and copies."""
+        """Report totals and buddy checkpoints of a step whose averaged gradients this host has."""
         number = self.generation.number
         self._membership.succession.expect(number, counted)
         self._membership.control.tell(Held(number, step, tuple(totals), copies))
@@ -66,29 +66,29 @@ class Team(Group):
         self._membership.succession.when_ended(self.generation.number, then)
 
     def saved(self, step: int) -> None:
-        """Tell that the checkpoint of a step is whole."""
+        """Report that the checkpoint of a step is complete."""
         self._membership.control.tell(Saved(step))
 
     def gone_back(self, step: int) -> Team:
-        """Return the team after an earlier step than its own, to which all of it goes back."""
+        """Report the rollback of all members to an earlier step; return the team after it."""
         self._membership.control.tell(WentBack(self.generation.number, step))
         return Team(self._membership, replace(self.generation, step=step))
 
     @property
     def address(self) -> str:
-        """The IP address by which the others reach this host."""
+        """IP address at which the others reach this host."""
         return self._membership.address
 
     def transfer_addresses(self) -> dict[int, str]:
-        """Return where this host's transfer server for each other member takes requests.
+        """Return the addresses of this host's transfer servers by other member.
 
-        It is where that for the same host of the run always does, as `Membership` says it.
+        The address for a host is the same in every generation; see `Membership`.
         """
         of_run = self._membership.transfer_addresses(self.hosts)
         return {place: of_run[host] for place, host in enumerate(self.hosts) if place != self.index}
 
     def clock_offset_s(self) -> float:
-        """Return what to add to this host's clock for that of the leader."""
+        """Return the seconds to add to this host's clock to get that of the leader."""
         return self._membership.clock_offset_s(self.hosts[0], self.generation.number)
 
     def _named(self, key: str) -> str:

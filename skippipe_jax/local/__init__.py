@@ -1,1 +1,1 @@
-"""Processes of one machine: the hosts of a run, started, watched and started again."""
+"""Hosts of a run as processes of one machine: start, supervision and restart."""

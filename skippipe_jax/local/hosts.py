@@ -1,4 +1,4 @@
-"""Runs the hosts of a run as processes of this machine, and restarts those that are lost."""
+"""Launcher of a run's hosts as processes of this machine, with restarts of lost hosts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 
-# Not among the ports that Linux gives to outgoing connections: a host that connects before host 0
-# listens could be given the very port that it connects to, and would be connected to itself.
+# Outside of Linux's range for outgoing connections: a host that connects before host 0 listens
+# could otherwise get its target port as its own, and would connect to itself.
 PORTS = range(61440, 65536)
 
 
 def living_addresses(folder: Path) -> list[str]:
-    """Return the addresses of the hosts of a run's last generation that still live here.
+    """Return the addresses of hosts of a run's last generation that are alive on this machine.
 
     Raises:
         InputError: if the folder cannot be read.
@@ -40,9 +40,9 @@ def living_addresses(folder: Path) -> list[str]:
 
 
 def joining(living: Sequence[str], folder: Path, cluster: ClusterConfig) -> list[str]:
-    """Make the command line of a host that joins others here, with a folder of its own."""
+    """Return the command line of a host that joins others on this machine, with its own folder."""
     command = [sys.executable, "-m", "skippipe_jax", "join", *living, "--run-dir", str(folder)]
-    # What it needs before it is told the configuration of the run.
+    # Settings that it needs before it receives the configuration of the run.
     for name in ("bind_address", "secret", "insecure", "insecure_transfers"):
         if value := getattr(cluster, name):
             command += ["--set", f"cluster.{name}={value}"]
@@ -52,13 +52,13 @@ def joining(living: Sequence[str], folder: Path, cluster: ClusterConfig) -> list
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except (ProcessLookupError, PermissionError):  # Or its number is another user's by now.
+    except (ProcessLookupError, PermissionError):  # The id may be another user's by now.
         return False
     return True
 
 
 class LocalHosts:
-    """All hosts of a run, each a process of this machine at a time."""
+    """All hosts of a run, each one process of this machine at a time."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class LocalHosts:
         outlives_hosts: Callable[[], bool],
         max_restarts: int | None,
     ):
-        """Start nothing yet.
+        """Prepare the hosts without starting them.
 
         Args:
-            indices: the numbers of the hosts.
-            words: makes the command line of a host, each time that it is started.
-            grace_s: seconds that the others have to stop once one has failed.
-            outlives_hosts: whether the run continues without a host that fails now.
-            max_restarts: of each host, after errors of its own; None restarts no host.
+            indices: host ids.
+            words: returns the command line of a host, at each start.
+            grace_s: seconds within which the others must stop after one has failed.
+            outlives_hosts: returns whether the run would continue without a host that fails now.
+            max_restarts: most restarts of a host after its own errors; None restarts no host.
         """
         self._hosts = [LocalHost(index, words) for index in indices]
         most = max_restarts
@@ -87,15 +87,15 @@ class LocalHosts:
         self._first_code = 0
 
     def told(self, number: int) -> None:
-        """Forward a signal to all hosts, soon; a signal handler may call this."""
+        """Forward a signal to all hosts soon; safe in a signal handler."""
         # Not at once: a host may be about to start.
         self._to_pass_on.append(number)
 
     def run(self) -> int:
-        """Start all hosts, and wait until all have ended for good.
+        """Start all hosts and wait until all have ended for good.
 
-        Returns 0 if the run was trained to its end, even without some hosts, or else the exit code
-        of the first that failed: 128 and the number of a signal that ended it.
+        Returns 0 if training has finished, even without some hosts, else the exit code of the first
+        host that failed: 128 plus the signal number if a signal ended it.
         """
         try:
             while any(host.code is None for host in self._hosts):
@@ -104,7 +104,7 @@ class LocalHosts:
                     self._look_after(host)
                 self._kill_the_late()
                 time.sleep(POLL_S)
-        finally:  # If this process fails, no other would end those that still run.
+        finally:  # If this process fails, no other would stop the running hosts.
             until_s = time.monotonic() + self._grace_s
             for host in self._hosts:
                 host.send_signal(signal.SIGTERM)
@@ -124,7 +124,7 @@ class LocalHosts:
                 host.send_signal(number)
 
     def _look_after(self, host: LocalHost) -> None:
-        """Start a host that is due, or handle its end."""
+        """Start a host that is due, or handle the end of its process."""
         if host.code is not None:
             return
         if host.starts_at_s is not None:
@@ -143,7 +143,7 @@ class LocalHosts:
             host.starts_at_s = time.monotonic() + pause_s
 
     def _pause_s(self, host: LocalHost, code: int) -> float | None:
-        """Return and print how soon a host is restarted; None if it is not."""
+        """Return and print the seconds until a host is restarted; None if it is not."""
         if self._tries is None or code == 0 or self._is_ending:
             return None
         misses_others = any(other.code for other in self._hosts)
@@ -161,7 +161,7 @@ class LocalHosts:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether no host is restarted any more."""
+        """True if hosts are no longer restarted."""
         is_trained = any(host.code == 0 for host in self._hosts)
         return is_trained or self._told is not None or self._failed_at_s is not None
 
@@ -172,7 +172,7 @@ class LocalHosts:
         return (have_left or self._tries is not None) and self._outlives_hosts()
 
     def _kill_the_late(self) -> None:
-        """Kill hosts that still run for too long after one has failed, or stopped as told."""
+        """Kill hosts that still run `grace_s` after one has failed, or after a forwarded signal."""
         now_s = time.monotonic()
         has_failed = any(host.code for host in self._hosts)
         if has_failed and self._failed_at_s is None and (self._told or not self._can_go_on()):
@@ -183,17 +183,17 @@ class LocalHosts:
 
 
 class LocalHost:
-    """One host of the run: a process of this machine, and another once that has ended.
+    """One host of the run: a process of this machine, replaced by a new one upon a restart.
 
     Attributes:
-        index: the number of the host.
-        code: how it has ended for good, as `poll` returns it; None before.
-        last_code: how its last process ended.
-        starts_at_s: when the next process starts, by `time.monotonic`; None while one runs.
+        index: host id.
+        code: exit code of its final end, as `poll` returns it; None before.
+        last_code: exit code of its last process.
+        starts_at_s: start time of the next process by `time.monotonic`; None while one runs.
     """
 
     def __init__(self, index: int, words: Callable[[int], Sequence[str]]):
-        """Make a host that is due to start; `words` is as `LocalHosts` takes it."""
+        """Create a host that is due to start; `words` is as in `LocalHosts`."""
         self.index = index
         self.code: int | None = None
         self.last_code = 0
@@ -226,7 +226,7 @@ class LocalHost:
         return time.monotonic() - self._started_at_s
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the signal that ended the process; None while it runs."""
+        """Return the exit code, or minus the number of the ending signal; None while it runs."""
         assert self._process is not None, "is started"
         code = self._process.poll()
         self.last_code = code or 0
@@ -238,7 +238,7 @@ class LocalHost:
             self._process.send_signal(number)
 
     def end(self, until_s: float) -> None:
-        """Wait for its process, if one runs, and kill it once it is so late by `time.monotonic`."""
+        """Wait for its process, if any, until `until_s` by `time.monotonic`, then kill it."""
         if self._process is None:
             return
         try:
@@ -248,7 +248,7 @@ class LocalHost:
             self._process.wait()
 
     def show_the_rest(self) -> None:
-        """Wait until all output of its last process is printed."""
+        """Wait until all output of the last process is printed."""
         if self._reader is not None:
             self._reader.join()
 
@@ -266,7 +266,7 @@ def _show(host: int, output: IO[str]) -> None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Find a port on which nobody listens at this address of this machine."""
+    """Return a port of this machine on which no process listens at this address."""
     while True:
         port = random.choice(PORTS)
         try:

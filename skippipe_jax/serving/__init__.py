@@ -1,4 +1,4 @@
-"""A trained model behind the API of OpenAI: requests over HTTP, answered by one engine.
+"""Serving of a trained model over HTTP with an OpenAI-compatible API.
 
 Commands use `server`.
 """

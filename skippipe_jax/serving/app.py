@@ -1,4 +1,4 @@
-"""The routes of a service: who may ask, how bodies are read, and how errors are told."""
+"""HTTP routes of a service: authentication, request bodies and error responses."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from skippipe_jax.serving.requests import (
 from skippipe_jax.serving.service import Job, Served
 
 MOST_BYTES = 4 << 20
-"""Of the body of a request."""
+"""Largest body of a request."""
 MOST_DROPPED = 16 * MOST_BYTES
-"""So much of a larger body is read, and dropped, so that its client reads why it is refused."""
+"""Bytes of a larger body that are read and dropped, so that the client reads the error."""
 BODY_S = 60.0
-"""How long a client may take to send a body."""
+"""Seconds within which a client must send a body."""
 GONE = 499
-"""What is told of a request whose client has gone, as by nginx."""
+"""Status of a request whose client has disconnected, as in nginx."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
 class App:
-    """The answers to all routes."""
+    """Handlers of all routes."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class App:
         keys: tuple[str, ...] = (),
         hosts: Callable[[], list[dict[str, Any]]] = list,
     ):
-        """Serve a model that was made at a time, in seconds of the epoch, to all or to `keys`.
+        """Serve a model to clients with one of `keys`, or to all without keys.
 
-        `hosts` describes those that hold its stages.
+        `created` is the model's time in seconds of the epoch; `hosts` describes the stage hosts.
         """
         self._hosts = hosts
         self._served, self._engines, self._metrics = served, engines, metrics
         self._created, self._keys = created, [key.encode() for key in keys]
-        # A tokenizer whose marks have no texts is told of by those that an export gives them.
+        # Marks without texts in the tokenizer get the texts that an export gives them.
         self._marks = served.tokenizer.special_tokens or MARKS
 
     def starlette(self) -> Starlette:
-        """Return the application, which starts and ends the threads of engines."""
+        """Return the application, which starts and stops the engine threads."""
 
         @asynccontextmanager
         async def running(_: Starlette) -> AsyncIterator[None]:
@@ -96,7 +96,7 @@ class App:
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=running)
 
     def _answering(self, handler: Handler, *, guarded: bool) -> Handler:
-        """Let a handler raise what the client is told, and let those in who have a key."""
+        """Wrap a handler: check the key if `guarded`, and turn an `ApiError` into a response."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -178,7 +178,7 @@ class App:
         self, request: Request, kind: type[CompletionRequest | ChatRequest]
     ) -> Response:
         asked = parse(await _body(request), kind)
-        # A long prompt takes a while, in which the tokens of others go on to their clients.
+        # Tokenizing a long prompt must not delay the streams of other clients.
         job = await asyncio.to_thread(Job, asked, self._served, self._engines.capacity)
         sequences = self._engines.submit(job.requests)
         pieces = job.pieces(sequences, self._engines, self._metrics)
@@ -187,7 +187,7 @@ class App:
         whole = await _unless_gone(request, _gathered(pieces))
         return _json(job.answer(whole))
 
-    # The tokenizer, by vLLM's names: so the harness finds out how long a context is.
+    # The tokenizer, under vLLM's names: the evaluation harness reads the context length here.
 
     async def _tokenizer_info(self, _: Request) -> Response:
         marks = dict.fromkeys(MARKS) | dict(self._marks)
@@ -213,7 +213,7 @@ class App:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; whatever ends them, `on_end` is called, even before the first."""
+    """Response of server-sent events; calls `on_end` however it ends, even before the first."""
 
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]):
         super().__init__(
@@ -234,13 +234,13 @@ async def _gathered(pieces: AsyncIterator[Piece]) -> list[Piece]:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what the work returns, or cancel it when the client goes.
+    """Return the result of the work, or cancel it when the client disconnects.
 
     Raises:
-        ClientDisconnect: if it has gone.
+        ClientDisconnect: if the client has disconnected.
     """
     task = asyncio.create_task(work)
-    # The body is read: nothing else can come.
+    # The body has been read, so the next message can only be the disconnect.
     gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -257,7 +257,7 @@ async def _body(request: Request) -> bytes:
     """Read the body of a request.
 
     Raises:
-        ApiError: if it is no JSON by its type, too large, or comes too slowly.
+        ApiError: if its content type is not JSON, or it is too large or too slow.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

@@ -1,4 +1,4 @@
-"""A choice of an answer: tokens become text that ends where it shall, with what is told of them."""
+"""One choice of an answer: decoded tokens, their text up to a stop, and their probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skippipe_jax.inference.text_stream import REPLACEMENT, StopTexts, TextStrea
 
 
 class PlacedToken(NamedTuple):
-    """A token, and at which character of the choice's text it begins."""
+    """Token with the index of its first character in the choice's text."""
 
     scored: ScoredToken
     offset: int
@@ -21,12 +21,12 @@ class PlacedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a choice.
+    """Increment of a choice.
 
     Attributes:
-        index: of the choice.
-        text: what comes next.
-        tokens: those that were drawn, or echoed, since the piece before.
+        index: index of the choice.
+        text: new text.
+        tokens: tokens drawn or echoed since the previous piece.
         reason: why the choice ends, `stop` or `length`; None if it goes on.
     """
 
@@ -37,7 +37,7 @@ class Piece:
 
 
 class Choice:
-    """One of the answers to a request, from its first token to its end."""
+    """One of the answers to a request."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Choice:
         echoed: str | None,
         hidden: int,
     ):
-        """Begin with the text that is `echoed`; `hidden` tokens of the prompt are not in it."""
+        """Begin with the text `echoed`, which lacks the first `hidden` tokens of the prompt."""
         self.index, self.request = index, request
         self.stages = request.stages
-        """Those that have run for all of its tokens so far."""
+        """Stages that have run for all of its tokens so far."""
         self.drawn = 0
         self._tokenizer, self._echoed, self._hidden = tokenizer, echoed, hidden
         self._text = TextStream(tokenizer.decode, request.prompt)
@@ -60,7 +60,7 @@ class Choice:
         self._reason: str | None = None
 
     def take(self, decoded: Decoded) -> Piece:
-        """Take what was decoded, and return what it adds; there may be no text in it yet."""
+        """Take a decoded token and return the increment, whose text may be empty."""
         text, tokens = "", list[PlacedToken]()
         self.stages = decoded.stages or self.stages
         if self._echoed is not None:
@@ -85,7 +85,7 @@ class Choice:
         return Piece(self.index, text, tuple(tokens), self._reason)
 
     def _echoed_tokens(self, scored: Sequence[ScoredToken]) -> list[PlacedToken]:
-        """Place the tokens of the prompt; the first has no score, and those hidden are left out."""
+        """Return the prompt's tokens without the hidden ones; the first token has no score."""
         if self.request.likeliest is None:
             return []
         prompt = self.request.prompt
@@ -100,16 +100,16 @@ class Choice:
 
 @functools.lru_cache(maxsize=1 << 16)
 def name_of(token: int, tokenizer: Tokenizer) -> str:
-    """Return the text of a token; of one that is no whole characters, `token_id:` and its number.
+    """Return the text of a token, or `token_id:NUMBER` if it is not whole characters.
 
-    So no two tokens in one place have the same name, unless they have the same text.
+    Different tokens have the same name only if they have the same text.
     """
     text = tokenizer.decode([token])
     return text if text and REPLACEMENT not in text else f"token_id:{token}"
 
 
 def completion_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the probabilities of tokens as completions have them: those likeliest, and the own."""
+    """Return log probabilities in the format of completions: the likeliest tokens and the drawn."""
     likeliest: list[dict[str, float] | None] = []
     for scored, _ in tokens:
         if scored.log_probability is None:
@@ -129,7 +129,7 @@ def completion_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> 
 
 
 def chat_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the probabilities of tokens as answers in a conversation have them."""
+    """Return log probabilities in the format of chat completions."""
 
     def told(token: int, value: float | None) -> dict[str, Any]:
         name = name_of(token, tokenizer)

@@ -1,4 +1,4 @@
-"""The threads of engines: requests come to them from the event loop, tokens go back."""
+"""Engine threads: they take requests from the event loop and return tokens to it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from skippipe_jax.serving.metrics import Metrics
 
 
 class Engine(Protocol):
-    """What draws tokens, many sequences side by side; one thread calls it."""
+    """Interface of a decoder of many sequences at a time; called by one thread."""
 
     @property
     def slots(self) -> int:
-        """How many sequences get tokens at a time."""
+        """Number of sequences decoded at a time."""
         ...
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether there are requests that are not done."""
+        """True if there are unfinished requests."""
         ...
 
     def submit(self, request: DecodeRequest) -> int:
-        """Let a request wait for a slot; return its number."""
+        """Queue a request for a slot and return its number."""
         ...
 
     def cancel(self, number: int) -> None:
-        """Draw no more tokens of a request; one that is done has none."""
+        """Stop decoding a request; do nothing if it is done."""
         ...
 
     def step(self) -> list[Decoded]:
-        """Go on with what waits and runs; return what is new.
+        """Run one step over waiting and running requests; return the new tokens.
 
         Raises:
-            Unavailable: if none of it can be decoded at the moment.
+            Unavailable: if no request can be decoded at the moment.
         """
         ...
 
@@ -48,41 +48,41 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for nothing any more; another thread than that of `step` calls this."""
+        """Stop all waiting; called by another thread than the one in `step`."""
         ...
 
 
 class Sequences:
-    """The sequences of one request to the server, as they are decoded; of the event loop."""
+    """Sequences of one HTTP request during decoding; used on the event loop only."""
 
     def __init__(self, requests: Sequence[DecodeRequest]):
-        """Wait for these."""
+        """Start with all sequences unfinished."""
         self.requests = requests
         self.began_s = time.monotonic()
         self.open = set(range(len(requests)))
-        """Those that are not done, by their places."""
+        """Indices of the sequences that are not done."""
         self._arrived = asyncio.Queue[tuple[int, Decoded] | ApiError]()
 
     def put(self, place: int, decoded: Decoded) -> None:
-        """Take what is new of one of them."""
+        """Queue a decoded token of the sequence at `place`."""
         self._arrived.put_nowait((place, decoded))
 
     def fail(self, error: ApiError) -> None:
-        """Answer the request by an error."""
+        """Answer the request with an error."""
         self._arrived.put_nowait(error)
 
     async def decoded(self) -> AsyncIterator[tuple[int, Decoded]]:
-        """Yield what is new, each with the place of its sequence, until all are done.
+        """Yield decoded tokens, each with the index of its sequence, until all are done.
 
         Raises:
-            ApiError: if the engine has failed, or cannot go on with them.
+            ApiError: if the engine has failed, or cannot continue these sequences.
         """
         while self.open:
             arrived = await self._arrived.get()
             if isinstance(arrived, ApiError):
                 raise arrived
             place, decoded = arrived
-            # One that is cancelled may still have had a token.
+            # A token of a cancelled sequence may still arrive.
             if place in self.open:
                 if decoded.is_last:
                     self.open.remove(place)
@@ -90,10 +90,10 @@ class Sequences:
 
 
 class Runner:
-    """Runs one engine in a thread of its own, which alone touches it.
+    """Thread that runs one engine; no other thread calls it, except for `Engine.close`.
 
     Attributes:
-        slots: how many sequences of the engine get tokens at a time.
+        slots: number of sequences that the engine decodes at a time.
     """
 
     def __init__(
@@ -102,27 +102,28 @@ class Runner:
         deliver: Callable[[Sequence[tuple[int, Decoded]]], None],
         fail: Callable[[BaseException, Collection[int] | None], None],
     ):
-        """Call on the event loop `deliver` with what is new, and `fail` with why nothing will be.
+        """Prepare the thread; `deliver` and `fail` are called on the event loop.
 
-        `fail` gets the sequences of which nothing will be; None if the engine decodes no more.
+        `deliver` gets new tokens; `fail` gets an error and the sequences that it ends, or None if
+        the engine has failed.
         """
         self.slots = engine.slots
         self._engine, self._deliver, self._fail = engine, deliver, fail
         self._ready = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._ends = False
-        # The engine's own numbers, and those by which requests are known outside.
+        # Engine's request number to the caller's number, and the reverse.
         self._numbers: dict[int, int] = {}
         self._engines: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="skippipe-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin; call it on the event loop that tokens shall come to."""
+        """Start the thread; call it on the event loop that is to receive tokens."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for that."""
+        """Stop the thread and wait until it has ended."""
         with self._ready:
             self._ends = True
             self._ready.notify()
@@ -130,11 +131,11 @@ class Runner:
         self._thread.join()
 
     def submit(self, number: int, request: DecodeRequest) -> None:
-        """Decode a sequence, from now on known by this number."""
+        """Decode a sequence, which the caller identifies by `number`."""
         self._command(lambda: self._submit(number, request))
 
     def cancel(self, number: int) -> None:
-        """Decode no more of a sequence."""
+        """Stop decoding a sequence."""
         self._command(lambda: self._cancel(number))
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -142,13 +143,13 @@ class Runner:
             self._commands.append(command)
             self._ready.notify()
 
-    # In the thread.
+    # In the engine thread.
 
     def _run(self) -> None:
         try:
             while self._obey():
                 self._step()
-        # Whoever waits for a token is told, and then the server ends.
+        # All waiting requests are answered with an error, and the server ends.
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._fail, error, None)
 
@@ -168,7 +169,7 @@ class Runner:
             self._loop.call_soon_threadsafe(self._deliver, decoded)
 
     def _obey(self) -> bool:
-        """Do what the event loop has asked for; return whether to go on, once there is work."""
+        """Run the queued commands, wait for work, and return False when the thread must stop."""
         while True:
             with self._ready:
                 while not (self._commands or self._ends or self._engine.is_busy):
@@ -187,17 +188,17 @@ class Runner:
 
     def _cancel(self, number: int) -> None:
         own = self._engines.pop(number, None)
-        if own is not None:  # Or it was done before it heard of that.
+        if own is not None:  # Otherwise it was done before the command arrived.
             del self._numbers[own]
             self._engine.cancel(own)
 
 
 class Engines:
-    """Decodes by several engines at once; all is for the event loop, `Metrics` too.
+    """Several engines and the sequences that they decode; used on the event loop only.
 
     Attributes:
         error: why an engine has failed; None while all run.
-        capacity: how many sequences may be there.
+        capacity: most sequences that may run and wait.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Engines:
         metrics: Metrics,
         on_failure: Callable[[], None],
     ):
-        """Let at most so many sequences wait; `on_failure` is called once an engine has failed."""
+        """Allow `most_waiting` waiting sequences; call `on_failure` when an engine has failed."""
         self.error: BaseException | None = None
         self._metrics, self._on_failure = metrics, on_failure
         self._runners = [Runner(engine, self._deliver, self._fail) for engine in engines]
@@ -217,20 +218,20 @@ class Engines:
         self._submitted = 0
 
     def start(self) -> None:
-        """Begin; tokens come to the event loop that calls this."""
+        """Start all threads; tokens arrive on the event loop that calls this."""
         for runner in self._runners:
             runner.start()
 
     def stop(self) -> None:
-        """End all threads, and wait for that."""
+        """Stop all threads and wait until they have ended."""
         for runner in self._runners:
             runner.stop()
 
     def submit(self, requests: Sequence[DecodeRequest]) -> Sequences:
-        """Decode sequences, each by the engine that has the fewest for its slots.
+        """Decode sequences, each on the engine with the lowest load per slot.
 
         Raises:
-            ApiError: if too many wait already, or an engine has failed.
+            ApiError: if the capacity is exceeded, or an engine has failed.
         """
         if self.error is not None:
             raise failed()
@@ -249,7 +250,7 @@ class Engines:
         return sequences
 
     def cancel(self, sequences: Sequences, place: int | None = None) -> None:
-        """Decode no more of the sequence at a place, or of all that are not done."""
+        """Stop decoding the sequence at an index, or all unfinished ones."""
         chosen = set(sequences.open) if place is None else {place}
         sequences.open -= chosen
         for number, (runner, known, at) in list(self._known.items()):
@@ -259,7 +260,7 @@ class Engines:
         self._count()
 
     def load(self) -> dict[str, int]:
-        """Return how many sequences get tokens, wait, and could get tokens at a time."""
+        """Return the numbers of running sequences, waiting sequences and slots."""
         running = min(len(self._known), self._slots)
         waiting = len(self._known) - running
         return {"running": running, "waiting": waiting, "slots": self._slots}
@@ -270,7 +271,7 @@ class Engines:
     def _deliver(self, decoded: Sequence[tuple[int, Decoded]]) -> None:
         for number, own in decoded:
             found = self._known.get(number)
-            if found is None:  # It was cancelled in the meantime.
+            if found is None:  # Cancelled in the meantime.
                 continue
             if own.is_last:
                 del self._known[number]
@@ -279,7 +280,7 @@ class Engines:
         self._count()
 
     def _fail(self, error: BaseException, numbers: Collection[int] | None) -> None:
-        """Answer these sequences by an error, or all, as an engine decodes no more."""
+        """Answer these sequences with an error, or all (None) as an engine has failed."""
         told = failed() if numbers is None else unavailable(str(error))
         for number in [*self._known] if numbers is None else numbers:
             if (found := self._known.pop(number, None)) is not None:

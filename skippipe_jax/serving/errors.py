@@ -1,4 +1,4 @@
-"""Errors as the API tells of them."""
+"""Errors of the API."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from skippipe_jax.errors import PeerError
 
 INVALID = "invalid_request_error"
 AGAIN_S = 1
-"""When a client that found no room may ask again, in seconds."""
+"""Seconds after which a refused client may retry."""
 
 
 class ApiError(SkipPipeError):
-    """A request that is not answered, by its HTTP status and the API's error object."""
+    """Refusal of a request: an HTTP status and the API's error object."""
 
     def __init__(
         self,
@@ -27,32 +27,32 @@ class ApiError(SkipPipeError):
         kind: str = INVALID,
         headers: Mapping[str, str] | None = None,
     ):
-        """Keep what the client is told; `param` is the parameter of the request that is wrong."""
+        """Keep the error for the client; `param` is the wrong parameter of the request."""
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
         self.error = {"message": message, "type": kind, "param": param, "code": code}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process raise it anew."""
+        """Return the parts from which another process rebuilds the error."""
         return type(self), (self.status, str(self)), vars(self)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the response."""
+        """Body of the response."""
         return {"error": self.error}
 
 
 class Unavailable(PeerError):
-    """Nothing can be decoded at the moment, as a stage is lost."""
+    """Decoding is impossible at the moment, as a stage is lost."""
 
 
 def wrong(param: str, error: InputError) -> ApiError:
-    """Return the error of a request with a parameter that the library refuses."""
+    """Return the error of a request with an invalid parameter."""
     return ApiError(400, f"{param}: {error.problem}. {error.remedy}.", param=param)
 
 
 def too_busy() -> ApiError:
-    """Return the error of a request for which there is no room in the queue."""
+    """Return the error of a request when the queue is full."""
     return ApiError(
         429,
         "too many requests are waiting: try again later",
@@ -63,11 +63,11 @@ def too_busy() -> ApiError:
 
 
 def unavailable(why: str) -> ApiError:
-    """Return the error of a request for which hosts are missing."""
+    """Return the error of a request when hosts are missing."""
     headers = {"Retry-After": str(AGAIN_S)}
     return ApiError(503, why, kind="server_error", headers=headers)
 
 
 def failed() -> ApiError:
-    """Return the error of a request during which the engine has failed."""
+    """Return the error of a request when the engine has failed."""
     return ApiError(500, "the engine has failed, and the server ends", kind="server_error")

@@ -1,4 +1,4 @@
-"""The stages that a host holds for a service, with caches for the sequences of each group."""
+"""Stages that a host holds for a service, with key-value caches for each group of sequences."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from skippipe_jax.runtime.wire_format import WireFormat
 
 @dataclass(frozen=True)
 class Slots:
-    """How many sequences a service decodes, and what travels of them.
+    """Number of sequences that a service decodes, and the dtype of their transfers.
 
     Attributes:
-        groups: those of a group run through the stages together, groups one behind the other.
+        groups: number of groups; the sequences of a group run through the stages together.
         each: sequences of a group.
         length: tokens of a sequence, its prompt included.
-        hop_dtype: as what activations travel from host to host; None: as they are computed.
+        hop_dtype: dtype of activations in transfers between hosts; None: the compute dtype.
     """
 
     groups: int
@@ -37,46 +37,46 @@ class Slots:
     hop_dtype: str | None = None
 
     def cache_bytes(self, model: ModelConfig, layers: int) -> int:
-        """Return the bytes of the caches of so many blocks."""
+        """Return the bytes of the caches of `layers` blocks."""
         of_token = 2 * layers * model.kv_heads * model.head_width
         itemsize = jnp.dtype(model.compute_dtype).itemsize
         return of_token * itemsize * self.groups * self.each * self.length
 
 
 class Hops:
-    """How activations travel between the hosts of a service."""
+    """Packing of activations for transfers between the hosts of a service."""
 
     def __init__(self, model: ModelConfig, dtype: str | None):
-        """Let them travel as a dtype; None is as they are computed."""
+        """Transfer activations in a dtype; None is the compute dtype."""
         dtype = dtype or model.compute_dtype
-        # They are of several shapes, and packed and unpacked alike.
+        # One format serves activations of all shapes: they are packed token by token.
         of_token = jax.ShapeDtypeStruct((1, 1, model.width), model.compute_dtype)
         format = WireFormat(of_token, dtype, model.width)
         self._pack, self._unpack = jax.jit(format.pack), jax.jit(format.unpack)
 
     def packed(self, x: Float[Array, "row time width"]) -> np.ndarray:
-        """Return what travels."""
+        """Return the packed activation for the transfer."""
         return np.asarray(self._pack(x))
 
     def unpacked(self, travelled: np.ndarray, place: Sharding) -> Float[Array, "row time width"]:
-        """Return what has travelled, on a device."""
+        """Return a received activation on a device."""
         return self._unpack(jax.device_put(travelled, place))
 
 
 class HeldStages:
-    """The stages of one host; stages may be added while others run."""
+    """Stages of one host; stages may be added while others run."""
 
     def __init__(
         self, config: ModelConfig, stages: int, slots: Slots, scales: ScaleTable | None = None
     ):
-        """Hold none yet of so many stages; `scales` are as `StageExecutor` takes them."""
+        """Start without any of the model's `stages` stages; `StageExecutor` takes `scales`."""
         self._scales = scales
         self._config, self._stages, self._slots = config, stages, slots
         self._hops = Hops(config, slots.hop_dtype)
         self._executors: dict[tuple[int, int], StageExecutor] = {}
 
     def hold(self, stage: int, parameters: Any) -> None:
-        """Take in a stage, and compile all that sequences may need of it."""
+        """Add a stage and compile all of its programs."""
         own = [parameters if other == stage else None for other in range(self._stages)]
         model, slots = StagedModel(self._config, own), self._slots
         made = [
@@ -95,7 +95,7 @@ class HeldStages:
         self._executors |= {(stage, group): own for group, own in enumerate(made)}
 
     def drop(self, stage: int) -> None:
-        """Hold a stage no longer, nor its caches."""
+        """Release a stage and its caches."""
         for group in range(self._slots.groups):
             self._executors.pop((stage, group), None)
 
@@ -107,7 +107,10 @@ class HeldStages:
         step: Step,
         skipped: Sequence[Collection[int]],
     ) -> np.ndarray:
-        """Return what travels on from these stages; each row of the step skips some stages."""
+        """Run stages on a received activation; return the packed output.
+
+        Each row of the step skips the stages in its entry of `skipped`.
+        """
         parameters = self._executors[stages[0], group].model.parameters[stages[0]]
         x = self._hops.unpacked(travelled, jax.tree.leaves(parameters)[0].sharding)
         for stage in stages:

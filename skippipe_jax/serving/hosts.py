@@ -1,4 +1,4 @@
-"""The hosts that hold the stages of a service, as its front sees them."""
+"""Hosts of a service on the front's side: admission, stage assignment, routes and steps."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteLost
 from skippipe_jax.serving.wire import Wire
 
 PART_BYTES = 1 << 22
-"""Weights are sent in parts of at most so many bytes."""
+"""Largest part of the weights in one message, in bytes."""
 AVOIDED_S = 30.0
-"""How long no route has a connection that has broken, in seconds."""
+"""Seconds during which routes avoid a broken connection."""
 PARTING_S = 2.0
-"""How long hosts have to end their connections at the end of the service, in seconds."""
+"""Seconds within which hosts must close their connections at the end of the service."""
 ROUND_TRIPS_S = 5.0
-"""How long is waited for what hosts measure between them, before they get stages, in seconds."""
+"""Seconds to wait for round trips between hosts before stages are assigned."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What becomes of stages.
+    """Rules for lost stages and for the stages of the front.
 
     Attributes:
-        when_lost: what sequences do while nobody holds a stage, one of `WHEN_LOST`.
-        take_over_s: after so many seconds hosts that stay load a lost stage, if they have room;
-            None is never.
-        most_stages: how many stages the front holds at most; None for as many as it has room for.
+        when_lost: treatment of sequences while no host holds a stage, one of `WHEN_LOST`.
+        take_over_s: seconds until the remaining hosts load a lost stage, if they have room; None
+            is never.
+        most_stages: most stages of the front; None for as many as fit.
     """
 
     when_lost: str = SKIP
@@ -79,16 +79,16 @@ class Rules:
 
 @dataclass
 class Member:
-    """A host that is there.
+    """Connected host.
 
     Attributes:
-        host: its number, which no other host had before.
-        hello: what it has said of itself.
-        wire: the connection with it.
-        chosen: the stages that it is to hold; None before that is known.
-        ready: those of them that it holds.
-        block_s: how long a block takes for a step, smoothed; None before that is known.
-        round_trips: how long a message takes from it to other hosts and back, in seconds.
+        host: its number, never used before for another host.
+        hello: its hello message.
+        wire: the connection to it.
+        chosen: stages assigned to it; None before the assignment.
+        ready: assigned stages that it has loaded.
+        block_s: smoothed seconds of one block in a step; None before the first measurement.
+        round_trips: round-trip times from it to other hosts, in seconds.
     """
 
     host: int
@@ -100,25 +100,25 @@ class Member:
     round_trips: dict[int, float] = field(default_factory=dict)
 
     def view(self, held: Sequence[int]) -> HostView:
-        """Return what is known of it, as if it held these stages."""
+        """Return the planner's view of the host, as if it held these stages."""
         hello = self.hello
         return HostView(hello.room_bytes, hello.most_stages, self.block_s, tuple(held))
 
     def __str__(self) -> str:
-        """Tell its number and name."""
+        """Return its number and name."""
         return f"host {self.host} ({printable(self.hello.name)})"
 
 
 class StageHosts:
-    """Takes in hosts, gives them stages, and runs steps along them.
+    """Admission of hosts, assignment of their stages, and execution of steps on them.
 
-    What is not marked as of the event loop may be called by any thread.
+    Any thread may call methods that are not marked as of the event loop.
 
     Attributes:
-        slots: for sequences, on every host.
-        scales: of branches, as `StageExecutor` takes them.
-        own_stages: those of the front, once hosts have been gathered.
-        address: where it listens, ``IP:PORT``, once it does.
+        slots: slots for sequences on every host.
+        scales: scales of branches, as for `StageExecutor`.
+        own_stages: stages of the front, once hosts have been gathered.
+        address: listening address, ``IP:PORT``; empty before `listen`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StageHosts:
         silent_s: float,
         scales: ScaleTable | None = None,
     ):
-        """Expect no host yet; one counts as lost after so many seconds of silence."""
+        """Start without hosts; a host is lost after `silent_s` seconds of silence."""
         self.scales = scales
         self._source, self.slots, self._rules = source, slots, rules
         self._keys, self._silent_s = keys, silent_s
@@ -165,10 +165,10 @@ class StageHosts:
     # For the front.
 
     def listen(self, address: str, port: int) -> str:
-        """Take in hosts at an address from now on; return ``IP:PORT``.
+        """Accept hosts at an address from now on; return ``IP:PORT``.
 
         Raises:
-            InputError: if it may not by its keys, or cannot.
+            InputError: if the keys do not allow the address, or it cannot be listened on.
         """
         self._keys.require_allowed(address)
         if (warning := self._keys.warning(address)) is not None:
@@ -185,11 +185,11 @@ class StageHosts:
         return self.address
 
     def gather(self, count: int, timeout_s: float) -> None:
-        """Wait until so many hosts are there, and hold the stages that they are given.
+        """Wait until `count` hosts are connected and have loaded their stages.
 
         Raises:
-            TemporaryError: if they are not in time.
-            InputError: if they have too little memory for all stages.
+            TemporaryError: if the hosts are not ready in time, or the service ends.
+            InputError: if their memory is too small for all stages.
         """
 
         def told(left_s: float) -> str:
@@ -222,20 +222,20 @@ class StageHosts:
                 raise InputError("--hosts", count + 1, problem, remedy)
 
     def close(self) -> None:
-        """Tell all hosts that the service ends."""
+        """End the service on all hosts and wait until they have disconnected."""
         self.give_up()
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join()
 
     def give_up(self) -> None:
-        """Wait for no stage any more."""
+        """Stop all waiting for stages."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
 
     def status(self) -> list[dict[str, Any]]:
-        """Describe the hosts that are there, the front first."""
+        """Describe the connected hosts, the front first."""
         front = {"host": FRONT, "name": socket.gethostname(), "stages": [*self.own_stages]}
         with self._changed:
             return [front] + [
@@ -252,20 +252,20 @@ class StageHosts:
                 for member in self._members.values()
             ]
 
-    # For those that decode.
+    # For decoders.
 
     @property
     def version(self) -> int:
-        """Return a number that is another whenever other stages can be had."""
+        """Counter that changes whenever the available stages change."""
         return self._version
 
     def route(self, group: int) -> tuple[Route, int]:
-        """Choose a way for a group through all stages that somebody holds; return its epoch, too.
+        """Choose a route for a group through all available stages; return it and its epoch.
 
-        The epoch is greater than those of all routes before: hosts drop what comes along these.
+        Epochs increase: hosts drop steps of earlier epochs.
 
         Raises:
-            Unavailable: if a stage is lost, and sequences shall fail then.
+            Unavailable: if a stage is lost and `when_lost` is `fail`.
         """
         with self._changed:
             if self._rules.when_lost == FAIL and (missing := self._missing()):
@@ -280,7 +280,7 @@ class StageHosts:
             return found, self._epochs
 
     def holds(self, route: Route) -> bool:
-        """Tell whether all hosts of a route are there, and all stages that can be had are in it."""
+        """Return whether a route's hosts are ready and it visits all available stages."""
         with self._changed:
             members = self._members
             is_whole = all(
@@ -301,10 +301,10 @@ class StageHosts:
         *,
         is_read: bool,
     ) -> Future[np.ndarray]:
-        """Run a step of a group along a part of a route, behind those that have been started.
+        """Run a step of a group along a part of a route, after its earlier steps.
 
-        What comes back is nothing unless it is read. The result raises `RouteLost` if a host of the
-        route is lost before, or a step of the group that was started before has got lost.
+        The result is empty unless `is_read`. It raises `RouteLost` if a host of the route is lost
+        first, or if an earlier step of the group was lost.
         """
         pending = self._pending.new(group, epoch, route, is_decoding=step.slot is None)
         given = {
@@ -323,7 +323,7 @@ class StageHosts:
 
     @property
     def own_stages(self) -> tuple[int, ...]:
-        """Return the stages of the front."""
+        """Stages of the front."""
         return self._front.held
 
     def _held(self) -> set[int]:
@@ -343,7 +343,7 @@ class StageHosts:
         return time.monotonic() < self._avoided.get((source, target), 0.0)
 
     def _between(self, source: int, target: int) -> float:
-        """Return how long a message takes, by the front if they do not reach each other."""
+        """Return the seconds of a message, via the front where the direct connection failed."""
         if FRONT in (source, target):
             return (self._members[source or target].wire.round_trip_s or 0.0) / 2
         if self._is_avoided(source, target):
@@ -361,7 +361,7 @@ class StageHosts:
             await self._over.wait()
             for member in self._members.values():
                 member.wire.send("end")
-            # Each ends its connection when it has heard that; closed here, it might not hear.
+            # Each host closes its connection upon "end"; closed here, "end" might not arrive.
             until_s = self._loop.time() + PARTING_S
             while self._members and self._loop.time() < until_s:
                 await asyncio.sleep(0.01)
@@ -374,7 +374,7 @@ class StageHosts:
         self._members[step.route[0].host].wire.send("step", given, arrays=arrays)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in a host, as long as it is there."""
+        """Handle the connection of a host from its hello until it ends."""
         link = Link(reader, writer)
         try:
             said = await link.hello(self._keys.listening)
@@ -441,14 +441,14 @@ class StageHosts:
                 member.round_trips = {int(host): own for host, own in known.items()}
 
     def _finish(self, given: dict[str, Any], x: np.ndarray) -> None:
-        """Take what has come back of a step."""
+        """Complete the pending step with its result."""
         step = self._pending.take(given["group"], given["number"])
         if step is not None:
             self._learn(given["seconds"], step)
             step.done.set_result(x)
 
     def _learn(self, seconds: Sequence[float], step: PendingStep) -> None:
-        """Note how long the hosts of a route took for a step of decoding."""
+        """Update `block_s` of the hosts of a route from the seconds of a decoding step."""
         for leg, taken_s in zip(step.route, seconds, strict=True):
             member = self._members.get(leg.host)
             if member is not None and step.is_decoding:
@@ -464,7 +464,7 @@ class StageHosts:
         self._avoided = {
             hop: until_s for hop, until_s in self._avoided.items() if member.host not in hop
         }
-        # Also at the end of the service, which waits for the steps that are under way.
+        # Also at the end of the service, which waits for pending steps.
         self._pending.lose_host(member.host)
         if self._has_ended:
             return
@@ -485,13 +485,13 @@ class StageHosts:
             member.wire.send("hosts", others)
 
     def _give_stages(self) -> None:
-        """Choose stages for hosts that have none, once as many are there as are expected."""
+        """Assign stages to hosts without any, once the expected number is connected."""
         if self._expected is None or len(self._members) < self._expected:
             return
         self._tasks.start(self._place())
 
     async def _place(self) -> None:
-        """Let the planner choose, by what has been measured so far, and let hosts follow."""
+        """Assign stages by the planner and the measurements so far, and let hosts load them."""
         async with self._placing:
             is_first, self._expected = self._expected != 0, 0
             if is_first:
@@ -506,7 +506,7 @@ class StageHosts:
                 self.give_up()
                 return
             if is_first:
-                # It keeps these: the programs of its groups are compiled with them.
+                # The front keeps its stages: the programs of its groups are compiled with them.
                 self._front = replace(self._front, held=chosen[FRONT], room_bytes=0.0)
             for host, member in members.items():
                 new = {*chosen[host]} - {*(member.chosen or ())}
@@ -516,12 +516,12 @@ class StageHosts:
                 self._changed.notify_all()
 
     async def _follow(self, member: Member, chosen: set[int], new: Sequence[int]) -> None:
-        """Let a host hold new stages, and make room for them first."""
+        """Let a host drop the stages it no longer needs, then load the new ones."""
         if dropped := member.ready - chosen:
             with self._changed:
                 member.ready -= dropped
                 self._version += 1
-            # Steps that are under way may come to it for a while.
+            # Pending steps may still need the dropped stages.
             await asyncio.sleep(self._silent_s)
             for stage in dropped:
                 member.wire.send("drop", stage)
@@ -529,7 +529,7 @@ class StageHosts:
             await self._give(member, stage)
 
     async def _know_round_trips(self) -> None:
-        """Wait until each host has told how far the others are, or until all that can would."""
+        """Wait until each host has sent its round trips to all others, or for a limited time."""
         clock = asyncio.get_running_loop()
         until_s = clock.time() + min(self._silent_s, ROUND_TRIPS_S)
         while clock.time() < until_s:
@@ -539,18 +539,18 @@ class StageHosts:
             await asyncio.sleep(ROUND_TRIPS_S / 50)
 
     def _latencies(self) -> Callable[[int, int], float]:
-        """Return how long messages take between those that are there now."""
+        """Return a function of two hosts that gives the current seconds of a message."""
         known = {pair: self._between(*pair) for pair in permutations([FRONT, *self._members], 2)}
         return lambda source, target: known[source, target]
 
     def _take_over(self) -> None:
-        """Let hosts that stay hold what nobody is to hold any more."""
+        """Assign stages that no host is to hold to the remaining hosts."""
         chosen = set(self.own_stages).union(*(own.chosen or () for own in self._members.values()))
         if len(chosen) < self._source.stages and not self._has_ended:
             self._tasks.start(self._place())
 
     async def _give(self, member: Member, stage: int) -> None:
-        """Let a host hold a stage, and send it the weights if it does not have them itself."""
+        """Let a host load a stage; send it the weights if it does not have them."""
         if member.hello.identity != self._source.identity:
             parameters = await asyncio.to_thread(self._source.load, stage)
             for number, leaf in enumerate(jax.tree.leaves(parameters)):

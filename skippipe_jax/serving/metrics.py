@@ -1,4 +1,4 @@
-"""What a service tells Prometheus, by vLLM's names where they mean the same."""
+"""Prometheus metrics of a service, with vLLM's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SECONDS = (
 
 
 class Metrics:
-    """The metrics of a service, all with the name of its model; of the event loop."""
+    """Metrics of a service, labelled with its model; used on the event loop only."""
 
     def __init__(self, model: str):
-        """Begin with zeros."""
+        """Register all metrics, starting at zero."""
         self._registry = CollectorRegistry()
         label = ("model_name",)
 
@@ -52,7 +52,7 @@ class Metrics:
         self._model = model
 
     def count(self, known: int, slots: int) -> None:
-        """Take how many sequences are not done: those beyond the slots wait."""
+        """Set the numbers of running and waiting sequences from that of unfinished ones."""
         self._running.set(min(known, slots))
         self._waiting.set(max(known - slots, 0))
 
@@ -61,7 +61,7 @@ class Metrics:
         self._done.labels(self._model, reason).inc()
 
     def refused(self, status: int) -> None:
-        """Count a request that was answered by an error."""
+        """Count a request that was answered with an error."""
         self._refused.labels(self._model, str(status)).inc()
 
     def text(self) -> bytes:

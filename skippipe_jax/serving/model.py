@@ -1,4 +1,4 @@
-"""A model made ready to be served: its caches, its programs, and what requests may ask of it."""
+"""Preparation of a model for serving: caches, compiled programs and limits of requests."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def open_engine(
     length: int | None,
     scales: ScaleTable | None = None,
 ) -> tuple[Served, Generator]:
-    """Make room for so many sequences of `length` tokens, and compile all that they may need.
+    """Allocate caches for `slots` sequences of `length` tokens and compile all programs.
 
     By default a sequence may be as long as the model's context.
 
     Raises:
-        InputError: if it may not be so long, or there is too little memory.
+        InputError: if `length` exceeds the context, or there is too little memory.
     """
     length = length_of(model.context, length)
     _require_memory(Slots(1, slots, length).cache_bytes(model.config, model.config.layers), slots)
@@ -45,17 +45,17 @@ def open_engine(
 def open_groups(
     name: str, source: ModelSource, hosts: StageHosts
 ) -> tuple[Served, list[Generator]]:
-    """Make a generator for each group, over hosts that hold the stages which are not here."""
+    """Create a generator for each group; other hosts run the stages that the front lacks."""
     model, slots = source.model(hosts.own_stages), hosts.slots
     engines = [_engine(RoutedExecutor(model, hosts, group)) for group in range(slots.groups)]
     return _served(name, model, source.config.data, slots.length), engines
 
 
 def length_of(context: int, wanted: int | None) -> int:
-    """Return how many tokens a sequence may have.
+    """Return the largest number of tokens of a sequence.
 
     Raises:
-        InputError: if these are more than the context of the model.
+        InputError: if `wanted` exceeds the context of the model.
     """
     if wanted is not None and fields.integer(wanted, "--max-model-len", 2) > context:
         problem = f"the model's context is {context} tokens"
@@ -86,7 +86,7 @@ def _served(name: str, model: StagedModel, data: DataConfig, length: int) -> Ser
 
 
 def _require_memory(needed: int, sequences: int) -> None:
-    """Refuse caches that do not fit beside the weights, which are there already."""
+    """Refuse caches that do not fit; the weights already take their memory."""
     available = available_bytes(jax.local_devices()[0], 1, 1)
     if needed > available:
         problem = f"the caches of {sequences} sequences take {needed / 1e9:,.1f} GB, and "

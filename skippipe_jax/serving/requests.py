@@ -1,4 +1,4 @@
-"""The bodies of requests, in the format of OpenAI's API, checked before anything is computed."""
+"""Bodies of requests in the format of OpenAI's API, and their validation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from skippipe_jax.serving.errors import ApiError, wrong
 MOST_CHOICES = 128
 MOST_STOPS = 64
 LONGEST_STOP = 1000
-"""Characters."""
+"""Most characters of a stop text."""
 DEFAULT_NEW_TOKENS = 16
-"""Of a completion that does not say how many, as in OpenAI's API."""
+"""Default of `max_tokens` for completions, as in OpenAI's API."""
 
 _Likeliest = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 _Stop = Annotated[str, Meta(max_length=LONGEST_STOP)]
@@ -31,17 +31,17 @@ _Unknown = re.compile(r"unknown field `([^`]*)`")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """What a stream says beside its text."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request may say; a parameter that is null is not given.
+    """Parameters of both kinds of request; null is the same as leaving a parameter out.
 
-    `skippipe_keep` names the stages that run, increasing, or is the share of them that does; which
-    these are, the seed decides. The parameters from `user` on have no effect.
+    `skippipe_keep` lists the stages that run, in increasing order, or is the fraction of stages
+    that run, drawn by the seed. The parameters from `user` on have no effect.
     """
 
     model: str | None = None
@@ -69,19 +69,19 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
+        """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """True if a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, seed: int) -> Sampling:
-        """Return how tokens are drawn, by a seed that is taken below the largest one.
+        """Return the sampling parameters; a larger seed wraps around after `LARGEST_SEED`.
 
         Raises:
-            ApiError: if a parameter of it is out of range.
+            ApiError: if a parameter is out of range.
         """
         try:
             return Sampling(
@@ -94,14 +94,14 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
                 self.frequency_penalty,
                 self.repetition_penalty,
             )
-        except InputError as error:  # It names the option of a command.
+        except InputError as error:  # Its field is an option of a command.
             raise wrong(error.field.lstrip("-").replace("-", "_"), error) from error
 
     def stages(self, count: int, seed: int) -> Order:
-        """Return which of so many stages run.
+        """Return the stages that run, of `count` stages.
 
         Raises:
-            ApiError: if they are not stages of the model, increasing, from 0 on.
+            ApiError: if they are not stages of the model in increasing order from 0.
         """
         keep = self.skippipe_keep
         try:
@@ -116,7 +116,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
-    """A request to go on with one or several prompts, each a text or its tokens."""
+    """Request to continue one or several prompts, each a text or its tokens."""
 
     prompt: str | list[Any]
     logprobs: _Likeliest | None = None
@@ -124,16 +124,16 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     best_of: int | None = None
 
     def __post_init__(self):
-        """Refuse to draw more than is shown."""
+        """Refuse a `best_of` that differs from `n`."""
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of: only n answers are drawn", param="best_of")
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt: a text, or tokens.
+        """Prompts, each a text or a list of tokens.
 
         Raises:
-            ApiError: if there is none, or it is neither.
+            ApiError: if there are none, or one is neither.
         """
         given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if given and all(type(one) is int for one in given):
@@ -150,10 +150,10 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def most_new_tokens(self) -> int | None:
-        """How many tokens may be drawn.
+        """Most new tokens.
 
         Raises:
-            ApiError: if they are none, and nothing is shown of the prompt either.
+            ApiError: if it is 0 and the prompt is not echoed.
         """
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens: write at least 1", param="max_tokens")
@@ -161,26 +161,26 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens come with each; None if no probabilities do."""
+        """Number of likeliest tokens returned with each token; None without probabilities."""
         return self.logprobs
 
 
 class Part(Struct, forbid_unknown_fields=True):
-    """A part of a message; only text is read."""
+    """Part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Struct):
-    """A message; a template may read other keys of it, which are dropped here."""
+    """Message of a conversation; keys that only some chat templates read are dropped."""
 
     role: str
     content: str | list[Part] | None = None
 
 
 class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
-    """A request to answer a conversation."""
+    """Request to answer a conversation."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -190,15 +190,15 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def conversation(self) -> Sequence[Message]:
-        """The messages as templates take them."""
+        """Messages in the form that chat templates take."""
         return [{"role": one.role, "content": _text_of(one.content or "")} for one in self.messages]
 
     @property
     def most_new_tokens(self) -> int | None:
-        """How many tokens may be drawn; None is as many as there is room for.
+        """Most new tokens; None for as many as fit into the context.
 
         Raises:
-            ApiError: if they are none.
+            ApiError: if `max_tokens` is 0.
         """
         if self.max_tokens == 0:
             raise ApiError(400, "max_tokens: write at least 1", param="max_tokens")
@@ -206,10 +206,10 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens come with each; None if no probabilities do.
+        """Number of likeliest tokens returned with each token; None without probabilities.
 
         Raises:
-            ApiError: if some are asked for without probabilities.
+            ApiError: if `top_logprobs` is given without `logprobs`.
         """
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
@@ -221,7 +221,7 @@ def _text_of(content: str | list[Part]) -> str:
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
-    """A text whose tokens are asked for."""
+    """Request for the tokens of a text."""
 
     prompt: str
     add_special_tokens: bool = True
@@ -229,7 +229,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
-    """Tokens whose text is asked for."""
+    """Request for the text of tokens."""
 
     tokens: list[int]
     model: str | None = None
@@ -239,10 +239,10 @@ Kind = TypeVar("Kind", bound=Struct)
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """Return a request.
+    """Parse the body of a request.
 
     Raises:
-        ApiError: if the body is no JSON object, or a parameter is unknown or wrong.
+        ApiError: if the body is not a JSON object, or a parameter is unknown or wrong.
     """
     try:
         found = msgspec.json.decode(body)

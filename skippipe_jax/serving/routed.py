@@ -1,4 +1,4 @@
-"""Decodes the sequences of a group over hosts that come and go."""
+"""Decoding of a group's sequences on hosts that join and leave."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
 from skippipe_jax.serving.steps import RouteLost
 
 MOST_AHEAD = 4
-"""So many spans of prompts may be on their way while the next one is sent."""
+"""Most spans of prompts in flight while the next one is sent."""
 
 
 class RoutedExecutor(StageExecutor):
-    """Runs the stages of the front here, and the others on the hosts of a route.
+    """Executor that runs the front's stages locally and the others on the hosts of a route.
 
-    When a host of the route is lost, or a stage comes back, another route is taken: the tokens of
-    all sequences run along it from their beginning, so that each is as if it had been there always.
+    When a host of the route is lost, or a stage becomes available, it takes another route and
+    recomputes all sequences along it from their first token, which fills the caches there.
     """
 
     def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
-        """Begin with empty slots, and no route."""
+        """Start with empty slots and no route."""
         order, slots = tuple(range(model.stages)), hosts.slots
         own = {"held": hosts.own_stages, "scales": hosts.scales}
         super().__init__(model, order, slots.each, slots.length, **own)
@@ -39,48 +39,48 @@ class RoutedExecutor(StageExecutor):
         self._route: Route | None = None
         self._version = -1
         self._epoch = 0
-        # Spans of prompts that are on their way along the route; what comes behind them waits.
+        # Spans of prompts in flight along the route; later steps wait for them.
         self._ahead = deque[Future[np.ndarray]]()
-        # By slot: the tokens that have run, and the stages that have run for all of them.
+        # By slot: the tokens so far, and the stages that have run for all of them.
         self._tokens: dict[int, list[int]] = {}
         self._used: dict[int, set[int]] = {}
 
     def begin(self, slot: int, stages: Order | None) -> None:
-        """Do what `Decoder.begin` says."""
+        """Implement `Decoder.begin`."""
         super().begin(slot, stages)
         if not self._tokens:
-            self._route = None  # Nothing is lost by another one, which may be better by now.
+            self._route = None  # A new route costs nothing while no sequence runs.
         self._tokens[slot] = []
         self._used[slot] = {*self.order} - self._skipped[slot]
 
     def end(self, slot: int) -> None:
-        """Do what `Decoder.end` says."""
+        """Implement `Decoder.end`."""
         super().end(slot)
         self._tokens.pop(slot, None)
         self._used.pop(slot, None)
 
     def close(self) -> None:
-        """Do what `Decoder.close` says."""
+        """Implement `Decoder.close`."""
         self._hosts.give_up()
 
     def stages_of(self, slot: int) -> Order:
-        """Return what `Decoder.stages_of` says."""
+        """Implement `Decoder.stages_of`."""
         return tuple(sorted(self._used[slot]))
 
     def prefill(
         self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
     ) -> Scores | None:
-        """Do what `Decoder.prefill` says, without waiting for hosts where nothing is scored."""
+        """Implement `Decoder.prefill`; do not wait for hosts if nothing is scored."""
         if targets is not None:
             return super().prefill(step, targets)
         self._run(step, is_read=False)
         return None
 
     def run(self, step: Step) -> Float[Array, "row time width"]:
-        """Return the residual stream after all stages that can be had.
+        """Return the residual stream after all available stages.
 
         Raises:
-            Unavailable: if a stage is lost, and sequences shall fail then.
+            Unavailable: if a stage is lost and `when_lost` is `fail`.
         """
         return self._run(step, is_read=True)
 
@@ -96,17 +96,17 @@ class RoutedExecutor(StageExecutor):
             return x
 
     def _route_kept(self) -> Route:
-        """Return the route, or a new one along which all sequences have run so far.
+        """Return the current route, or choose a new one and recompute all sequences along it.
 
         Raises:
-            RouteLost: if a host of it is lost in the meantime.
+            RouteLost: if a host of the new route is lost in the meantime.
         """
         version = self._hosts.version
         if self._route is not None and version != self._version and self._hosts.holds(self._route):
             self._version = version
         if self._route is None or version != self._version:
             self._route = None
-            self._ahead.clear()  # What was on its way along another route runs again.
+            self._ahead.clear()  # Steps in flight along the old route run again.
             route, self._epoch = self._hosts.route(self._group)
             for slot, tokens in self._tokens.items():
                 for start in range(0, len(tokens), PREFILL_TOKENS):
@@ -118,10 +118,10 @@ class RoutedExecutor(StageExecutor):
         return self._route
 
     def _along(self, route: Route, step: Step, *, is_read: bool) -> Array:
-        """Run a step along a route, and return what comes back, which is nothing unless it is read.
+        """Run a step along a route; return its output, which is meaningless unless `is_read`.
 
         Raises:
-            RouteLost: if a host of it is lost, or was before a step that nobody has waited for.
+            RouteLost: if a host of it is lost, now or during an earlier step still in flight.
         """
         x = self.forward(DATA_STAGE, step.tokens, step)
         lost = {*self.order} - {DATA_STAGE, *stages_of(route)}
@@ -135,7 +135,7 @@ class RoutedExecutor(StageExecutor):
             given = self._hops.packed(x), step, skipped
             done = self._hosts.start(self._group, self._epoch, part, *given, is_read=waits)
             self._ahead.append(done)
-            # All before a step have come back once it has.
+            # Steps return in order: once one has returned, all earlier ones have.
             while len(self._ahead) > (0 if waits else MOST_AHEAD):
                 self._ahead.popleft().result()
             if waits:
@@ -143,7 +143,7 @@ class RoutedExecutor(StageExecutor):
         return x
 
     def _note(self, step: Step, route: Route) -> None:
-        """Keep the tokens that have run, to run them along another route one day."""
+        """Record the tokens of a step, to recompute them if the route changes."""
         is_given = step.positions < self.length
         slots = range(len(step.positions)) if step.slot is None else [step.slot]
         for row, slot in enumerate(slots):

@@ -1,6 +1,6 @@
-"""Which hosts hold which stages of a service, and along which of them a group's sequences run.
+"""Assignment of a service's stages to hosts, and routes of groups through these hosts.
 
-The planner decides both, by what has been measured of the hosts and between them.
+The planner chooses both from measurements of the hosts and of the round trips between them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from skippipe_sched.serving.routing import routes
 
 DATA_STAGE = 0
 SKIP, WAIT, FAIL = WHEN_LOST = ("skip", "wait", "fail")
-"""What becomes of sequences while nobody holds a stage: they do without it, wait, or fail."""
+"""Treatments of sequences while no host holds a stage: skip it, wait for it, or fail."""
 
 BYTES_PER_S = 1e9
-"""Of links, as activations of a step are small. Round trips are measured."""
+"""Assumed bandwidth of links: activations are small, so only round trips are measured."""
 BLOCK_S = 1e-3
-"""How long a block takes before anything has been measured."""
+"""Assumed seconds of one block before the first measurement."""
 
 
 class Leg(NamedTuple):
-    """A visit of a host: stages that run there one after the other."""
+    """Visit of a host, and the stages that run there one after the other."""
 
     host: int
     stages: tuple[int, ...]
 
 
 Route = tuple[Leg, ...]
-"""The visits of a group behind the data stage, in order; on some, the front may run a stage."""
+"""Visits of a group after the data stage, in order; the front may be among the hosts."""
 
 
 def stages_of(route: Route) -> tuple[int, ...]:
-    """Return the stages along a route."""
+    """Return the stages of a route in order."""
     return tuple(stage for leg in route for stage in leg.stages)
 
 
 def by_the_front(route: Route, is_avoided: Callable[[int, int], bool]) -> Route:
-    """Return a route that goes by the front where a host does not reach the next."""
+    """Return a route with a detour via the front where a host does not reach the next."""
     legs = [*route[:1]]
     for before, leg in pairwise(route):
         if is_avoided(before.host, leg.host):
@@ -52,7 +52,7 @@ def by_the_front(route: Route, is_avoided: Callable[[int, int], bool]) -> Route:
 
 
 def parts_of(route: Route) -> list[Route]:
-    """Return the parts of a route: visits of the front, and what lies between."""
+    """Split a route into visits of the front and the runs of visits between them."""
     parts: list[Route] = []
     for is_front, legs in groupby(route, lambda leg: leg.host == FRONT):
         own = tuple(legs)
@@ -62,12 +62,12 @@ def parts_of(route: Route) -> list[Route]:
 
 @dataclass(frozen=True)
 class HostView:
-    """What is known of a host where stages and routes are chosen.
+    """Properties of a host from which stages and routes are chosen.
 
     Attributes:
-        room_bytes: what its stages may take together.
-        most_stages: how many it may hold; None for as many as there is room for.
-        block_s: how long a block takes for a step; None before that is known.
+        room_bytes: bytes available for its stages together.
+        most_stages: most stages that it may hold; None for as many as fit.
+        block_s: seconds of one block in a step; None before the first measurement.
         held: the stages that it holds.
     """
 
@@ -78,7 +78,7 @@ class HostView:
 
 
 class Planner:
-    """Chooses stages and routes for the hosts of one model."""
+    """Planner of the stages and routes of the hosts of one model."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Planner:
         slots: int,
         activation_bytes: float,
     ):
-        """Plan for stages of so many blocks and bytes, their caches included."""
+        """Plan for stages with these numbers of blocks and bytes, their caches included."""
         self._layers, self._stage_bytes = np.array(layers), np.array(stage_bytes, float)
         self._groups, self._slots, self._activation_bytes = groups, slots, activation_bytes
 
@@ -98,9 +98,9 @@ class Planner:
         between: Callable[[int, int], float],
         is_first: bool = False,
     ) -> dict[int, tuple[int, ...]]:
-        """Choose the stages of hosts; those that hold some get others only if nobody has these.
+        """Choose the stages of hosts; hosts with stages get more only for lost stages.
 
-        The front gets some beside the data stage only if it `is_first` that hosts get any.
+        The front gets stages other than the data stage only in the first assignment (`is_first`).
 
         Raises:
             InputError: if the front has no room for the data stage.
@@ -111,14 +111,14 @@ class Planner:
         chosen = {}
         for host, stages in zip(numbers, found, strict=True):
             most = hosts[host].most_stages
-            # Stages differ little in size, so there are seldom more.
+            # The planner limits bytes; as stages differ little in size, this seldom drops any.
             chosen[host] = stages if most is None else stages[: max(most, len(hosts[host].held))]
         return chosen
 
     def route(
         self, hosts: Mapping[int, HostView], between: Callable[[int, int], float], group: int
     ) -> Route:
-        """Choose the way of one of all groups through all stages that are held."""
+        """Choose the route of one group through all held stages."""
         numbers = sorted(hosts)
         held = [[*hosts[host].held] for host in numbers]
         own = routes(self._case(hosts, between), held, tries=0)[group]
@@ -155,7 +155,7 @@ class Planner:
         )
 
     def _room_bytes(self, host: HostView) -> float:
-        """Return what a host has room for, at least what it holds."""
+        """Return the bytes for a host's stages, at least those of the stages that it holds."""
         room, held = host.room_bytes, float(self._stage_bytes[list(host.held)].sum())
         if host.most_stages is not None:
             is_front = DATA_STAGE in host.held

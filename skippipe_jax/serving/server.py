@@ -1,4 +1,4 @@
-"""The process of a service: its port, its signals, and how it ends."""
+"""HTTP server process of a service: port, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.service import Served
 
 IDLE_S = 15.0
-"""How long a connection may send nothing, or no whole head of a request."""
+"""Seconds within which a connection must send the complete head of a request."""
 MOST_HEAD_BYTES = 1 << 16
-"""Of a request; a connection on which a longer one comes is closed."""
+"""Largest head of a request; a longer one closes the connection."""
 MOST_FILES = 1 << 16
-"""As many connections may be open, where the system allows it."""
+"""Most open files, hence connections, where the system allows it."""
 
 
 @dataclass(frozen=True)
 class Conduct:
-    """How a service treats its clients.
+    """Limits and keys for the clients of a service.
 
     Attributes:
-        most_waiting: how many sequences may wait for a slot.
-        drain_s: how long answers may go on after SIGTERM, in seconds.
-        keys: the API keys; with none, whoever reaches the port is served.
+        most_waiting: most sequences that may wait for a slot.
+        drain_s: seconds within which answers must finish after SIGTERM.
+        keys: the API keys; without any, every client that reaches the port is served.
     """
 
     most_waiting: int = 256
@@ -50,10 +50,10 @@ class Conduct:
 
 
 def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
-    """Take a port; clients that come before the model is there wait.
+    """Listen on a port; clients that connect before the model is loaded wait.
 
     Raises:
-        InputError: if it cannot be had, or others than this machine would reach it without a key.
+        InputError: if the port is not available, or other machines could reach it without a key.
     """
     if not keys and not _is_loopback(host):
         problem = "is reached from other machines, and whoever reaches it is served"
@@ -75,7 +75,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Answers requests by engines until SIGTERM or Ctrl-C, then finishes those under way."""
+    """HTTP server that answers requests until SIGTERM or Ctrl-C, then finishes the begun ones."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
         conduct: Conduct,
         hosts: Callable[[], list[dict[str, Any]]] = list,
     ):
-        """Prepare to serve a model by engines; `hosts` describes those that hold its stages."""
+        """Prepare to serve a model by engines; `hosts` returns descriptions of the stage hosts."""
         metrics = Metrics(served.name)
         self.engines = Engines(engines, conduct.most_waiting, metrics, self._end)
         app = App(served, self.engines, metrics, int(time.time()), conduct.keys, hosts)
@@ -104,10 +104,10 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def answer(self, listening: socket.socket) -> None:
-        """Serve the clients of a socket until the end.
+        """Serve the clients of a socket until shutdown.
 
         Raises:
-            BaseException: that by which an engine has failed.
+            BaseException: the error with which an engine has failed.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C begin the end, which is then no failure; a second ends at once."""
+        """Shut down gracefully on SIGTERM or Ctrl-C, and at once on a second signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop, where it is there: a token takes three quarters of asyncio's time by it."""
+    """Return uvloop if installed: a token takes three quarters of asyncio's time with it."""
     try:
         import uvloop
     except ImportError:
@@ -164,7 +164,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection, which is closed when nothing comes by it, from its beginning on."""
+    """Connection with a time limit for each head of a request, the first one included."""
 
     _head_bytes = 0
     _reads_body = False
@@ -174,12 +174,12 @@ class _Protocol(HttpToolsProtocol):
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        # The head of a request has to come as a whole by then, however slowly.
+        # The complete head must arrive by the deadline, so received bytes do not extend it.
         waiting = self.timeout_keep_alive_task
         deadline_s = None if waiting is None else waiting.when()
         self._head_bytes += 0 if self._reads_body else len(data)
         super().data_received(data)
-        # The parser keeps as much of a head as comes.
+        # The parser itself does not limit the size of a head.
         if not self._reads_body and self._head_bytes > MOST_HEAD_BYTES:
             self.transport.close()
         elif self.cycle is None or self.cycle.response_complete:

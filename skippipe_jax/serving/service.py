@@ -1,4 +1,4 @@
-"""What a service answers: from the parameters of a request to its answer, whole or as a stream."""
+"""Answers of a service: from the parameters of a request to its response, whole or streamed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Asked = CompletionRequest | ChatRequest
 
 @dataclass(frozen=True)
 class Served:
-    """The model of a service, as far as requests are about it.
+    """Properties of the served model that requests depend on.
 
     Attributes:
-        name: by which clients ask for it.
-        tokenizer: what makes its tokens.
-        context: how many tokens a sequence has at most, with its prompt.
-        stages: how many stages there are.
-        vocabulary_size: how many tokens there are.
-        turn_end: the token with which an answer in a conversation ends, beside the end mark.
-        converses: whether it has a way to write conversations.
-        today: the day that chat templates are told.
+        name: name by which clients request it.
+        tokenizer: its tokenizer.
+        context: most tokens of a sequence, its prompt included.
+        stages: number of stages.
+        vocabulary_size: number of different tokens.
+        turn_end: token that ends an answer in a conversation, as the end mark does; may be None.
+        converses: whether it supports conversations.
+        today: date for chat templates.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Served:
 
 
 class Job:
-    """A request that is checked, and what its sequences shall be."""
+    """Validated request with its sequences."""
 
     def __init__(self, asked: Asked, served: Served, capacity: int):
-        """Make tokens of prompts, of at most so many sequences; that takes a while for long ones.
+        """Validate a request of at most `capacity` sequences; tokenize its prompts, which is slow.
 
         Raises:
             ApiError: if it cannot be answered.
@@ -93,11 +93,11 @@ class Job:
 
     @property
     def requests(self) -> list[DecodeRequest]:
-        """Its sequences, one for each choice."""
+        """Sequences of the request, one for each choice."""
         return [choice.request for choice in self.choices]
 
     def _prompts(self) -> list[tuple[str, list[int], int]]:
-        """Return each prompt as text and as tokens, and how many of these are not in the text."""
+        """Return each prompt's text, tokens, and number of leading tokens not in the text."""
         served, tokenizer = self.served, self.served.tokenizer
         if isinstance(self.asked, ChatRequest):
             if not served.converses:
@@ -111,7 +111,7 @@ class Job:
         prompts = []
         for given in self.asked.prompts:
             if isinstance(given, str):
-                # The begin mark is ours, so nothing is told of it: clients count without it.
+                # The begin mark is added here, so clients get no probabilities for it.
                 tokens = [tokenizer.begin, *map(int, tokenizer.encode(given))]
                 prompts.append((given, tokens, 1))
                 continue
@@ -122,10 +122,10 @@ class Job:
         return prompts
 
     def _new_tokens(self, prompt: int) -> int:
-        """Return how many tokens may be drawn behind a prompt of so many."""
+        """Return the largest number of new tokens after a prompt of `prompt` tokens."""
         context, wanted = self.served.context, self.asked.most_new_tokens
         count = max(context - prompt, 0) if wanted is None else wanted
-        # The last token of a prompt that is only scored is a target, and takes no position.
+        # The last token of a prompt that is only scored is a target and needs no position.
         is_scored = count == 0 and self.asked.echo
         if prompt + count > context + is_scored or not (count or is_scored):
             message = f"the context is {context} tokens, the prompt has {prompt}, and "
@@ -146,9 +146,9 @@ class Job:
     async def pieces(
         self, sequences: Sequences, engines: Engines, metrics: Metrics
     ) -> AsyncIterator[Piece]:
-        """Yield what is new of each choice, until all have ended; one that ends early is cancelled.
+        """Yield the increments of choices until all have ended; cancel those that end early.
 
-        Whatever ends this, nothing of the request is decoded any more.
+        All sequences of the request are cancelled however this ends.
         """
         last_s: dict[int, float] = {}
         try:
@@ -176,7 +176,7 @@ class Job:
     # The format of answers.
 
     def answer(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the whole answer that pieces make up."""
+        """Return the complete answer from all pieces."""
         choices = []
         for choice in self.choices:
             own = [piece for piece in pieces if piece.index == choice.index]
@@ -197,9 +197,9 @@ class Job:
         return self._body(kind, choices) | {"usage": self.usage()}
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
-        """Yield server-sent events: those of pieces as they come, the numbers of tokens, the end.
+        """Yield server-sent events: one per piece with text, the numbers of tokens, the end.
 
-        An error that comes when the answer has begun is an event, too.
+        An error after the answer has begun is sent as an event.
         """
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         usage = {"usage": None} if self.asked.includes_usage else {}
@@ -213,7 +213,7 @@ class Job:
             async for piece in pieces:
                 tokens = (*held.pop(piece.index, ()), *piece.tokens)
                 if not piece.text and piece.reason is None:
-                    held[piece.index] = tokens  # They come with the text that they are part of.
+                    held[piece.index] = tokens  # Sent with the text that they are part of.
                     continue
                 told = {
                     "index": piece.index,
@@ -242,7 +242,7 @@ class Job:
         return told(tokens, self.served.tokenizer)
 
     def _used(self, index: int) -> dict[str, Any]:
-        """Return what is told of how a choice came about."""
+        """Return the stages that a choice used, for the client."""
         return {"stages": list(self.choices[index].stages or ())}
 
 

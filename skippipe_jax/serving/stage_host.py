@@ -1,4 +1,4 @@
-"""A host that holds stages of a service: it runs them on what comes, and passes the rest on."""
+"""Host of a service's stages: it runs received steps and sends them to the next host."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.wire import Wire
 
 PROTOCOL = 3
-"""Hosts of another number do not understand each other."""
+"""Version of the protocol; hosts of different versions are incompatible."""
 STAGE_HOST, PASSES = "stage-host", "pass"
-"""What a host says first to the front, and to another host."""
+"""First words of a host to the front and to another host."""
 SERVICE_THERE = "a service is there"
-"""What the front says to those that are no hosts of it."""
+"""Refusal by the front of connections that are not from stage hosts."""
 MOST_SILENCES = 4
-"""A host leaves when a step takes as many times `silent_s`: others go on without it."""
+"""A host leaves when a step takes this many times `silent_s`; the others continue."""
 ROUND_TRIPS_S = 1.0
-"""How often the front is told how far other hosts are, at least, in seconds."""
+"""Longest interval between reports of round trips to the front, in seconds."""
 PATIENCE_S = 300.0
-"""How long a host looks for the front by default."""
+"""Default of the seconds within which a host must reach the front."""
 
 
 class HostHello(msgspec.Struct, frozen=True):
-    """What a host says of itself.
+    """Hello message of a host.
 
     Attributes:
-        name: for readers.
-        address: where it takes what others pass on, ``IP:PORT``.
-        room_bytes: what it may fill.
-        most_stages: how many it holds at most; None for as many as it has room for.
-        identity: of the weights that it has itself; None if it has none.
+        name: name for messages.
+        address: address at which it accepts steps of other hosts, ``IP:PORT``.
+        room_bytes: memory that it may fill.
+        most_stages: most stages that it may hold; None for as many as fit.
+        identity: identity of its local weights; None if it has none.
     """
 
     name: ShortText
@@ -80,10 +80,10 @@ class HostHello(msgspec.Struct, frozen=True):
 
 
 class StageHost:
-    """Serves stages for whichever front listens at an address.
+    """Host that serves stages for the front at an address, and reconnects when it is away.
 
     Attributes:
-        address: where it takes what other hosts pass on; None before that is known.
+        address: address at which it accepts steps of other hosts; None before it listens.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class StageHost:
         most_stages: int | None = None,
         patience_s: float = PATIENCE_S,
     ):
-        """Look for the front at `coordinator`; without a source, it sends the weights.
+        """Prepare to connect to the front at `coordinator`; it sends the weights without a source.
 
         Args:
-            coordinator: where the front listens.
-            keys: by what the hosts of the service know each other.
-            source: the weights that this host has itself.
-            bind_address: of this host, where it shall be another than that towards the front.
-            name: what readers know this host by, beside the name of the machine.
-            most_stages: how many to hold at most; None for as many as there is room for.
-            patience_s: how long the front is looked for when it is away, in seconds.
+            coordinator: address of the front.
+            keys: keys with which the hosts of the service authenticate each other.
+            source: local weights of this host.
+            bind_address: address of this host, if other than the one towards the front.
+            name: name of this host in messages, after the name of the machine.
+            most_stages: most stages to hold; None for as many as fit.
+            patience_s: seconds within which the front must be reached.
         """
         self._coordinator = parse_address("--coordinator", coordinator)
         self._keys, self._source, self._bind_address = keys, source, bind_address
@@ -115,11 +115,11 @@ class StageHost:
         self._name = ", ".join(filter(None, (socket.gethostname(), name)))
 
     async def serve(self) -> None:
-        """Hold the stages that the front says, until it says that the service ends.
+        """Serve the stages that the front assigns, until it ends the service.
 
         Raises:
             InputError: if the front refuses this host.
-            TemporaryError: if nobody answers there in time.
+            TemporaryError: if the front is not reached in time.
         """
         while True:
             link = await reach(self._coordinator, self._patience_s, self._keys)
@@ -152,7 +152,7 @@ class StageHost:
         return join_address(address, given.getsockname()[1])
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take what another host of the service passes on."""
+        """Receive steps from another host of the service."""
         link = Link(reader, writer)
         with suppress(TlsMismatch, ssl.SSLError):
             said = await link.hello(self._keys.listening)
@@ -162,10 +162,10 @@ class StageHost:
 
 
 class Session:
-    """What a host does for one front, from its welcome to its end."""
+    """Session of a host with one front, from its welcome to its end."""
 
     def __init__(self, link: Link, given: dict[str, Any], source: ModelSource | None, keys: Keys):
-        """Begin with what the front has said; without a source, it sends the weights."""
+        """Begin with the front's welcome message; the front sends the weights without a source."""
         self.service, self.silent_s = str(given["service"]), float(given["silent_s"])
         self._front, self._keys = Wire(link, self.silent_s), keys
         context = {"sequence_length": given["model"]["context"]}
@@ -174,24 +174,24 @@ class Session:
         self._slots = Slots(**given["slots"])
         self._held = HeldStages(self._config, self._stages, self._slots)
         self._source = source
-        # By stage and leaf, the parts of arrays that have come.
+        # By stage and leaf, the received parts of arrays.
         self._parts: dict[int, dict[int, list[np.ndarray]]] = defaultdict(dict)
         self._addresses: dict[int, str] = {}
         self._wires: dict[int, Wire] = {}
         self._tasks = Tasks()
-        # By group: that of the last route. What was on its way along another is dropped.
+        # By group, the epoch of the newest route; steps of earlier epochs are dropped.
         self._epochs: dict[int, int] = defaultdict(int)
         self._work = queue.SimpleQueue[tuple[dict[str, Any], np.ndarray, np.ndarray] | None]()
-        # When the step that is computed has begun.
+        # Start time of the running step.
         self._began_s: float | None = None
         self._failure: BaseException | None = None
         self._has_ended = False
 
     async def follow(self) -> bool:
-        """Do what the front says until the connection ends; tell whether the service has, too.
+        """Follow the front until the connection ends; return whether the service has ended.
 
         Raises:
-            BaseException: that by which a stage has failed here.
+            BaseException: the error with which a stage has failed on this host.
         """
         self._loop = asyncio.get_running_loop()
         computing = threading.Thread(target=self._compute, name="skippipe-stages", daemon=True)
@@ -212,14 +212,14 @@ class Session:
         return self._has_ended
 
     def take(self, message: list[Any], arrays: list[np.ndarray]) -> None:
-        """Take a message of the front, or what another host passes on."""
+        """Handle a message of the front, or a step of another host."""
         match message, arrays:
             case ["step", dict(given)], [x, positions]:
                 group, epoch = given["group"], given["epoch"]
                 if epoch >= self._epochs[group]:
                     self._epochs[group] = epoch
                     self._work.put((given, x, positions))
-            case ["scales"], [scales]:  # Before it holds the first stage.
+            case ["scales"], [scales]:  # Sent before the first stage.
                 self._held = HeldStages(self._config, self._stages, self._slots, scales)
             case ["hold", int(stage)], []:
                 self._tasks.start(self._hold(stage))
@@ -236,7 +236,7 @@ class Session:
                 self._front.close()
 
     async def _hold(self, stage: int) -> None:
-        """Take in a stage in a thread of its own: others run in the meantime."""
+        """Load a stage in a separate thread, while other stages run."""
         try:
             await asyncio.to_thread(self._load, stage)
         except Exception as error:
@@ -261,14 +261,14 @@ class Session:
         self._front.close()
 
     async def _connect(self, host: int) -> Wire | None:
-        """Connect to another host, and watch it; None if nobody answers there."""
+        """Connect to another host and watch the connection; return None if that fails."""
         try:
             link = await open_link(parse_address("address", self._addresses[host]), keys=self._keys)
-        # It may also have gone, or have come and this host is told of it later.
+        # The host may also have left, or have joined before this host got its address.
         except (KeyError, OSError, TimeoutError, InputError):
             self._front.send("unreachable", host)
             return None
-        if (known := self._wires.get(host)) is not None:  # It was reached in the meantime.
+        if (known := self._wires.get(host)) is not None:  # Connected in the meantime.
             link.writer.close()
             return known
         link.send(PASSES, self.service)
@@ -277,7 +277,7 @@ class Session:
         return wire
 
     async def _watch(self, host: int, wire: Wire) -> None:
-        await wire.follow(lambda *_: None)  # Nothing comes this way but beats.
+        await wire.follow(lambda *_: None)  # Only heartbeats arrive in this direction.
         if self._wires.get(host) is wire:
             del self._wires[host]
             self._front.send("unreachable", host)
@@ -290,7 +290,7 @@ class Session:
             self._front.send("round_trips", known)
 
     async def _watch_computing(self) -> None:
-        """Leave when a step does not end, which the beats of this host do not show."""
+        """Leave when a step does not end; heartbeats would continue regardless."""
         most_s = MOST_SILENCES * self.silent_s
         while True:
             await asyncio.sleep(self.silent_s / BEATS)
@@ -302,7 +302,7 @@ class Session:
                 return
 
     async def _pass_on(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        """Send what the stages here have made of a step to the next host, or to the front."""
+        """Send the output of a step to the next host, or to the front."""
         route = given["route"]
         if not route:
             travelled = arrays[0] if given["is_read"] else arrays[0][:0]
@@ -313,7 +313,7 @@ class Session:
         if wire is not None:
             wire.send("step", given, arrays=arrays)
 
-    # In the thread that computes.
+    # In the compute thread.
 
     def _compute(self) -> None:
         try:
@@ -333,8 +333,8 @@ class Session:
             self._call(self._fail, error)
 
     def _call(self, callback: Callable[..., None], *given: Any) -> None:
-        """Call something on the event loop, if that has not ended with this session."""
-        with suppress(RuntimeError):  # It is closed.
+        """Call a function on the event loop, unless the loop has ended with this session."""
+        with suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(callback, *given)
 
     # Of the event loop.

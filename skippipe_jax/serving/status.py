@@ -1,4 +1,4 @@
-"""What a service tells of its hosts, asked over HTTP and shown as a table."""
+"""Status of a service's hosts, requested over HTTP and shown as a table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HEAD = ("host", "stages", "groups", "block, ms", "round trip, ms", "name")
 
 
 def ask(url: str, key_file: Path | None) -> dict[str, Any]:
-    """Return the status of the service at a URL, with the key in the first line of a file.
+    """Request the status of the service at a URL, with the key in the first line of a file.
 
     Raises:
-        InputError: if it does not take the key, or is no service of ours.
+        InputError: if it rejects the key, or is not a service of skippipe.
         TemporaryError: if nothing answers.
     """
     headers = header_with(key_file)
@@ -31,7 +31,7 @@ def ask(url: str, key_file: Path | None) -> dict[str, Any]:
         request = urllib.request.Request(path, headers=headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             found = json.load(answer)
-        status_text(found)  # So it is one of ours.
+        status_text(found)  # Raises if the answer is not from a service of skippipe.
         return found
     except urllib.error.HTTPError as error:
         problem = f"the service answers by status {error.code}"
@@ -50,7 +50,7 @@ def _no_service(url: str, problem: str, remedy: str | None) -> InputError:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """Write the status of a service as lines."""
+    """Return the status of a service as text."""
     held = {stage for host in status["hosts"] for stage in host["stages"]}
     lost = [str(stage) for stage in range(status["stages"]) if stage not in held]
     head = f"{status['model']}: {status['running']} of {status['slots']} slots are in use, "

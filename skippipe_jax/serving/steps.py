@@ -1,4 +1,4 @@
-"""The steps of a service that are on their way along hosts, as its front sees them."""
+"""Steps in flight along the hosts of a service, tracked by its front."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from skippipe_jax.errors import PeerError
 from skippipe_jax.serving.routing import Route
 
 Hop = tuple[int, int]
-"""From a host to another."""
+"""Source host and target host of a transfer."""
 
 
 class RouteLost(PeerError):
-    """A host along a route is gone, or one that another host there does not reach."""
+    """Route whose host is gone or cannot be reached by another host on it."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has not come back.
+    """Step whose result has not returned.
 
     Attributes:
-        group: whose sequences it is of.
-        epoch: that of the group's route.
-        number: greater than those of all steps before.
+        group: group of its sequences.
+        epoch: epoch of the group's route.
+        number: greater than the numbers of all earlier steps.
         route: the part of the route that it runs along.
         is_decoding: whether it is a token of each sequence, not a span of a prompt.
-        done: what comes back of it.
+        done: its result.
     """
 
     group: int
@@ -44,48 +44,48 @@ class PendingStep:
 
     @property
     def hops(self) -> set[Hop]:
-        """The hops that it makes, from the front and back to it."""
+        """Hops of the step, from the front and back to it."""
         return {*pairwise([FRONT, *(leg.host for leg in self.route), FRONT])}
 
 
 class PendingSteps:
-    """All steps that have not come back, each group's in the order in which they were sent."""
+    """Steps whose results have not returned, by group in the order of sending."""
 
     def __init__(self):
-        """Begin with none."""
+        """Start without steps."""
         self._of_groups: dict[int, deque[PendingStep]] = defaultdict(deque)
         self._numbers = itertools.count()
 
     def new(self, group: int, epoch: int, route: Route, *, is_decoding: bool) -> PendingStep:
-        """Return a step that is to be sent; any thread may call this."""
+        """Create a step to be sent; any thread may call this."""
         return PendingStep(group, epoch, next(self._numbers), route, is_decoding, Future())
 
     def add(self, step: PendingStep) -> None:
-        """Take in a step as it is sent; nobody waits for those of routes that were given up."""
+        """Add a step as it is sent; drop the group's steps of abandoned routes."""
         sent = self._of_groups[step.group]
         while sent and sent[0].epoch < step.epoch:
             sent.popleft()
         sent.append(step)
 
     def take(self, group: int, number: int) -> PendingStep | None:
-        """Return the step that has come back; None if its route was given up."""
+        """Remove and return the step whose result has arrived; None if its route was abandoned."""
         sent = self._of_groups[group]
         if not sent or number < sent[0].number:
             return None
         if sent[0].number < number:
-            # A host has connected anew to the next one, and what was on its way there is lost.
+            # A host has reconnected to the next one, and the steps in between are lost.
             self.lose(sent[0].hops, "a step has got lost between hosts")
             return None
         return sent.popleft()
 
     def lose(self, hops: set[Hop], why: str) -> None:
-        """Give up the steps of all groups of which one makes such a hop."""
+        """Fail all steps of each group that has a step with one of these hops."""
         for sent in self._of_groups.values():
             if any(step.hops & hops for step in sent):
                 while sent:
                     sent.popleft().done.set_exception(RouteLost(why))
 
     def lose_host(self, host: int) -> None:
-        """Give up the steps of all groups of which one goes by a host."""
+        """Fail all steps of each group that has a step on this host."""
         hops = {hop for sent in self._of_groups.values() for step in sent for hop in step.hops}
         self.lose({hop for hop in hops if host in hop}, f"host {host} is lost")

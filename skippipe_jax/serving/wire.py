@@ -1,4 +1,4 @@
-"""Connections between the hosts of a service: messages with arrays, each connection watched."""
+"""Connections between the hosts of a service: messages with arrays, and heartbeats."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from skippipe_jax.connections.links import SENT_NONSENSE, Link, encoded
 from skippipe_jax.connections.pulse import BEATS
 
 MOST_ARRAY_BYTES = 1 << 28
-"""The most that an array of a message may take."""
+"""Largest array of a message."""
 
 Arrays = Sequence[np.ndarray]
-"""What comes behind a message."""
+"""Arrays that follow a message."""
 
 
 class Wire:
-    """One end of a connection between two hosts, over which both show that they live.
+    """One end of a connection between two hosts, with heartbeats in both directions.
 
     Attributes:
-        round_trip_s: how long an empty message takes there and back, smoothed; None before one has.
+        round_trip_s: smoothed round-trip time of a heartbeat in seconds; None before the first.
     """
 
     def __init__(self, link: Link, silent_s: float):
-        """Take over a connection, which ends once nothing has come over it for `silent_s`."""
+        """Take over a connection, which ends after `silent_s` seconds without a message."""
         self._link, self._silent_s = link, silent_s
         self._silent_beats = 0
         self.round_trip_s: float | None = None
 
     @property
     def ending(self) -> str:
-        """How it ended, once it has."""
+        """Reason for the end of the connection, once it has ended."""
         return self._link.ending
 
     def send(self, *message: Any, arrays: Arrays = ()) -> None:
-        """Send a message with arrays, without waiting; to an end that has gone, nothing."""
+        """Send a message with arrays without waiting; do nothing on a closed connection."""
         shapes = [[array.dtype.name, *array.shape] for array in arrays]
         content = b"".join(array.tobytes() for array in arrays)
         self._link.send_lines(encoded(*message, shapes) + content)
 
     async def drained(self) -> None:
-        """Wait until what was sent has left, or the connection has ended."""
+        """Wait until the send buffer has drained, or the connection has ended."""
         await self._link.drained(self._silent_s)
 
     def close(self) -> None:
-        """End the connection, after what waits to be sent."""
+        """Close the connection after the send buffer has drained."""
         self._link.writer.close()
 
     async def receive(self) -> tuple[list[Any], list[np.ndarray]] | None:
@@ -75,7 +75,7 @@ class Wire:
         return message, arrays
 
     async def follow(self, take: Callable[[list[Any], list[np.ndarray]], None]) -> None:
-        """Give `take` each message that comes, until the connection ends."""
+        """Call `take` with each message until the connection ends; answer heartbeats."""
         beating = asyncio.create_task(self._beat())
         clock = asyncio.get_running_loop()
         try:
@@ -96,12 +96,12 @@ class Wire:
             self.close()
 
     async def _beat(self) -> None:
-        """Show that this end lives, and end a connection over which nothing comes."""
+        """Send heartbeats, and end the connection if nothing arrives."""
         clock = asyncio.get_running_loop()
         while True:
             self.send("ping", clock.time())
             await asyncio.sleep(self._silent_s / BEATS)
-            # In beats of this host: one that was itself stopped blames nobody for that.
+            # Counted in beats of this host, so a pause of this host does not end the connection.
             self._silent_beats += 1
             if self._silent_beats > BEATS:
                 self._link.break_off(f"nothing came for {self._silent_s:g} s")
