@@ -37,7 +37,7 @@ class Channel:
         self._kept = deque[tuple[int, bytes]]()
 
     def send(self, *message: Any) -> bytes:
-        """Number and keep a message; return the bytes to write to the connection, if any."""
+        """Keep a message under a new number; return the bytes to write to a connection."""
         self._sent += 1
         lines = encoded(self._sent, *message)
         if not self.is_lost:
