@@ -78,7 +78,7 @@ class Directory:
         return parse_address("address", self.addresses[host])
 
     def is_another_run(self, error: InputError) -> bool:
-        """Return True if a refusal comes from another run, or may not last."""
+        """Return True if a refusal comes from another run, or is temporary."""
         return isinstance(error, TemporaryError) or error.field in self.hello.run.identity
 
     def refusal(self, hello: Hello, *, is_there: bool) -> InputError | None:
