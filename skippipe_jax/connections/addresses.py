@@ -118,7 +118,7 @@ def listen_without_delay(host: str, port: int, backlog: int | None = None) -> so
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on an address of the coordinator; raise `InputError` if that is not possible."""
+    """Listen on an address for other hosts; raise `InputError` if that is not possible."""
     try:
         return listen_without_delay(host, port)
     except OSError as error:
