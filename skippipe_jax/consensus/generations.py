@@ -105,15 +105,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a host has come.
+    """Training progress of a host.
 
     Attributes:
-        applied: the last step that it has applied.
-        outcome: with which sum of totals; None for the step that a generation began with.
-        holds_next: whether it holds the averaged gradients of the step after that.
-        saved: the last step whose checkpoint is whole.
-        holds: the stages whose state it holds, as that step has left it.
-        copies: those that it keeps of stages of others.
+        applied: last step that it has applied.
+        outcome: sum of totals of that step; None for the step that a generation began with.
+        holds_next: True if it holds the averaged gradients of the next step.
+        saved: last step whose checkpoint is complete.
+        holds: stages whose state after step `applied` it holds.
+        copies: copies of other hosts' stages that it keeps.
     """
 
     applied: Number
@@ -124,7 +124,7 @@ class Standing:
     copies: Copies = field(default=(), kw_only=True)
 
 
-# Messages between hosts. `number` is that of the generation which a message is about.
+# Messages between hosts. `number` is the number of the generation that a message is about.
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ Event = (
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to a host; it may be lost."""
+    """Message to send to a host; it may be lost."""
 
     target: int
     message: Message
@@ -333,7 +333,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply a step with the sum of the totals of all members."""
+    """Step to apply, with the sum of the totals of all members."""
 
     step: int
     outcome: Any
@@ -341,21 +341,21 @@ class Apply:
 
 @dataclass(frozen=True)
 class Enter:
-    """Leave the last generation, and enter this one."""
+    """Generation to enter; the last one has ended."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Stop training: this host is not a member of `generation`, and asks to join the next."""
+    """Generation of which this host is not a member; it asks to join the next one."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class Writes:
-    """Write a generation where only the first write succeeds; report what is there by `Stored`."""
+    """Generation to write where only the first write succeeds; `Stored` reports what is there."""
 
     generation: Generation
 
@@ -412,7 +412,7 @@ class Proposal:
 
     Attributes:
         ballot: its ballot.
-        without: live members that are not asked, as others do not receive from them.
+        without: live members that are not asked, because of broken links.
         promises: promises so far, by host.
         generation: the proposed generation, once enough hosts have promised.
         accepted_by: hosts that have accepted it.
