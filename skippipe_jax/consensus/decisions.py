@@ -185,7 +185,7 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
         effects += more
     cut_off = state.cut_off
     left = [host for host in state.members if state.is_left(host) and host not in cut_off]
-    # Joins and leaves alone do not end a generation here: they wait for the next commit.
+    # Hosts that only wait to join do not end it before the next commit (see `_count`).
     has_to_end = state.highest > NO_BALLOT or len(left) < len(state.members)
     generation = state.generation
     if generation is not None and reading_without_text(state, left, generation.placement):
@@ -386,7 +386,7 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
     takes_state = state.host in generation.fresh or generation.is_rewound or generation.is_last
     is_member = generation.has(state.host, state.process) and (has_state or takes_state)
     effects: list[Effect] = []
-    # Without an outcome, all have gone back further than the others had seen (`WentBack`).
+    # Without an outcome, this host had already gone back (`WentBack`), and does so again with all.
     lacks_step = state.standing.applied < generation.step and generation.outcome is not None
     if is_member and not takes_state and lacks_step:
         effects.append(Apply(generation.step, generation.outcome))
