@@ -101,7 +101,7 @@ MORE = b"+"
 MESSAGE_BYTES = 12 * MESSAGE_CHARACTERS
 
 DEPTH = 8
-"""Maximum nesting depth of a message, its scalars included; no valid message is as deep."""
+"""Maximum nesting depth of a message, scalars included; valid messages are less deep."""
 
 MOST_WAITING = 2 * MESSAGE_BYTES
 """Maximum size of the send buffer, in bytes. Beyond it the link is broken off."""
@@ -183,7 +183,7 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         probe_s = max(1, round(timeout_s / 3))
         for option, value in (
-            ("TCP_USER_TIMEOUT", round(1000 * timeout_s)),  # Linux only.
+            ("TCP_USER_TIMEOUT", round(1000 * timeout_s)),  # No option exists on all systems.
             ("TCP_KEEPIDLE", probe_s),
             ("TCP_KEEPINTVL", probe_s),
             ("TCP_KEEPCNT", 3),
