@@ -132,10 +132,7 @@ PRIVATE = tuple(
             *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),  # RFC 1918
             *("127.0.0.0/8", "::1/128"),  # loopback
             *("169.254.0.0/16", "fe80::/10"),  # link-local
-            *(
-                "100.64.0.0/10",
-                "fc00::/7",
-            ),  # carrier-grade NAT and unique local, which WireGuard networks use too
+            *("100.64.0.0/10", "fc00::/7"),  # carrier NAT, WireGuard networks
         ),
     )
 )
