@@ -1,7 +1,7 @@
-"""How the hosts of a run reach each other: one connection between any two of them.
+"""Control plane: one connection between every two hosts of a run.
 
-Others use `mesh`, `links` for what is said by a connection, `keys` for whom a host believes,
-`addresses`, and `severing`, which cuts connections; for those that would like to join, or only
-observe the run, `asking` asks and `reception` answers, by `invitation` and `status`. `jax_runtime`
-is all that touches `jax._src`.
+Other packages use `mesh` (the connections of a host), `links` (messages), `keys` (authentication),
+`addresses`, and `severing`, which cuts connections. For newcomers and observers, `asking` is the
+client and `reception` the server, with the messages of `invitation` and `status`. Only
+`jax_runtime` uses `jax._src`.
 """

@@ -1,4 +1,4 @@
-"""By which addresses hosts reach each other, and on which of them a host listens."""
+"""Addresses on which hosts listen, and by which they reach each other."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from skippipe_sched.errors import InputError, TemporaryError, kind_of
 from skippipe_jax.config.cluster import require_one_interface
 
 BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
-"""The environment variable with the address on which everything of this host listens."""
+"""Environment variable with the address on which all servers of this host listen."""
 
 _LONGEST = 64
-"""No numeric address has so many characters."""
+"""Maximum length of a numeric address, in characters."""
 
 
 def parse_address(field: str, text: str) -> tuple[str, int]:
-    """Read ``HOST:PORT``."""
+    """Split ``HOST:PORT`` into the host and the port; raise `InputError` for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(field, text, "not an address", "write HOST:PORT, such as 10.0.0.1:1234")
@@ -26,30 +26,30 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
 
 
 def require_numeric(text: str) -> str:
-    """Return an address, ``IP:PORT``, unless it has a name that would have to be looked up.
+    """Return `text` if it is ``IP:PORT``, an address that needs no name lookup.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if it is anything else.
     """
     if len(text) > _LONGEST or not text.isascii():
         raise ValueError("is no address")
     host, _ = parse_address("address", text)
     address = ipaddress.ip_address(host)
     if isinstance(address, ipaddress.IPv6Address) and not (address.scope_id or "0").isalnum():
-        raise ValueError("is no address")  # Looked up, it would not be refused by an OSError.
+        raise ValueError("is no address")  # Its lookup would raise no OSError.
     return text
 
 
 def join_address(host: str, port: int) -> str:
-    """Write ``HOST:PORT``, as URLs do for IPv6."""
+    """Format ``HOST:PORT``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def chosen_address(configured: str | None) -> str | None:
-    """Return the address that the environment, or else the configuration, gives this host.
+    """Return this host's bind address from the environment, else the configuration, else None.
 
     Raises:
-        InputError: if it is no address of this host.
+        InputError: if it is not an address of this host.
     """
     address = os.environ.get(BIND_VARIABLE) or configured
     if address is None:
@@ -65,10 +65,10 @@ def chosen_address(configured: str | None) -> str | None:
 
 
 def first_address(host: str) -> str:
-    """Look up the IP address that a name has on this host, IPv4 where there is one.
+    """Resolve a name on this host to an IP address, preferably IPv4.
 
     Raises:
-        InputError: if it means none.
+        InputError: if the name does not resolve.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -80,11 +80,11 @@ def first_address(host: str) -> str:
 
 
 def reachable_address(near: str, coordinator: str) -> str:
-    """Find by which address others reach this host, whose way to host 0 begins at `near`.
+    """Return the address at which others reach this host, which reaches host 0 from `near`.
 
-    That is `near`, but for a machine whose own name means a loopback address to itself (Debian
-    writes 127.0.1.1 into /etc/hosts): there it is the address that routes outwards. A coordinator
-    that is written as a loopback address, or as localhost, has its hosts on one machine.
+    It is `near`, except on a machine whose own name resolves to a loopback address (Debian writes
+    127.0.1.1 into /etc/hosts): there it is the address of the outward route. If the coordinator
+    itself is written as a loopback address or as localhost, all hosts are on one machine.
 
     Raises:
         InputError: if this host has no such address.
@@ -103,14 +103,14 @@ def reachable_address(near: str, coordinator: str) -> str:
 
 
 def listen_without_delay(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """Listen on an address by sockets that send each message at once.
+    """Listen on an address, with Nagle's algorithm off for the accepted connections.
 
-    Nagle's algorithm would hold back a message until the one before it is acknowledged: a round
-    trip. `asyncio` turns it off for connections that it opens, but not for those that come by a
-    socket of `create_server`: they have the option from the socket that listens.
+    The algorithm would delay a message by a round trip, until the one before is acknowledged.
+    `asyncio` turns it off for connections that it opens. Those that are accepted on a socket of
+    `create_server` inherit the option from the listening socket.
 
     Raises:
-        OSError: if it cannot be listened on.
+        OSError: if this host cannot listen there.
     """
     made = socket.create_server((host, port), family=_family(host), backlog=backlog)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -118,7 +118,7 @@ def listen_without_delay(host: str, port: int, backlog: int | None = None) -> so
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on one address, on which other hosts find host 0."""
+    """Listen on an address for other hosts; raise `InputError` if that is not possible."""
     try:
         return listen_without_delay(host, port)
     except OSError as error:
@@ -132,9 +132,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def require_free(field: str, host: str, port: int) -> None:
-    """Refuse a port on which another program listens.
+    """Raise `InputError` if another program listens on a port.
 
-    Transfer servers would not complain: two of them share a port, and each gets half of the calls.
+    Transfer servers would not: two of them can share a port, and each gets half of the calls.
     """
     try:
         socket.create_server((host, port), family=_family(host)).close()
@@ -155,7 +155,7 @@ def _is_loopback_by_itself(host: str) -> bool:
 
 
 def _outward_address() -> str | None:
-    # Documentation addresses: connecting a UDP socket only asks for the route and sends nothing.
+    # Documentation addresses: connecting a UDP socket only looks up the route, and sends nothing.
     for family, far in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:

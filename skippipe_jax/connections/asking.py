@@ -1,7 +1,7 @@
-"""Asks the hosts of a run, from a machine that is none of them: for its status, or for a place.
+"""Client for machines that are not hosts of a run: requests its status, or a place in it.
 
-What has come whole is not asked for again, whichever host is asked next: so a newcomer that was cut
-off goes on where it was, and one that waits for a place asks for nothing but the places.
+A file that has been received completely is not requested again from any host. So a newcomer that
+was disconnected continues where it was, and one that waits for a place requests only the places.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ GIVE_SECRET = (
 
 
 class NobodyListens(TemporaryError):
-    """At none of the addresses anything listens, as the machines there say themselves."""
+    """Connection refused by the machines at all of the addresses: nothing listens there."""
 
 
 async def first_answer(
     addresses: Sequence[str], ask: Callable[[str], Awaitable[T]]
 ) -> tuple[str, T]:
-    """Ask at one address after another; return the first at which a host answers, and its answer.
+    """Ask at one address after another; return the first one that answers, and its answer.
 
     Raises:
-        InputError: if a host refuses this machine for good.
+        InputError: if a host refuses this machine permanently.
         NobodyListens: if the machines at all of these addresses refuse a connection.
-        TemporaryError: if none answers.
+        TemporaryError: if no host answers.
     """
     errors: list[TemporaryError] = []
     for address in dict.fromkeys(addresses):
@@ -64,15 +64,16 @@ async def asking(
     answer: tuple[str, Callable[[Any], T]],
     timeout_s: float,
 ) -> AsyncIterator[tuple[Link, T]]:
-    """Connect to a host, and yield the connection with what the host answers.
+    """Connect to a host, send a question, and yield the connection and the parsed answer.
 
-    The `question` is the kind of this machine and its versions, the `answer` its kind and what
-    reads its content. Errors have the field `field`.
+    `question` is the kind of guest that this machine is, and its versions. `answer` is the kind of
+    the expected message, and the function that parses its content. Errors have the field `field`.
 
     Raises:
-        InputError: if the host refuses this machine for good.
+        InputError: if the host refuses this machine permanently.
         NobodyListens: if the machine there refuses the connection.
-        TemporaryError: if no host answers within `timeout_s`, or what comes is not what was told.
+        TemporaryError: if no host answers within `timeout_s`, or the answer or a later one is not
+            valid.
     """
 
     def unanswered(why: str) -> TemporaryError:
@@ -112,19 +113,19 @@ async def asking(
 
 
 def _with_own_remedy(error: InputError, keys: Keys) -> InputError:
-    """Return an error of a machine without a secret with what its user does about that."""
+    """Return an error with the remedy for a missing secret, if this machine has none."""
     if keys.has_secret:
         return error
     return InputError(error.field, error.value, error.problem, GIVE_SECRET)
 
 
 async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple[str, RunStatus]:
-    """Ask at these addresses; return the first at which a host answers, and the status it tells.
+    """Request the status of a run; return the first address that answers, and the status.
 
     Raises:
-        InputError: if a host refuses this machine for good.
+        InputError: if a host refuses this machine permanently.
         NobodyListens: if the machines at all of these addresses refuse a connection.
-        TemporaryError: if none answers.
+        TemporaryError: if no host answers.
     """
     question = OBSERVER, {part: versions()[part] for part in OBSERVED}
     answer = "status", RunStatus.parse
@@ -137,15 +138,15 @@ async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple
 
 
 class Newcomer:
-    """What a newcomer has been told, and given so far.
+    """Client of a newcomer, with the files that it has received so far.
 
     Attributes:
-        contents: the files that have come whole, or were there before, by name.
-        fetched: how many bytes have come.
+        contents: complete files, by name; they may be set before.
+        fetched: number of bytes received.
     """
 
     def __init__(self, keys: Keys = LOOPBACK_ONLY):
-        """Begin with nothing, as a host with the keys of the run or without."""
+        """Start without files; `keys` are those of the run."""
         self._keys = keys
         self.contents: dict[str, bytes] = {}
         self.fetched = 0
@@ -153,14 +154,15 @@ class Newcomer:
     async def ask(
         self, addresses: Sequence[str], wanted: Collection[str] | None = None
     ) -> tuple[str, Invitation]:
-        """Ask at these addresses; return the first at which a host answers, and its answer.
+        """Request an invitation and its files; return the first address that answers, and it.
 
-        All the files are there then, and no others; or those that are `wanted`, of these names.
+        Fetches the `wanted` files, by default all of the invitation, and drops `contents` that the
+        invitation does not list.
 
         Raises:
-            InputError: if a host refuses this one for good.
+            InputError: if a host refuses this machine permanently.
             NobodyListens: if the machines at all of these addresses refuse a connection.
-            TemporaryError: if none answers, or what comes is not what was told.
+            TemporaryError: if no host answers, or its answers are not valid.
         """
 
         async def ask(address: str) -> Invitation:
@@ -171,10 +173,10 @@ class Newcomer:
         return await first_answer(addresses, ask)
 
     async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, Way]:
-        """Measure the ways to hosts that answer there, for so many seconds together."""
+        """Measure the links to the hosts that answer, for about `most_s` seconds in total."""
         ways: dict[int, Way] = {}
         for host, address in addresses.items():
-            with suppress(TemporaryError):  # It may be lost, and others know of it soon.
+            with suppress(TemporaryError):  # A lost host; others will detect it soon.
                 async with self._invited(address) as (link, _):
                     ways[host] = await measured(link, most_s / len(addresses))
         return ways
@@ -191,7 +193,7 @@ class Newcomer:
                 continue
             content = self.contents.get(file.name)
             if content is None or not file.is_of(content):
-                # It stays, whatever becomes of the rest.
+                # Stored at once, so that it is kept if the connection breaks.
                 self.contents[file.name] = await self._content(link, place, file)
         there = {file.name for file in files}
         self.contents = {name: own for name, own in self.contents.items() if name in there}

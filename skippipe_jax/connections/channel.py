@@ -1,8 +1,8 @@
-"""What one process tells another of a run, whichever connections carry it. Nothing here sends.
+"""Reliable, ordered messages between two processes over changing connections. Nothing here sends.
 
-A connection may break between two hosts that both live, and what was on its way is lost with it. So
-each message has a number, and is kept until the other end has told that it came. When a connection
-is made again, both ends tell how far they have come, and the rest is sent once more.
+A connection between two live hosts may break and lose messages. So each message has a number, and
+is kept until the other end acknowledges it. After a reconnect, both ends exchange the number of
+the last message they received, and the missing ones are sent again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from skippipe_jax.connections.links import MESSAGE_BYTES, encoded
 
 MOST_KEPT = 2 * MESSAGE_BYTES
-"""So much may be kept for the other end [bytes] before it counts as lost."""
+"""Maximum size of unacknowledged messages, in bytes. Beyond it the other end counts as lost."""
 
 MOST_UNTOLD = 8
-"""After so many messages the other end is told that they came, or else with the next heartbeat."""
+"""Messages after which an acknowledgment is sent, without waiting for the next heartbeat."""
 
 
 class Channel:
-    """This end of it.
+    """This end of a channel.
 
     Attributes:
-        process: the other end; None as long as nobody has come.
-        received: the number of the last message that has come from there.
-        is_lost: more would have to be kept for it than may be, so it has missed something.
+        process: process number of the other end; None until it connects.
+        received: number of the last message received from there.
+        is_lost: True if more than `MOST_KEPT` was unacknowledged, so that messages were dropped.
     """
 
     def __init__(self, process: int | None = None):
-        """Begin with nothing sent or received."""
+        """Start with nothing sent or received."""
         self.process = process
         self.received = 0
         self.is_lost = False
@@ -37,7 +37,7 @@ class Channel:
         self._kept = deque[tuple[int, bytes]]()
 
     def send(self, *message: Any) -> bytes:
-        """Keep a message; what is to be written by the connection, if there is one."""
+        """Keep a message under a new number; return the bytes to write to a connection."""
         self._sent += 1
         lines = encoded(self._sent, *message)
         if not self.is_lost:
@@ -49,33 +49,33 @@ class Channel:
         return lines
 
     def takes(self, number: int) -> bool:
-        """Take a message of this number; tell whether it is new."""
-        is_new = number > self.received  # What was given up at the other end is left out.
+        """Note a message with this number; return True if it is new."""
+        is_new = number > self.received  # Numbers that the other end gave up are skipped.
         self.received = max(self.received, number)
         return is_new
 
     @property
     def has_to_tell(self) -> bool:
-        """Whether the other end keeps much that has come."""
+        """True if an acknowledgment is due: the other end keeps many received messages."""
         return self.received - self._told >= MOST_UNTOLD
 
     def tell(self) -> int:
-        """Return what a heartbeat acknowledges: the number of the last message received."""
+        """Return the number to acknowledge: that of the last message received."""
         self._told = self.received
         return self.received
 
     def acknowledge(self, received: int) -> None:
-        """Drop all messages up to this number: they have arrived at the other end."""
+        """Drop all kept messages up to this number: the other end has received them."""
         while self._kept and self._kept[0][0] <= received:
             self._bytes -= len(self._kept.popleft()[1])
 
     def resume(self, received: int) -> bytes:
-        """Return what to send first over a new connection, to an end that has received so many."""
-        self._sent = max(self._sent, received)  # It may know an earlier channel of this process.
+        """Return the bytes to send first over a new connection, after message `received`."""
+        self._sent = max(self._sent, received)  # The peer may have used an earlier channel.
         self.acknowledge(received)
         return b"".join(lines for _, lines in self._kept)
 
     def forget(self) -> None:
-        """Keep nothing of what was sent: the other end has no use for it."""
+        """Drop all kept messages: the other end does not need them."""
         self._kept.clear()
         self._bytes, self.is_lost = 0, False

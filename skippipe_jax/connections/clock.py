@@ -1,4 +1,4 @@
-"""How far the clock of another host is from this one's, which asks for it a few times."""
+"""Estimate of the clock offset to another host, from a few exchanges with it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 EXCHANGES = 8
 LONGEST_S = 0.5
-"""How often a host asks for the clock of another, and how long it goes on asking."""
+"""Maximum number of exchanges of an estimate, and maximum time for them in seconds."""
 
 
 def offset_s(ask: Callable[[float], None], answer: Callable[[], str]) -> float:
-    """Estimate the other's clock less this host's [s], from the quickest exchange.
+    """Estimate the peer's clock minus this host's, in seconds, from the fastest exchange.
 
-    `ask` sends the other the time that it is given; `answer` waits for what `answered` makes of
-    what comes back.
+    `ask` sends a time of this host's monotonic clock to the peer. `answer` waits for the result of
+    `answered` for the peer's reply.
     """
     samples: list[tuple[float, float]] = []
     began = time.monotonic()
@@ -30,15 +30,16 @@ def offset_s(ask: Callable[[float], None], answer: Callable[[], str]) -> float:
 
 
 def answered(sent: float, theirs: float) -> str:
-    """Return how long an answer took that has just come, and how far the other's clock is.
+    """Return the round trip and the peer's clock offset, in seconds, as a JSON list.
 
-    This host asked at `sent`, by its monotonic clock, and the other's clock said `theirs` then.
+    Call it when the reply arrives. This host asked at `sent`, by its monotonic clock, and the
+    peer's clock was at `theirs` when it replied.
     """
-    # Cristian's algorithm: the other looked at its clock half a round trip ago.
+    # Cristian's algorithm: the peer read its clock half a round trip ago.
     round_trip = time.monotonic() - sent
     return json.dumps([round_trip, theirs + round_trip / 2 - time.time()])
 
 
 def key(host: int) -> str:
-    """Return the key under which the answers of a host are on the board."""
+    """Return the key of a host's replies on the board."""
     return f"clock/{host}"

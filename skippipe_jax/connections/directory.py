@@ -1,4 +1,4 @@
-"""Who the hosts of a run are and where they listen, as one host knows it, and who may still come.
+"""Hosts of a run and their addresses, as one host has them, and the checks of a hello.
 
 Nothing here waits or sends.
 """
@@ -15,23 +15,23 @@ from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Hello, Welcome
 
 HOST_ID = "--host-id"
-"""The field by which a host is refused for its number."""
+"""Field of the errors by which a host is refused because of its id."""
 
 
 class Directory:
-    """What one host knows of all.
+    """Hosts of a run, as one host has them.
 
     Attributes:
-        hello: who this host is.
-        names: those of the hosts that it has met, for readers.
-        addresses: where the others listen.
-        has_begun: whether all hosts have been there.
-        outlives: whether hosts may be lost and come back.
-        is_outside: whether this host was lost itself, and is not back yet.
+        hello: hello of this host.
+        names: printable names of the hosts that have connected, by host id.
+        addresses: listening addresses of the other hosts, by host id.
+        has_begun: True once all hosts have connected.
+        outlives: True in an elastic run, which lost hosts may rejoin.
+        is_outside: True while this host is not a member: it has been lost and rejoins.
     """
 
     def __init__(self, hello: Hello):
-        """Know nobody but the host itself."""
+        """Start with this host only."""
         self.hello = hello
         self.names = {hello.host: hello.name}
         self.addresses: dict[int, str] = {}
@@ -41,54 +41,54 @@ class Directory:
 
     @property
     def others(self) -> list[int]:
-        """All other hosts: those that the run begins with, and those that have come since."""
+        """All other hosts: those that the run starts with, and those that joined since."""
         everybody = {*range(self.hello.hosts), *self.addresses}
         return sorted(everybody - {self.hello.host})
 
     @property
     def never_taken(self) -> list[int]:
-        """The places to which nobody has come yet."""
+        """Ids of extra hosts that have never been taken."""
         spare = range(self.hello.hosts, self.hello.places)
         return [host for host in spare if host != self.hello.host and host not in self.addresses]
 
     def begin(self) -> None:
-        """Begin the run, on host 0: all are there."""
+        """Begin the run on host 0, once all hosts have connected."""
         self.hello = replace(self.hello, start=self.hello.process)
         self.has_begun = True
 
     def come_back(self) -> None:
-        """Look for a run that has begun."""
+        """Make this host one that rejoins a run that has begun."""
         self.has_begun = self.outlives = self.is_outside = True
         self.hello = replace(self.hello, comes_back=True)
 
     def told(self, received: int) -> dict[str, Any]:
-        """Return what a host is told that is let in, from which so many messages have come."""
+        """Return the welcome for an accepted host with `received` messages, as JSON."""
         own, addresses = self.hello, self.addresses | {self.hello.host: self.hello.address}
         told = Welcome(own.host, own.name, own.start, addresses, own.process, received)
         return told.to_json()
 
     def learn(self, told: Welcome) -> None:
-        """Take in what a host tells that has been called, but for what is known already."""
+        """Add the start and the addresses of a welcome; known values are kept."""
         self.hello = replace(self.hello, start=self.hello.start or told.start)
         theirs = {host: own for host, own in told.addresses.items() if host != self.hello.host}
         self.addresses = theirs | self.addresses
 
     def address(self, host: int) -> tuple[str, int]:
-        """Return where another host listens, as far as known."""
+        """Return the host and port where another host listens."""
         return parse_address("address", self.addresses[host])
 
     def is_another_run(self, error: InputError) -> bool:
-        """Tell whether a refusal comes from a run that this host cannot be of."""
+        """Return True if a refusal comes from another run, or is temporary."""
         return isinstance(error, TemporaryError) or error.field in self.hello.run.identity
 
     def refusal(self, hello: Hello, *, is_there: bool) -> InputError | None:
-        """Return why a host cannot come in, if so; `is_there` tells whether its number is taken."""
+        """Return why a host is refused, else None; `is_there` is True if its id is in use."""
         own, problem = self.hello, None
         unlike = own.unlike(hello)
         if unlike is not None:
             return unlike
         knows_start = own.start > 0 or own.host == 0
-        # Of two that both look for the run neither has found it, however long they wait together.
+        # Two rejoining hosts do not make a run: neither of them has found it.
         are_both_outside = self.is_outside and hello.start == 0
         if knows_start and hello.start not in (0, own.start):
             problem = "it is left of an earlier start of the run"
@@ -104,13 +104,13 @@ class Directory:
         return None
 
     def waits_for(self, missing: Sequence[int]) -> str:
-        """Say for which of the other hosts this one waits, and how many have come."""
+        """Describe which hosts this one waits for, and how many have connected."""
         count = len(self.others)
         hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return f"waiting for {hosts} ({count - len(missing)} of {count} have come)"
 
     def late(self, missing: Iterable[int], timeout_s: float) -> TemporaryError:
-        """Make the error about hosts that have not come in time."""
+        """Return the error about hosts that have not connected in time."""
         return TemporaryError(
             "--hosts",
             self.hello.hosts,

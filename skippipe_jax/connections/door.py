@@ -1,8 +1,8 @@
-"""Who comes in by the port on which a host listens.
+"""Listener of a host: accepts and authenticates incoming connections.
 
-Until it has said hello as a host of this run does, whoever connects may send one line, behind a
-handshake where the run has a secret, has `HELLO_S` for it, and is one of a few: who comes as one
-too many takes the place of the one that has taken longest, of those at the address with the most.
+Until a peer has identified itself it may send one line within `HELLO_S`, after a TLS handshake if
+the run has a secret. There are at most `STRANGERS` such connections. One more replaces the oldest
+connection of the address that has the most.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from skippipe_jax.connections.reception import GUESTS
 from skippipe_jax.errors import TlsMismatch
 
 STRANGERS = 32
-"""So many connections may be about to say who they are."""
+"""Maximum number of connections that have not identified themselves yet."""
 
 RELAYED_PER_HOST = 4
-"""So many connections JAX may have from each host, and more than it makes."""
+"""Relayed JAX connections allowed per host, more than JAX opens."""
 
 REFUSALS_TOLD = 100
-"""After so many lines, strangers are refused without a word."""
+"""Maximum number of refusals that are logged."""
 
 
 class Door:
-    """Takes in the connections of hosts of the run, and no others."""
+    """Listener that accepts connections from hosts of the run and its guests, and no others."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Door:
         service: str | None,
         keys: Keys,
     ):
-        """Listen nowhere yet, on behalf of a host.
+        """Create a listener of the host `own`; it listens nowhere yet.
 
-        `refusal` says why a host cannot come in that has said hello; by `come_in` one is attended
-        to that can, as long as that takes, and by `receive` a newcomer that would like to be one,
-        or an observer, unless it says why not. JAX's connections come to its service, the unix
-        socket `service`, if there is one in this process. All of them have the `keys`.
+        `refusal` returns why the host of a hello is refused, or None. `come_in` serves an accepted
+        host until its connection ends. `receive` serves a newcomer or an observer, or returns why
+        it is refused. JAX connections are relayed to the unix socket `service`, if this process
+        has one. All connections use `keys`.
         """
         self._host, self._most_relayed = own.host, RELAYED_PER_HOST * own.hosts
         self._refusal, self._come_in, self._service = refusal, come_in, service
@@ -63,10 +63,10 @@ class Door:
         self._servers: list[asyncio.Server] = []
 
     async def listen(self, addresses: Sequence[str], port: int) -> str:
-        """Listen on some addresses of this host; ``IP:PORT`` of the first.
+        """Listen on addresses of this host; return ``IP:PORT`` of the first.
 
         Raises:
-            InputError: if it may not by its keys, or cannot.
+            InputError: if `keys` forbid an address, or it cannot be listened on.
         """
         attend = each_in_a_task(self._attend)
         for address in addresses:
@@ -80,12 +80,12 @@ class Door:
         return join_address(addresses[0], port)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for server in self._servers:
             server.close()
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Attend to a connection, which is closed when this returns."""
+        """Serve an incoming connection, which is closed when this returns."""
         link = Link(reader, writer)
         try:
             first = await self._first_line(link)
@@ -101,7 +101,7 @@ class Door:
             case [str(who), *said] if who in GUESTS:
                 if (refusal := await self._receive(who, link, said)) is not None:
                     self._refuse(link, GUESTS[who], refusal)
-            case ["join", *_]:  # So hosts of the first protocol began.
+            case ["join", *_]:  # The first line of protocol 1.
                 self._refuse(link, "a host", other_protocol(1, self._host))
             case ["jax"] if self._service is not None and self._relayed < self._most_relayed:
                 self._relayed += 1
@@ -110,19 +110,19 @@ class Door:
                 finally:
                     self._relayed -= 1
             case None if reader.at_eof():
-                return  # Another host has only looked whether this one is there.
+                return  # Another host only probed whether this one listens.
             case _:
                 self._say_refused(link, "a connection", "it is no host of this run")
 
     async def _first_line(self, link: Link) -> object:
-        """Read what a stranger says first; None if it is no message, or takes too long.
+        """Read the first message of a stranger; None if it is not valid, or takes too long.
 
         Raises:
-            TlsMismatch, ssl.SSLError: if it does not have this host's keys.
+            TlsMismatch, ssl.SSLError: if the stranger does not have this host's keys.
         """
         if len(self._strangers) == STRANGERS:
-            # A host says hello at once, so it is never the one that has taken longest; and one that
-            # is far, whose handshake takes a while, has its address for itself.
+            # Hosts of the run send their hello at once, so they are not the oldest. A distant
+            # host, whose handshake takes longer, is the only one at its address.
             [(most, _)] = Counter(self._strangers.values()).most_common(1)
             oldest = next(other for other, address in self._strangers.items() if address == most)
             del self._strangers[oldest]
@@ -134,7 +134,7 @@ class Door:
             self._strangers.pop(link, None)
 
     async def _meet(self, link: Link, protocol: object, given: object) -> None:
-        """Take in a host that says hello, or refuse it and say why."""
+        """Accept the host of a hello, or refuse it with the reason."""
         if protocol != PROTOCOL:
             return self._refuse(link, "a host", other_protocol(protocol, self._host))
         try:
@@ -147,13 +147,13 @@ class Door:
         await self._come_in(hello, link)
 
     def _refuse(self, link: Link, who: str, error: InputError) -> None:
-        """Tell both sides why a host cannot come in; this one only what no further try mends."""
+        """Send a host why it is refused; log it here unless a later attempt may succeed."""
         refuse(link, error)
         if not isinstance(error, TemporaryError):
             self._say_refused(link, who, str(error))
 
     def _say_once(self, link: Link, why: str) -> None:
-        """Tell this side of who does not have its keys, once for each address that has none."""
+        """Log a peer without this host's keys, once for each address and reason."""
         came = _address_of(link), why
         if came not in self._without_keys and len(self._without_keys) < REFUSALS_TOLD:
             self._without_keys.add(came)
@@ -169,5 +169,5 @@ class Door:
 
 
 def _address_of(link: Link) -> str:
-    """Return from where a link comes; nothing if it has gone already."""
+    """Return the IP address of the peer, or an empty string if the link is closed already."""
     return (link.writer.get_extra_info("peername") or ("", 0))[0]

@@ -1,6 +1,6 @@
-"""How hosts introduce themselves, and what makes them hosts of one run.
+"""Handshake between hosts, and the checks that both belong to the same run.
 
-Whatever another host says of itself is bounded and checked here before it is believed.
+All that another host sends about itself is size-limited and validated here before it is used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from skippipe_jax.connections.keys import LOOPBACK_ONLY
 from skippipe_jax.connections.links import WANTS_SECRET, Link
 
 MOST_CHARACTERS = 4096
-"""The longest text, such as a path."""
+"""Maximum length of a text, such as a path, in characters."""
 
 MOST_PARTS = 1024
-"""So many texts there may be by name."""
+"""Maximum number of entries in a mapping of texts."""
 
 MOST_HOSTS = 1 << 17
-"""So many hosts there may be, with those that may come."""
+"""Maximum number of hosts, extra hosts included."""
 
 ShortText = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
 Texts = Annotated[Mapping[ShortText, ShortText], Meta(max_length=MOST_PARTS)]
@@ -38,46 +38,46 @@ _UNPRINTABLE = {code: None for code in [*range(32), 127]}
 
 
 def number(given: Any, end: int) -> int:
-    """Return a whole number from 0 on, below `end`; `ValueError` for anything else."""
+    """Return `given` if it is an integer from 0 to `end` - 1, else raise `ValueError`."""
     return msgspec.convert(given, Annotated[int, Meta(ge=0, lt=end)])
 
 
 def texts(given: Any) -> Mapping[str, str]:
-    """Return a few short texts by name; `ValueError` for anything else."""
+    """Return `given` if it is a small mapping of short texts, else raise `ValueError`."""
     return msgspec.convert(given, Texts)
 
 
 def printable(text: str) -> str:
-    """Return a text that is printed without what a terminal would take for a command."""
+    """Return a text as ASCII, without control characters that a terminal would interpret."""
     return text.encode("ascii", "backslashreplace").decode().translate(_UNPRINTABLE)
 
 
 def require_below(end: int, *hosts: int) -> None:
-    """Refuse numbers of hosts of which a run has less, by a `ValueError`."""
+    """Raise `ValueError` if one of these host ids is `end` or more."""
     if max(hosts) >= end:
         raise ValueError(f"has host {max(hosts)}, where there are at most {end}")
 
 
 PROTOCOL = 7
-"""Hosts of another number do not understand each other. Those of the first say no number."""
+"""Version of the protocol; hosts need the same one. Hosts of version 1 send no number."""
 
 NUMBER_BITS = 48
-"""How large the number of a process is."""
+"""Size of a process number, in bits."""
 
 MOST_MESSAGES = 1 << 62
-"""So many messages one process does not send to another."""
+"""Bound on the number of messages from one process to another, which is never reached."""
 
 OWN = "skippipe-jax"
 VERSIONED = (OWN, "jax")
-"""The packages of which all hosts need the same version: they compute the same, to the last bit."""
+"""Packages of which all hosts need the same version, so that results agree to the last bit."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that hosts must have alike.
+    """Return the installed versions of the packages in `VERSIONED`.
 
-    That of a commit is the release before which it lies: an installation of a clone keeps the
-    number of the commit at which it was made, whatever is pulled later.
+    A development version is cut to its next release: an editable installation keeps the number of
+    the commit at which it was made, whatever is pulled later.
     """
     found = {}
     for package in VERSIONED:
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
             version = importlib.metadata.version(package)
             found[package] = version.partition(".dev")[0] if package == OWN else version
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"  # Run where its files are.
+            found[package] = "not installed"  # Run from a clone without installation.
     return found
 
 
@@ -95,13 +95,13 @@ MessageNumber = Annotated[int, Meta(ge=0, lt=MOST_MESSAGES)]
 
 @dataclass(frozen=True)
 class Run:
-    """What hosts of one run have in common.
+    """Identity and settings that all hosts of a run share.
 
     Attributes:
-        identity: what makes it this run, and not another one, by what it is about.
-        settings: all that the run was told, by key. Hosts that gather compare that later, so that
-            all of them end when one was told something else.
-        versions: of the packages that matter.
+        identity: values that distinguish this run from others, by field.
+        settings: all settings of the run, by key. Hosts that start together compare them later, so
+            that all of them end if one has other settings.
+        versions: versions of the packages in `VERSIONED`.
     """
 
     identity: Texts = field(default_factory=dict)
@@ -111,20 +111,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a host is, as it begins a connection.
+    """First message of a connection between hosts, by which the caller identifies itself.
 
     Attributes:
-        host: which of the hosts it is.
-        hosts: how many the run begins with.
-        process: a number that no other process has.
-        name: for readers.
+        host: id of the sender.
+        hosts: number of hosts that the run starts with.
+        process: random number that identifies the sender's process.
+        name: printable name of the sender.
         address: ``IP:PORT`` where it listens.
-        run: which run it is of.
-        start: tells this start of the run from others, once it has begun: the process of host 0.
-        comes_back: whether it means a run that has begun, of which it was lost.
-        spare: how many hosts may come to the run beside those.
-        met: the process of the host that is called, as it was when they were connected last.
-        received: the number of the last message that has come from that process.
+        run: run that it belongs to.
+        start: process number of host 0, which identifies a start of the run; 0 before it begins.
+        comes_back: True if the sender rejoins a run that has begun.
+        spare: maximum number of extra hosts.
+        met: process number that the called host had at their last connection, if any.
+        received: number of the last message received from that process.
     """
 
     host: HostNumber
@@ -141,19 +141,19 @@ class Hello:
 
     @property
     def places(self) -> int:
-        """How many hosts there may be."""
+        """Maximum number of hosts, extra hosts included."""
         return self.hosts + self.spare
 
     def to_json(self) -> dict[str, Any]:
-        """Return this as the first line of a connection."""
+        """Return the first line of a connection."""
         return {"protocol": PROTOCOL} | asdict(self)
 
     @classmethod
     def parse(cls, given: Any) -> Hello:
-        """Read the hello in a line.
+        """Parse and validate a hello.
 
         Raises:
-            ValueError: if it is none of this protocol.
+            ValueError: if it is not a hello of this protocol.
         """
         match given:
             case {"protocol": protocol, **own} if protocol == PROTOCOL:
@@ -165,9 +165,9 @@ class Hello:
         raise ValueError("is no hello")
 
     def unlike(self, other: Hello) -> InputError | None:
-        """Explain why the other is no host of this one's run, if it is none.
+        """Return the error if the other host belongs to another run, else None.
 
-        The settings count for a host that comes back alone.
+        Settings are compared only for a host that rejoins.
         """
         pairs = [
             ("", self.run.identity, other.run.identity, _OTHER_RUN),
@@ -196,22 +196,22 @@ _OTHER_RUN = (
 )
 _OTHER_VERSION = "Install the same version on all hosts"
 _TOLD = 1000
-"""So much of what another host says of an error is believed."""
+"""Maximum length of each text of an error from another host, in characters."""
 
 _OTHER_SETTINGS = "Start the host again with the configuration that the others run by"
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a host is told that is taken in.
+    """Answer to the hello of an accepted host.
 
     Attributes:
-        host: which of the hosts tells it.
-        name: of that host, for readers.
+        host: id of the sender.
+        name: printable name of the sender.
         start: see `Hello`; 0 before the run has begun.
-        addresses: where hosts listen, as far as that host knows.
-        process: the number of its process.
-        received: that of the last message that has come there from the process that it welcomes.
+        addresses: listening addresses of all hosts that the sender has.
+        process: process number of the sender.
+        received: number of the last message that it has received from the accepted process.
     """
 
     host: HostNumber
@@ -222,15 +222,15 @@ class Welcome:
     received: MessageNumber
 
     def to_json(self) -> dict[str, Any]:
-        """Return this as it is sent."""
+        """Return the content of the message."""
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, given: Any, hosts: int) -> Welcome:
-        """Read the welcome of a host of a run of so many, at most.
+        """Parse and validate a welcome in a run of at most `hosts` hosts.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if it is not a valid welcome.
         """
         told = msgspec.convert(given, cls, str_keys=True)
         require_below(hosts, told.host, *told.addresses)
@@ -240,19 +240,19 @@ class Welcome:
 
 
 def other_protocol(theirs: Any, host: int) -> InputError:
-    """Make the error for a host that speaks another protocol."""
+    """Return the error for a peer with another version of the protocol."""
     problem = f"host {host} speaks {PROTOCOL}"
     return InputError("the protocol between hosts", theirs, problem, _OTHER_VERSION)
 
 
 def refuse(link: Link, error: InputError) -> None:
-    """Tell a host that it cannot take part, and why; `admitted` reads it there."""
+    """Send a refusal with its reason; the peer reads it by `refusal_in`."""
     parts = error.field, error.value, error.problem, error.remedy
     link.send("refused", error.exit_code, *parts)
 
 
 def refusal_in(answer: Any) -> InputError | None:
-    """Read the error in an answer, if the other host has refused this one by it."""
+    """Return the error in an answer, if it is a refusal."""
     match answer:
         case ["refused", int(code), str(about), value, str(problem), str(remedy)]:
             kind = TemporaryError if code == TemporaryError.exit_code else InputError
@@ -263,14 +263,14 @@ def refusal_in(answer: Any) -> InputError | None:
 async def admitted(
     link: Link, own: Hello, host: int | None, address: tuple[str, int], timeout_s: float
 ) -> Welcome:
-    """Say hello by a connection that this host has opened, and wait for the other's welcome.
+    """Send a hello over a connection that this host has opened, and return the welcome.
 
-    `host` is which one was called at `address`, where that is known. The connection is closed
-    unless the host at its other end takes this one in.
+    `host` is the expected host at `address`, or None for any. The connection is closed unless the
+    peer accepts this host.
 
     Raises:
-        InputError: the other host's, if it refuses this one.
-        TemporaryError: if it does not answer, or something else does.
+        InputError: if the peer refuses this host; the error is the peer's.
+        TemporaryError: if the peer does not answer in time, or is not the expected host.
     """
     is_admitted = False
     try:
@@ -308,10 +308,11 @@ async def _welcome(link: Link, own: Hello, address: tuple[str, int], timeout_s: 
 
 
 def _require_called(own: Hello, told: Welcome, host: int | None, address: tuple[str, int]) -> None:
-    """Refuse a welcome that is not that of the host which was called."""
+    """Raise `TemporaryError` if a welcome is not from the expected host and start of the run."""
     is_another = told.host == own.host if host is None else told.host != host
     is_of_another_start = own.start and told.start and own.start != told.start
-    # Whoever comes back learns of the others from all that it finds.
+    # Host 0 welcomes hosts of a new start only when it has all addresses. A rejoining host
+    # collects addresses from every host that it reaches.
     is_first = host == 0 and not own.start
     if is_another or is_of_another_start or (is_first and len(told.addresses) < own.hosts):
         raise TemporaryError(

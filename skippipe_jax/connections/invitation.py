@@ -1,10 +1,10 @@
-"""What a host of a run tells those who would like to be hosts of it, too.
+"""Join offers: messages from a host of a run to machines that want to join it.
 
-A newcomer asks before it is a host: it says `["newcomer", protocol, versions]` and is told an
-`Invitation`: which places are free, where all hosts listen, and which files it needs, each with its
-size and digest. Then it asks for the files, piece by piece: `["piece", file, number]` is answered
-by `["piece", file, number, content]`, in base64, so that every message is as small as all others
-between hosts.
+A newcomer sends `["newcomer", protocol, versions]` and receives an `Invitation`: the free places,
+the addresses of all hosts, and the files that it needs, each with its size and digest. It then
+requests the files piece by piece: the answer to `["piece", file, number]` is
+`["piece", file, number, content]`. The content is in base64, so that the limits of messages
+between hosts hold for it too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from skippipe_jax.connections.hello import (
 )
 
 PIECE_BYTES = 1 << 19
-"""The longest piece of a file, which base64 makes a third longer."""
+"""Maximum size of a piece of a file, before base64 makes it a third longer."""
 
 MOST_BYTES = 1 << 28
 MOST_FILES = 1 << 12
-"""What all files of a run take together at most, and how many there may be."""
+"""Maximum total size, and maximum number, of the files of a run."""
 
 MOST_STAGES = 1 << 12
 MOST_NODES = 1 << 17
@@ -47,12 +47,12 @@ Stages = Annotated[
 
 
 class File(msgspec.Struct, frozen=True, array_like=True):
-    """A file of the run, by its name in the folder of the run.
+    """File in the run directory.
 
     Attributes:
-        name: relative, with slashes.
-        size: in bytes.
-        digest: its sha256.
+        name: path relative to the run directory, with slashes.
+        size: size in bytes.
+        digest: sha256 of its content.
     """
 
     name: ShortText
@@ -61,27 +61,27 @@ class File(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, name: str, content: bytes) -> File:
-        """Describe the file of this content."""
+        """Return the description of a file with this name and content."""
         return cls(name, len(content), hashlib.sha256(content).hexdigest())
 
     @property
     def pieces(self) -> int:
-        """In how many pieces it comes."""
+        """Number of pieces in which it is sent."""
         return -(-self.size // PIECE_BYTES)
 
     def is_of(self, content: bytes) -> bool:
-        """Tell whether this is its content."""
+        """Return True if this is the content of the file."""
         return File.of(self.name, content) == self
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """That of a host that is lost, or one more.
+    """Host id that a newcomer may take: that of a lost host, or of an extra host.
 
     Attributes:
-        host: its number.
-        stages: those that it serves, or would.
-        pause_s: how long whoever takes its place has to wait before, as it was lost soon after
-            others had taken it.
+        host: the host id.
+        stages: stages that this host serves, or would serve.
+        pause_s: seconds that a newcomer has to wait before it takes the id, because earlier
+            newcomers were lost soon after they took it.
     """
 
     host: HostNumber
@@ -90,18 +90,18 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """What a newcomer is told.
+    """Join offer that a newcomer receives.
 
     Attributes:
-        host: which of the hosts tells it.
-        hosts: how many the run began with; places from this number on are for more.
-        addresses: where those listen of which it knows it.
-        places: those that are free.
-        files: what a newcomer needs.
-        text: the fingerprint of the text that the run reads, if that host knows it.
-        spare: how many more there may be.
-        members: those that train now.
-        placement: the nodes of each stage, by the numbers of the run's own plan.
+        host: id of the sender.
+        hosts: number of hosts that the run started with; extra hosts have ids from this on.
+        addresses: listening addresses of the hosts that the sender has.
+        places: free places.
+        files: files that a newcomer needs.
+        text: fingerprint of the training text, if the sender has it.
+        spare: maximum number of extra hosts.
+        members: hosts that train now.
+        placement: nodes of each stage, numbered as in the run's original plan.
     """
 
     host: HostNumber
@@ -115,15 +115,15 @@ class Invitation(msgspec.Struct, frozen=True):
     placement: tuple[Nodes, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return this as it is sent."""
+        """Return the content of the message."""
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, given: Any) -> Invitation:
-        """Read the invitation in a message.
+        """Parse and validate an invitation.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if it is not a valid invitation.
         """
         told = msgspec.convert(given, cls, str_keys=True)
         places = (place.host for place in told.places)
@@ -141,19 +141,19 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Files:
-    """The files that are given to newcomers.
+    """Files that newcomers fetch.
 
     Attributes:
-        told: what is told of them.
+        told: their descriptions, as an invitation has them.
     """
 
     def __init__(self, contents: Mapping[str, bytes]):
-        """Keep files of these names and contents."""
+        """Hold files with these names and contents."""
         self.told = tuple(File.of(name, content) for name, content in contents.items())
         self._contents: Sequence[bytes] = [*contents.values()]
 
     def piece(self, file: Any, piece: Any) -> str:
-        """Return a piece of a file, as it is sent.
+        """Return a piece of a file in base64.
 
         Raises:
             ValueError: if there is no such piece.
@@ -164,10 +164,10 @@ class Files:
 
 
 def piece_told(given: Any) -> bytes:
-    """Read the piece of a file in a message.
+    """Decode the piece of a file in a message.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a valid piece.
     """
     if type(given) is not str or len(given) > 2 * PIECE_BYTES:
         raise ValueError("is no piece of a file")

@@ -1,7 +1,7 @@
-"""JAX's coordination service gets its connections through the port of host 0, relayed here.
+"""Relay of the connections to JAX's coordination service through the port of host 0.
 
-JAX's client aborts its process within milliseconds after its connection to a dying host 0 closes,
-so each host keeps the near end of that relay open.
+JAX's client aborts its process within milliseconds after its connection to a failing host 0
+closes, so each host keeps the local end of the relay open.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import Link, each_in_a_task, open_link
 
 RELAYED = b'["jax"]\n'
-"""The line with which such a connection begins."""
+"""First line of a relayed connection."""
 
 
 async def serve_jax(service: str, host: Link) -> None:
-    """Connect a host's JAX client with JAX's service in this process, at the unix socket."""
+    """Relay a host's JAX client to JAX's service in this process, at the unix socket `service`."""
     own = await _open_once_there(service)
     there = asyncio.create_task(_pump(host, own))
     back = asyncio.create_task(_pump(own, host))
@@ -32,7 +32,7 @@ async def serve_jax(service: str, host: Link) -> None:
 
 
 async def listen_for_jax(path: str, coordinator: tuple[str, int], keys: Keys) -> None:
-    """Connect what comes to a unix socket, this host's JAX client, with the service on host 0."""
+    """Listen on the unix socket `path`, and relay this host's JAX client to host 0."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await _relay(coordinator, keys, Link(reader, writer))
@@ -44,12 +44,12 @@ async def _relay(coordinator: tuple[str, int], keys: Keys, own: Link) -> None:
     try:
         far = await open_link(coordinator, keys=keys)
     except (OSError, InputError):
-        # Host 0 is gone, which the link to it tells; closing this end would abort the process.
+        # Host 0 is gone, which its link detects. Closing this end would abort the process.
         await asyncio.get_running_loop().create_future()
         return
     far.write(RELAYED)
     back = asyncio.create_task(_pump(far, own))
-    # When the far end closes this one stays open, for the same reason.
+    # If the far end closes, this end stays open, for the same reason.
     await _pump(own, far)
     far.writer.close()
     await back
@@ -64,8 +64,8 @@ async def _open_once_there(path: str) -> Link:
 
 
 async def _pump(source: Link, target: Link) -> None:
-    """Pass bytes on until the source's connection ends; those for a closed target are dropped."""
-    with contextlib.suppress(OSError):  # an end like any other
+    """Forward bytes until the source's connection ends; drop them once the target is closed."""
+    with contextlib.suppress(OSError):  # The source's connection broke.
         while data := await source.read():
             if not target.writer.is_closing():
                 target.write(data)

@@ -1,6 +1,6 @@
-"""JAX's distributed runtime: what it detects, its start and end. Not all runs have one.
+"""JAX's distributed runtime: cluster detection, start and shutdown. Not all runs use it.
 
-All that this project takes from `jax._src` is here.
+This is the only module that uses `jax._src`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skippipe_jax.config import ClusterConfig
 
 
 def detect(config: ClusterConfig) -> tuple[str, int, int]:
-    """Find the address of host 0, the number of hosts, and which of them this one is.
+    """Detect the address of host 0, the number of hosts, and this host's id.
 
     Raises:
         InputError: if JAX detects no cluster.
@@ -47,20 +47,20 @@ def detect(config: ClusterConfig) -> tuple[str, int, int]:
 
 
 def sockets() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder for the unix sockets by which `start` connects; nobody needs it after that."""
-    # In /tmp, since the path of a socket may have about 100 bytes only and TMPDIR can be longer.
+    """Create a directory for the unix sockets of `start`; it may be removed after that."""
+    # In /tmp: a socket path is limited to about 100 bytes, and TMPDIR can be longer.
     return tempfile.TemporaryDirectory(prefix="skippipe-", dir="/tmp")
 
 
 def start(config: ClusterConfig, index: int, count: int, sockets: str, address: str) -> None:
-    """Connect JAX's distributed runtime by way of the links that `Membership` keeps.
+    """Start JAX's distributed runtime, which connects through the port of host 0.
 
-    `sockets` is the folder of the unix sockets on which the service and the relay are, `address`
-    that on which this host listens.
+    `sockets` is the directory of the unix sockets of the service and the relay. `address` is the
+    address on which this host listens.
     """
-    # It would catch SIGTERM, so that a host told to end would run on.
+    # The service would catch SIGTERM, and the host would not end.
     jax.config.update("jax_enable_preemption_service", False)
-    # JAX's own loss detection aborts with a stack trace instead of a message: it comes second.
+    # JAX's failure detection aborts with a stack trace, so ours has to detect a loss first.
     late = math.ceil(2 * config.heartbeat_timeout_s + 60)
     service = f"unix:{sockets}/service"
     jax.distributed.initialize(
@@ -77,12 +77,12 @@ def start(config: ClusterConfig, index: int, count: int, sockets: str, address: 
 
 
 def stop() -> None:
-    """Part from JAX's runtime on the other hosts, once all of them do."""
+    """Shut down JAX's runtime together with all other hosts."""
     jax.distributed.shutdown()
 
 
 def _listen_for_collectives_on(address: str) -> None:
-    """Give the CPU's collectives this address, where they would take what the host's name means."""
+    """Make the CPU collectives listen on `address`, not on what the host name resolves to."""
 
     def make_client() -> Any:
         collectives = _jax.make_gloo_tcp_collectives(
@@ -90,5 +90,5 @@ def _listen_for_collectives_on(address: str) -> None:
         )
         return xla_bridge.make_cpu_client(collectives)
 
-    # In place of JAX's own way to make it, which takes no address.
+    # This replaces JAX's own factory, which takes no address.
     xla_bridge.register_backend_factory("cpu", make_client, fail_quietly=False)

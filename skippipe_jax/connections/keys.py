@@ -1,9 +1,9 @@
-"""By what a host knows the hosts of its run: the keys that follow from the secret of the run.
+"""Mutual authentication of the hosts of a run, by keys derived from the run's secret.
 
-All of them derive the same key and the same certificate from it, which both ends of a connection
-show and demand, by TLS 1.3; while one secret takes the place of another, they take the certificates
-of both. Hosts without a secret stay on their machine, unless they are told that the network is
-theirs alone.
+All hosts derive the same key and certificate from the secret. Both ends of a connection present
+and require the certificate, over TLS 1.3. While a secret is being replaced, hosts accept the
+certificates of both. Hosts without a secret use loopback addresses only, unless they are
+configured to trust the network.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import join_address
 
 SECRET_VARIABLE = "SKIPPIPE_SECRET"
-"""The environment variable that holds the secret itself. It wins over all else."""
+"""Environment variable that holds the secret itself. It takes precedence over all else."""
 
 FILE_VARIABLE = "SKIPPIPE_SECRET_FILE"
-"""The environment variable with the path of the file that holds it, in place of the configured."""
+"""Environment variable with the path of the secret file. It overrides `cluster.secret`."""
 
 FEWEST_CHARACTERS = 32
-"""Whoever comes to the port of a host can try secrets for as long as he likes, far from it: shorter
-ones may have been thought up."""
+"""Minimum length of a secret: anyone who can reach a host's port can guess secrets offline, and
+shorter ones may have been chosen by a person."""
 
 MOST_SECRETS = 2
-"""The first one of a file is shown to others, and each is taken from them."""
+"""Maximum number of secrets in a file. The first is presented to others; all are accepted."""
 
 _BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Secret:
-    """What the hosts of a run know of each other.
+    """Secret that the hosts of a run share.
 
     Attributes:
-        field: by which configuration key or variable this host has it.
-        shown: what is told of it in messages, which is never the secret.
+        field: configuration key or environment variable that it comes from.
+        shown: value to print in messages, which is never the secret.
         text: the secret.
-        other: one that is taken for it, while one takes the place of the other.
+        other: second secret that is accepted, while one replaces the other.
     """
 
     field: str
@@ -63,10 +63,10 @@ class Secret:
 
 
 def make_secret(path: Path) -> None:
-    """Write a new secret to a file of its own, which only this user may read.
+    """Write a new secret to a new file that only this user may read.
 
     Raises:
-        InputError: if there is such a file already, or it cannot be written.
+        InputError: if the file exists already, or cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -83,10 +83,11 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(configured: str | None) -> Secret | None:
-    """Read the secret that the environment or the configuration gives this host, if one does.
+    """Read this host's secret, if the environment or the configuration names one.
 
     Raises:
-        InputError: if what they name is no secret, or two, or cannot be read.
+        InputError: if it is not a valid secret, there are more than `MOST_SECRETS`, or the file
+            cannot be read.
     """
     if (text := os.environ.get(SECRET_VARIABLE)) is not None:
         return _checked(SECRET_VARIABLE, "(not shown)", text)
@@ -99,9 +100,9 @@ def read_secret(configured: str | None) -> Secret | None:
     return found
 
 
-@functools.cache  # which says it once
+@functools.cache  # Warn once.
 def _warn_of_readers(where: str, path: str) -> None:
-    """Say that every user of this machine can read or change the file of a secret, if so."""
+    """Warn if every user of this machine can read or change the secret file."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         told = f"{where} = {path!r}: every user of this machine can use this secret (mode {mode:o})"
@@ -130,27 +131,27 @@ PRIVATE = tuple(
         (
             *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),  # RFC 1918
             *("127.0.0.0/8", "::1/128"),  # loopback
-            *("169.254.0.0/16", "fe80::/10"),  # of a link
-            *("100.64.0.0/10", "fc00::/7"),  # shared by carriers, and by networks over WireGuard
+            *("169.254.0.0/16", "fe80::/10"),  # link-local
+            *("100.64.0.0/10", "fc00::/7"),  # carrier NAT, WireGuard networks
         ),
     )
 )
-"""Addresses that the internet does not route."""
+"""Networks whose addresses the internet does not route."""
 
 _PURPOSE = b"skippipe-jax: the Ed25519 key of a run"
-# Clocks differ, and that of a machine without a battery begins here.
+# Always valid: clocks differ, and a machine without a battery starts at 1970.
 _FROM, _UNTIL = datetime(1970, 1, 1), datetime(9999, 12, 31, 23, 59, 59)
-# Both sides compute it quickly, whereas a stranger might choose one that takes long.
+# A fast curve. If any were allowed, a stranger could choose a slow one.
 _CURVE = "prime256v1"
 
 
 class Keys:
-    """By what a host knows the others: a secret, that they are on its machine, or nothing.
+    """TLS contexts of a host, and the addresses that it may use with or without a secret.
 
     Attributes:
-        has_secret: whether connections are made by TLS.
-        listening: how to take in those that others open; None if they are in clear.
-        calling: how to open one to another host; None if it is in clear.
+        has_secret: True if connections use TLS.
+        listening: TLS context of accepted connections; None if they are in clear.
+        calling: TLS context of opened connections; None if they are in clear.
     """
 
     def __init__(
@@ -160,15 +161,16 @@ class Keys:
         insecure: bool = False,
         insecure_transfers: bool = False,
     ):
-        """Have a secret or none; without one, other machines are believed if `insecure`.
+        """Derive the keys from a secret, if there is one.
 
-        With one, hosts use public addresses too if `insecure_transfers`.
+        Without a secret, other machines are trusted if `insecure`. With one, public addresses
+        are allowed if `insecure_transfers`.
 
         Raises:
-            InputError: if the package is missing that makes keys of a secret.
+            InputError: if the package cryptography is missing.
         """
         self.has_secret = secret is not None
-        # The field and the value of messages.
+        # Field and value of error messages.
         self._shown = ("cluster.secret", None) if secret is None else (secret.field, secret.shown)
         self._insecure, self._has_warned = insecure, False
         self._insecure_transfers = insecure_transfers
@@ -178,15 +180,15 @@ class Keys:
             (key, own), *rest = [derived(replace(secret, text=text)) for text in texts]
             others = [certificate for _, certificate in rest]
             self.listening = _context(ssl.PROTOCOL_TLS_SERVER, key, own, others)
-            self.listening.num_tickets = 0  # Nobody comes again by an old handshake.
+            self.listening.num_tickets = 0  # Sessions are never resumed.
             self.calling = _context(ssl.PROTOCOL_TLS_CLIENT, key, own, others)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> Keys:
-        """Return the keys that the environment or the configuration gives this host.
+        """Return the keys of this host from the environment or the configuration.
 
         Raises:
-            InputError: if what they name is no secret.
+            InputError: if the secret is not valid.
         """
         return cls(
             read_secret(config.secret),
@@ -195,13 +197,13 @@ class Keys:
         )
 
     def require_allowed(self, address: str) -> None:
-        """Refuse an IP address to listen on, where strangers could do what only hosts should.
+        """Refuse an IP address to listen on or call, if strangers could act as hosts there.
 
-        That is any of other machines without a secret. With one it is any public address: it does
-        not protect what hosts transfer.
+        Without a secret, only loopback addresses are allowed. With one, only private addresses
+        are: the secret does not protect transfers. `insecure` and `insecure_transfers` lift this.
 
         Raises:
-            InputError: if that is so.
+            InputError: if the address is not allowed.
         """
         if self.has_secret and not (self._insecure_transfers or _is_private(address)):
             raise InputError(
@@ -225,7 +227,7 @@ class Keys:
             )
 
     def warning(self, address: str) -> str | None:
-        """Return a warning where an address of other machines is used without a secret."""
+        """Return a warning, once, if a non-loopback address is used without a secret."""
         if self.has_secret or self._has_warned or _is_loopback(address):
             return None
         self._has_warned = True
@@ -235,12 +237,12 @@ class Keys:
         )
 
     def differs(self, address: tuple[str, int]) -> InputError:
-        """Make the error for calling a host that has another secret."""
+        """Return the error for a peer that has another secret."""
         problem = f"what listens at {join_address(*address)} does not have this secret"
         return InputError(*self._shown, problem, "Give all hosts of the run the same secret")
 
     def is_one_sided(self, address: tuple[str, int]) -> InputError:
-        """Make the error where only one end has a secret."""
+        """Return the error for a connection of which only one end has a secret."""
         where = f"what listens at {join_address(*address)}"
         if not self.has_secret:
             remedy = "Give this host the file with the secret that the others of its run have"
@@ -257,7 +259,7 @@ def _context(
 ) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # Hosts have the same certificate, wherever they are.
+    context.check_hostname = False  # All hosts have the same certificate.
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_ecdh_curve(_CURVE)
     context.load_verify_locations(cadata=b"".join([certificate, *others]).decode())
@@ -267,7 +269,7 @@ def _context(
 
 
 LOOPBACK_ONLY = Keys()
-"""Those of a host that has been told nothing."""
+"""Keys of a host without a secret: only loopback addresses are allowed."""
 
 
 def derived(secret: Secret) -> tuple[bytes, bytes]:
@@ -276,9 +278,9 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
     The same secret gives the same bytes everywhere.
 
     Raises:
-        InputError: if the package is missing that makes them.
+        InputError: if the package cryptography is missing.
     """
-    try:  # Only a run with a secret needs it, and it takes a while.
+    try:  # Only a run with a secret needs these imports, and they are slow.
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -291,7 +293,7 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
 
     seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(secret.text.encode())
     key = Ed25519PrivateKey.from_private_bytes(seed)
-    # OpenSSL finds a certificate by its name: those of two secrets may not have the same.
+    # OpenSSL looks certificates up by name, so those of two secrets need different names.
     raw = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     whose = f"a run of skippipe-jax, {raw.hex()[:32]}"
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, whose)])
@@ -315,7 +317,10 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def _readable(content: bytes) -> Iterator[str]:
-    """Make a path at which little can be read, once: a pipe, since a file would stay on disk."""
+    """Yield a path from which `content`, which has to be short, can be read once.
+
+    It is a pipe: a file could stay on disk.
+    """
     reading, writing = os.pipe()
     try:
         with os.fdopen(writing, "wb") as pipe:

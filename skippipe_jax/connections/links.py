@@ -1,4 +1,4 @@
-"""Connections between hosts: short messages as JSON lines, bounded both ways, perhaps by TLS."""
+"""Connections between hosts: size-limited messages as JSON lines, in clear or over TLS 1.3."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from skippipe_jax.connections.waiting import telling, why_unreachable
 from skippipe_jax.errors import TlsMismatch
 
 HANDSHAKE = b"\x16"
-"""How each end of a connection by TLS begins; no message of ours in clear does."""
+"""First byte that each end of a TLS connection sends; no message in clear begins with it."""
 
 ALERT = b"\x15\x03\x03\x00\x02\x02\x74"
-"""What TLS says to who does not show a certificate: the answer to who speaks in clear."""
+"""TLS alert "certificate required": the answer to a peer that sends in clear."""
 
 IN_CLEAR = b"\n"
-"""The answer to who begins by TLS where hosts speak in clear."""
+"""Answer to a peer that begins a TLS handshake with a host that has no secret."""
 
 _MOST_AT_ONCE = 1 << 16
 
 
 class Seal:
-    """One end of a connection."""
+    """TLS codec for one end of a connection; it does no input or output itself."""
 
     def __init__(self, context: ssl.SSLContext):
-        """Begin as the side that the context is for."""
+        """Start as client or server, as the context says."""
         self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
         is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._came, self._goes, server_side=is_server)
 
     def shake(self, came: bytes) -> bool:
-        """Go on with the handshake by what has come from the other end; whether it is through.
+        """Continue the handshake with bytes from the peer; return True once it is complete.
 
-        What it has to be sent is `waiting`, whatever becomes of it here.
+        Send the peer the bytes of `waiting` afterwards, also if this raises.
 
         Raises:
-            ssl.SSLError: if the other end is none to talk to.
+            ssl.SSLError: if the handshake fails.
         """
         self._came.write(came)
         with suppress(ssl.SSLWantReadError):
@@ -54,14 +54,14 @@ class Seal:
         return False
 
     def waiting(self) -> bytes:
-        """Return what is to be sent now."""
+        """Return the bytes that are ready to be sent to the peer."""
         return self._goes.read()
 
     def opened(self, came: bytes) -> bytes:
-        """Decrypt what has come from the other end; nothing as long as a part is missing.
+        """Decrypt bytes from the peer; return nothing while a TLS record is incomplete.
 
         Raises:
-            ssl.SSLError: if it has not come from there as it is.
+            ssl.SSLError: if the bytes were altered or are not from the peer.
         """
         self._came.write(came)
         said = bytearray()
@@ -71,7 +71,7 @@ class Seal:
         return bytes(said)
 
     def sealed(self, said: bytes) -> bytes:
-        """Encrypt what the other end is to get."""
+        """Encrypt bytes for the peer."""
         rest = memoryview(said)
         while rest:
             rest = rest[self._tls.write(rest) :]
@@ -79,59 +79,59 @@ class Seal:
 
 
 MESSAGE_CHARACTERS = 1 << 20
-"""The longest key and value together."""
+"""Maximum length of a key and its value together, in characters."""
 
 LINE_BYTES = 1 << 16
-"""The longest line. A message that is longer comes in several, of which all but the last begin with
-`MORE`, and takes `MESSAGE_BYTES` at most: JSON may write a character in twelve bytes."""
+"""Maximum length of a line. A longer message is split into lines, of which all but the last begin
+with `MORE`. A message has at most `MESSAGE_BYTES`: JSON may write a character in twelve bytes."""
 
 ANSWER_S = 3.0
-"""How long a host may take to answer that is looked for among several."""
+"""Timeout of a connection attempt to a host's last known address, in seconds."""
 
 SENT_NONSENSE = "it sent what no host sends"
-"""How a connection ends from which something else comes than a host says."""
+"""`Link.ending` after an invalid message."""
 
 WANTS_SECRET = "it speaks to those only that have its secret"
-"""How a connection in clear ends to a host that has one."""
+"""`Link.ending` of a connection in clear to a host that has a secret."""
 
 TAKES_NOTHING = "it takes nothing in any more"
-"""How a connection ends to a host that does not read."""
+"""`Link.ending` of a connection to a host that does not read."""
 
 MORE = b"+"
 MESSAGE_BYTES = 12 * MESSAGE_CHARACTERS
 
 DEPTH = 8
-"""How deep lists, mappings and what is in them may lie in one another; no message is as deep."""
+"""Maximum nesting depth of a message, scalars included; valid messages are less deep."""
 
 MOST_WAITING = 2 * MESSAGE_BYTES
-"""So much may wait to be sent [bytes] before the other end counts as taking nothing in any more."""
+"""Maximum size of the send buffer, in bytes. Beyond it the link is broken off."""
 
 HELLO_S = 10.0
-"""How long a new connection may take to say who it is, in one line."""
+"""Seconds that a new connection has to identify itself, in one line."""
 
 
 class Link:
-    """One end of a connection, which is in clear until it is sealed.
+    """One end of a connection, in clear until `seal` is called.
 
     Attributes:
-        ending: how it ended, once it has.
+        ending: why the connection ended, once it has.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        """Take over an open connection."""
+        """Wrap an open connection."""
         self.reader = reader
         self.writer = writer
         self.ending = "its connection closed without a farewell"
-        self._came = bytearray()  # what is not read yet
+        self._came = bytearray()  # Received and decrypted, not read yet.
         self._seal: Seal | None = None
 
     async def seal(self, context: ssl.SSLContext) -> None:
-        """Go on by TLS, from the handshake on; nothing has been said in clear.
+        """Switch to TLS by a handshake; nothing may have been sent in clear before.
 
         Raises:
-            TlsMismatch: if the other end speaks in clear.
-            ssl.SSLError: if it does not show what the context demands.
-            ConnectionError: if it ends the connection.
+            TlsMismatch: if the peer sends in clear.
+            ssl.SSLError: if the handshake fails, such as for a wrong certificate.
+            ConnectionError: if the peer closes the connection.
         """
         seal, is_through = Seal(context), False
         if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
@@ -150,25 +150,25 @@ class Link:
         self._seal = seal
 
     async def first_byte(self) -> bytes:
-        """Return the first byte, and leave it to be read; nothing if the connection ends."""
+        """Return the next byte without consuming it; nothing if the connection ends."""
         await self._more_came()
         return bytes(self._came[:1])
 
     async def read(self) -> bytes:
-        """Read what comes next; nothing once the connection has ended."""
+        """Read the next bytes, as many as there are; nothing once the connection has ended."""
         await self._more_came()
         return self._taken(len(self._came))
 
     def write(self, said: bytes) -> None:
-        """Send without waiting."""
+        """Send bytes without waiting, encrypted if the link is sealed."""
         self.writer.write(said if self._seal is None else self._seal.sealed(said))
 
     def send(self, *message: Any) -> None:
-        """Send a message without waiting; to an end that has gone, nothing."""
+        """Send a message without waiting; do nothing if the connection is closing."""
         self.send_lines(encoded(*message))
 
     def send_lines(self, lines: bytes) -> None:
-        """Send messages as `encoded` gives them, without waiting; to an end that has gone, none."""
+        """Send messages that `encoded` returned, as `send` does."""
         if self.writer.is_closing():
             return
         if self.writer.transport.get_write_buffer_size() > MOST_WAITING:
@@ -176,14 +176,14 @@ class Link:
         self.write(lines)
 
     def break_when_silent(self, timeout_s: float) -> None:
-        """Have the kernel end the connection when the other end has not answered for so long."""
+        """Let the kernel end the connection if the peer does not answer for `timeout_s`."""
         if self.writer.is_closing():
             return
         connection = self.writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         probe_s = max(1, round(timeout_s / 3))
         for option, value in (
-            ("TCP_USER_TIMEOUT", round(1000 * timeout_s)),  # Not on all systems, as the others.
+            ("TCP_USER_TIMEOUT", round(1000 * timeout_s)),  # No option exists on all systems.
             ("TCP_KEEPIDLE", probe_s),
             ("TCP_KEEPINTVL", probe_s),
             ("TCP_KEEPCNT", 3),
@@ -192,12 +192,16 @@ class Link:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def break_off(self, why: str) -> None:
-        """End the connection at once, with what waits to be sent."""
+        """End the connection at once, and drop unsent data; `why` becomes `ending`."""
         self.ending = why
         self.writer.transport.abort()
 
     async def receive(self, most: int = MESSAGE_BYTES) -> Any:
-        """Read the next message; None once the connection has ended, and `ending` says how."""
+        """Read the next message of at most `most` bytes.
+
+        With `most` 0, a message of several lines is refused. Returns None once the connection
+        has ended or after an invalid message; `ending` says which.
+        """
         try:
             text = bytearray()
             while (line := await self._line()).startswith(MORE):
@@ -213,12 +217,12 @@ class Link:
             return message
         except OSError as error:
             self.ending = f"its connection broke ({error})"
-        except (ValueError, RecursionError):  # Too long, no JSON, or nested too deep for it.
+        except (ValueError, RecursionError):  # Too long, not JSON, or nested too deep.
             self.ending = SENT_NONSENSE
         return None
 
     async def exactly(self, size: int) -> bytes | None:
-        """Read so many bytes that follow a message; None if the connection ends before."""
+        """Read `size` raw bytes that follow a message; None if the connection ends before."""
         try:
             while len(self._came) < size:
                 if not await self._receives():
@@ -229,7 +233,7 @@ class Link:
         return self._taken(size)
 
     async def heard(self, timeout_s: float) -> Any:
-        """Read the next message; None also if none comes in time."""
+        """Read the next message; return None also if none arrives within `timeout_s`."""
         try:
             return await asyncio.wait_for(self.receive(), timeout_s)
         except TimeoutError:
@@ -237,13 +241,13 @@ class Link:
             return None
 
     async def hello(self, context: ssl.SSLContext | None = None) -> Any:
-        """Read the first message of a caller, one line that comes in time; None if it does not.
+        """Read the first message of a caller: one line, within `HELLO_S`; None if there is none.
 
-        With a `context`, what comes before it is a handshake by that.
+        With a `context`, a TLS handshake has to come before it.
 
         Raises:
-            TlsMismatch: if it begins with one and should not, or the other way round.
-            ssl.SSLError: if it does not show what the context demands.
+            TlsMismatch: if only one of the two ends uses TLS.
+            ssl.SSLError: if the handshake fails.
         """
         try:
             async with asyncio.timeout(HELLO_S):
@@ -251,7 +255,7 @@ class Link:
                 if first == HANDSHAKE and context is None:
                     raise TlsMismatch
                 if first and first != HANDSHAKE and context is not None:
-                    await self.receive(most=0)  # What is not read may cost it the answer.
+                    await self.receive(most=0)  # Closing with unread data could reset the answer.
                     raise TlsMismatch
                 if context is not None:
                     await self.seal(context)
@@ -262,17 +266,17 @@ class Link:
             return None
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait until what was sent has left, or the connection has ended."""
+        """Wait until the send buffer has drained; set `ending` if it does not in `timeout_s`."""
         try:
             await asyncio.wait_for(self.writer.drain(), timeout_s)
         except (OSError, TimeoutError):
             self.ending = TAKES_NOTHING
 
     async def _line(self) -> bytes:
-        """Read the next line, or what there is of it when the connection ends.
+        """Read the next line, or its beginning if the connection ends.
 
         Raises:
-            ValueError: if it is too long.
+            ValueError: if the line is too long.
         """
         while not (end := self._came.find(b"\n") + 1) and len(self._came) <= LINE_BYTES:
             if not await self._receives():
@@ -282,11 +286,11 @@ class Link:
         return self._taken(end)
 
     async def _more_came(self) -> bool:
-        """Wait until there is something to read; whether there is."""
+        """Wait for unread bytes; return False if the connection ends first."""
         return bool(self._came) or await self._receives()
 
     async def _receives(self) -> bool:
-        """Wait until more has come to be read; whether it has before the connection ended."""
+        """Wait for new bytes; return False if the connection ends first."""
         before = len(self._came)
         while len(self._came) == before:
             came = await self.reader.read(LINE_BYTES)
@@ -302,7 +306,7 @@ class Link:
 
 
 def encoded(*message: Any) -> bytes:
-    """Encode a message as it is sent: in several lines, if it is long."""
+    """Encode a message as one line of JSON, or as several lines if it is long."""
     text, size = json.dumps(message).encode(), LINE_BYTES // 2
     lines = [text[start : start + size] for start in range(0, len(text), size)]
     return b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"])
@@ -311,12 +315,12 @@ def encoded(*message: Any) -> bytes:
 async def open_link(
     address: tuple[str, int], timeout_s: float = HELLO_S, keys: Keys = LOOPBACK_ONLY
 ) -> Link:
-    """Connect to a host that listens, and that has these keys.
+    """Connect to a listening host that has the same keys.
 
     Raises:
-        InputError: if it has others, or this one may not call such an address.
-        OSError: if nobody listens.
-        TimeoutError: if nothing answers.
+        InputError: if it has other keys, or `keys` forbid calling this address.
+        OSError: if nothing listens there.
+        TimeoutError: if there is no answer within `timeout_s`.
     """
     async with asyncio.timeout(timeout_s):
         await _require_allowed(address, keys)
@@ -341,7 +345,7 @@ async def _require_allowed(address: tuple[str, int], keys: Keys) -> None:
     if keys.has_secret:
         return
     try:
-        # A thread would look it up, and none is started while the interpreter ends.
+        # `getaddrinfo` needs a thread, and none can start while the interpreter exits.
         addresses = [str(ipaddress.ip_address(address[0]))]
     except ValueError:
         loop = asyncio.get_running_loop()
@@ -352,11 +356,11 @@ async def _require_allowed(address: tuple[str, int], keys: Keys) -> None:
 
 
 async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBACK_ONLY) -> Link:
-    """Connect to a host, which may start later than this one; say so if it has not for long.
+    """Connect to a host that may start later: retry until `timeout_s`, and log long waits.
 
     Raises:
         InputError: see `open_link`.
-        TemporaryError: if it does not answer.
+        TemporaryError: if it does not answer in time.
     """
     clock = asyncio.get_running_loop()
     deadline, why, where = clock.time() + timeout_s, "no answer", join_address(*address)
@@ -379,7 +383,7 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
 
 
 async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
-    """Connect to where a host listened once; None if nobody does.
+    """Connect to an address where a host used to listen; return None if there is no answer.
 
     Raises:
         InputError: see `open_link`.
@@ -391,27 +395,27 @@ async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
 
 
 def _is_flat(value: Any, levels: int) -> bool:
-    """Tell whether lists and mappings are nested no deeper than that."""
+    """Return True if lists and mappings are nested less than `levels` deep."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels > 0 and all(_is_flat(part, levels - 1) for part in parts)
 
 
 class Tasks:
-    """Tasks that nobody waits for, held until they end: an event loop holds them weakly."""
+    """Background tasks, referenced until they end: an event loop holds only weak references."""
 
     def __init__(self):
-        """Begin with none."""
+        """Start with no tasks."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run it beside the others."""
+        """Run a coroutine as a task."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def cancel(self) -> None:
-        """Cancel all that have not ended."""
+        """Cancel all tasks that have not ended."""
         for task in self._tasks:
             task.cancel()
 
@@ -422,9 +426,10 @@ Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, A
 def each_in_a_task(
     attend: Attend,
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
-    """Attend to every connection in a task that may be cancelled; those of asyncio complain.
+    """Return a connection callback that runs `attend` in a task which may be cancelled.
 
-    The connection is closed when the task ends.
+    asyncio logs an error when its own connection tasks are cancelled. The connection is closed
+    when the task ends.
     """
     tasks = Tasks()
 

@@ -1,12 +1,12 @@
-"""The control plane's connections: every host has one to every other.
+"""Control plane: every host has one connection to every other host.
 
-Host 0 gathers the hosts: each says hello to it and is told where the others listen, and then each
-connects to those before it. Once a run outlives its hosts, a connection that breaks is
-made again by either end, and a host that is started again connects to all that live. What was sent
-over the one that broke is sent again, but for what the rules of `consensus` send again themselves.
-Heartbeats go over all connections, so each host judges by itself who is there: whose port nobody
-listens on any more has gone, and who is silent for too long may have. Before that, a connection
-that is silent is given up for a new one, as a network may have forgotten it.
+Host 0 gathers the hosts: each sends it a hello, receives the addresses of the others, and then
+connects to all hosts with smaller ids. In an elastic run, either end reconnects a broken
+connection, and a restarted host connects to all live hosts. Messages that were lost with a
+connection are sent again, except those of `consensus`, which repeats its messages itself.
+Heartbeats use all connections, and each host detects failures on its own: a host is gone if
+nothing listens on its port any more, and suspected if it is silent for too long. A silent
+connection is replaced before that, as a network may have dropped its state.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from skippipe_jax.connections.reception import OBSERVER, Reception
 from skippipe_jax.connections.waiting import telling
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
-"""How long to wait before a host is called again: twice as long each time, up to the longest."""
+"""Seconds before a host is called again: exponential back-off from the first to the longest."""
 
 
 class Calls:
-    """Those that one host is making, one to each other at a time."""
+    """Repeated connection attempts of one host, at most one task for each other host."""
 
     def __init__(self, call: Callable[[int, bool], Coroutine[Any, Any, bool]], longest_s: float):
-        """Make none yet; no pause is longer than `longest_s` either.
+        """Start with no calls; pauses between attempts are at most `longest_s`.
 
-        `call` calls a host once, which has or has not come back to the run itself, and says whether
-        that is enough.
+        `call(host, comes_back)` makes one attempt, and returns True if no more are needed;
+        `comes_back` says that the calling host rejoins the run.
         """
         self._call, self._longest_s = call, min(LONGEST_PAUSE_S, longest_s)
         self._tasks = dict[int, asyncio.Task[None]]()
 
     def begin(self, host: int, *, comes_back: bool = False) -> None:
-        """Call a host, unless it is being called."""
+        """Call a host until that succeeds, unless it is being called already."""
         if host not in self._tasks or self._tasks[host].done():
             task = self._tasks[host] = asyncio.create_task(self._go_on(host, comes_back))
-            # A fault of its own goes to the loop: nobody waits for it.
+            # No one awaits the task, so its error is raised to the event loop here.
             task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     def end(self, host: int) -> None:
-        """Call a host no more."""
+        """Stop calling a host."""
         if (task := self._tasks.pop(host, None)) is not None:
             task.cancel()
 
     def close(self) -> None:
-        """Call nobody any more."""
+        """Stop all calls."""
         for host in [*self._tasks]:
             self.end(host)
 
@@ -95,10 +95,10 @@ GONE = "its process is gone"
 
 
 class Mesh:
-    """The connections of one host to all others, by their numbers.
+    """Connections of one host to all others, by host id.
 
     Attributes:
-        directory: who they are.
+        directory: hosts of the run and their addresses.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class Mesh:
         service: str | None,
         keys: Keys = LOOPBACK_ONLY,
     ):
-        """Begin with no connection.
+        """Start with no connections.
 
-        `received` is called with each message and its source, and says whether a host sends that;
-        `lost` with a host that is gone or silent, and how, `found` with one that is heard of again.
-        `goes_on_without` says whether a host is no member: nothing is kept for it. Newcomers and
-        observers come to the `reception`. JAX's coordination service listens on the unix socket
-        `service`, if this process has it. All have the `keys`.
+        `received(host, message)` handles a message, and returns False if it is not valid.
+        `lost(host, why)` is called for a host that is gone or silent, and `found(host)` when it
+        sends again. `goes_on_without(host)` returns True if a host is not a member: no messages
+        are kept for it. `reception` serves newcomers and observers. JAX's coordination service
+        listens on the unix socket `service`, if this process has it. All connections use `keys`.
         """
         self.directory = Directory(hello)
         self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
@@ -135,26 +135,26 @@ class Mesh:
 
     @property
     def missed(self) -> frozenset[int]:
-        """Those that are gone or silent."""
+        """Hosts that are gone or silent."""
         return frozenset(self._pulse.missed)
 
     @property
     def connected(self) -> frozenset[int]:
-        """Return the hosts that this host hears."""
+        """Hosts with an open connection that are not silent."""
         return frozenset(self._links) - self.missed
 
     @property
     def left(self) -> frozenset[int]:
-        """Return the hosts that have said farewell and gone."""
+        """Hosts that have sent a farewell and closed the connection."""
         return frozenset(self._parted - self._links.keys())
 
     async def listen(self, addresses: Sequence[str], port: int) -> None:
-        """Listen on some addresses of this host."""
+        """Listen on addresses of this host; the first one is sent to other hosts."""
         address = await self._door.listen(addresses, port)
         self.directory.hello = replace(self.directory.hello, address=address)
 
     def close(self) -> None:
-        """Listen no more, end all connections, and make none again."""
+        """Stop listening, close all connections, and open no more."""
         self._is_closed = True
         self._calls.close()
         self._door.close()
@@ -162,10 +162,10 @@ class Mesh:
             link.writer.close()
 
     async def gather(self) -> None:
-        """Wait on host 0 until all others have said hello, and tell each where they are.
+        """Wait on host 0 for the hellos of all others, and send each the addresses of all.
 
         Raises:
-            TemporaryError: if one has not within the time that is given.
+            TemporaryError: if a host does not connect within the connect timeout.
         """
         try:
             await self._wait_for_all()
@@ -179,11 +179,11 @@ class Mesh:
             link.send("welcome", self.directory.told(self._channel(host).received))
 
     async def join(self, coordinator: tuple[str, int], link: Link) -> None:
-        """Say hello to host 0 by a link, and then to all other hosts before this one.
+        """Send a hello to host 0 over a link, connect to smaller host ids, and wait for the rest.
 
         Raises:
-            InputError: if one of them refuses this host.
-            TemporaryError: if one of them does not answer.
+            InputError: if a host refuses this one.
+            TemporaryError: if a host does not answer or connect in time.
         """
         self.directory.addresses[0] = join_address(*link.writer.get_extra_info("peername")[:2])
 
@@ -201,13 +201,13 @@ class Mesh:
         self.directory.has_begun = True
 
     async def rejoin(self, link: Link) -> bool:
-        """Say hello to a host of a run that has begun, and then to all others that live of it.
+        """Rejoin a run over a link to one of its hosts, then connect to its other live hosts.
 
-        Returns whether it is one: what listens there may be another run, one that is just
-        beginning, or a host that hangs.
+        Returns False if the peer is not a host of this run, or of a run that is only starting, or
+        hangs.
 
         Raises:
-            InputError: if it refuses this host of its run.
+            InputError: if the peer belongs to this run and refuses this host.
         """
         self.directory.come_back()
         try:
@@ -219,9 +219,9 @@ class Mesh:
         return True
 
     def send(self, host: int, *message: Any) -> None:
-        """Send a message to a host, by the next connection if there is none or it breaks.
+        """Send a message to a host, over the next connection if there is none or it breaks.
 
-        It may be lost if others go on without the host, or if it is of the rules of `consensus`.
+        The message may be lost if the host is not a member, or if it is one of `consensus`.
         """
         link = self._links.get(host)
         if message[:1] == ("control",) or self._goes_on_without(host):
@@ -243,9 +243,9 @@ class Mesh:
                 self.send(host, *message)
 
     def beat(self) -> None:
-        """Show all others that this host lives, and tell of those that were silent for too long.
+        """Send a heartbeat to all others, and report hosts that were silent for too long.
 
-        A connection over which nothing comes is broken off, and made again.
+        A connection that was silent for some beats is broken off and made again.
         """
         for host, channel in self._channels.items():
             if self._goes_on_without(host):
@@ -261,11 +261,11 @@ class Mesh:
             self._miss(host, f"nothing was heard from it for {self._heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all send buffers have drained, at most `timeout_s`."""
         await asyncio.gather(*(link.drained(timeout_s) for link in self._links.values()))
 
     async def part(self, timeout_s: float) -> None:
-        """Say farewell, and wait until all others that are there have as well."""
+        """Send a farewell, wait for those of all other live hosts, and close."""
         self.broadcast("farewell")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._everybody_parted.wait(), timeout_s)
@@ -273,7 +273,7 @@ class Mesh:
         self.close()
 
     def _channel(self, host: int, process: int | None = None) -> Channel:
-        """Return the channel to a host; a new one where this `process` is another than before."""
+        """Return the channel to a host; a new one if `process` is not the process of before."""
         channel = self._channels.setdefault(host, Channel(process))
         if channel.process is None:
             channel.process = process
@@ -297,12 +297,12 @@ class Mesh:
     async def _greet(
         self, host: int | None, link: Link, address: tuple[str, int], timeout_s: float | None = None
     ) -> None:
-        """Say hello by a connection that this host has opened, and read from it.
+        """Send a hello over a connection that this host has opened, and start to read from it.
 
-        `host` is which one should answer, where that is known. Who comes back calls all others.
+        `host` is the expected peer, or None for any. A rejoining host then calls all others.
         """
         if timeout_s is None:
-            # Host 0 waits for others, and says at the end of that time who has not come.
+            # Leave host 0 time to report after its own timeout which hosts are missing.
             timeout_s = self._connect_timeout_s + 10.0
         hello = self.directory.hello
         if host is not None:
@@ -313,11 +313,11 @@ class Mesh:
         channel = self._channel(told.host, told.process)
         self._tasks.start(self._read(told.host, told.name, link, channel, told.received))
         for other in self.directory.others if self.directory.is_outside else ():
-            if other != told.host:  # Each may know of more.
+            if other != told.host:  # Each may have more addresses.
                 self._calls.begin(other, comes_back=True)
 
     async def _come_in(self, hello: Hello, link: Link) -> None:
-        """Attend to a host that has been let in, until it has gone."""
+        """Serve an accepted host until its connection ends."""
         self.directory.addresses[hello.host] = hello.address
         channel = self._channel(hello.host, hello.process)
         if self.directory.has_begun or self.directory.hello.host != 0:
@@ -326,7 +326,7 @@ class Mesh:
         await self._read(hello.host, hello.name, link, channel, received)
 
     async def _receive(self, who: str, link: Link, said: Sequence[Any]) -> InputError | None:
-        """Attend to a newcomer or observer; who has left is away, though nobody misses it."""
+        """Serve a newcomer or observer; `left` hosts are away too, though not missed."""
         if who == OBSERVER:
             return self._reception.show(self.directory.hello, link, said)
         away = self.missed | self.left
@@ -336,19 +336,19 @@ class Mesh:
         host, channel = hello.host, self._channels.get(hello.host)
         is_there = host in self._links and host not in self.missed
         if channel is not None and channel.process == hello.process:
-            is_there = False  # Its connection has broken at its end alone.
+            is_there = False  # It reconnects: only its end has detected the break.
             if channel.is_lost:
                 problem = "it has taken in too little of what it was told"
                 return TemporaryError(HOST_ID, host, problem, "The others go on without it")
         elif channel is not None and channel.process is not None and self._goes_on_without(host):
-            # Of two that come, all hosts let the same one in, whoever comes first to each.
+            # Of two processes with this host id, all hosts accept the same one, in any order.
             is_there &= channel.process < hello.process
         return self.directory.refusal(hello, is_there=is_there)
 
     async def _read(
         self, host: int, name: str, link: Link, channel: Channel, received: int
     ) -> None:
-        """Take in what comes over a link, until it ends; the other end has `received` so much."""
+        """Use a link for a host until it ends; the peer has messages up to `received` already."""
         if self._is_closed or self._channel(host) is not channel:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
@@ -364,8 +364,8 @@ class Mesh:
         finally:
             link.writer.close()
         if self._is_closed or self._links.get(host) is not link:
-            return  # Or another has taken its place.
-        del self._links[host]  # As long as nothing has begun, it may be started again.
+            return
+        del self._links[host]  # Before the run begins, the host may be started again.
         if host in self._parted:
             return
         if self.directory.outlives:
@@ -374,7 +374,7 @@ class Mesh:
             self._lost(host, link.ending)
 
     async def _follow(self, host: int, link: Link, channel: Channel) -> None:
-        """Take in what comes over a link, until it ends."""
+        """Handle the messages of a link until it ends."""
         while True:
             if not channel.is_lost and self._pulse.heard(host):
                 self._found(host)
@@ -394,12 +394,12 @@ class Mesh:
                     continue
                 case [int(number), *said] if 0 < number < MOST_MESSAGES:
                     if not channel.takes(number):
-                        continue  # It has come over another connection.
+                        continue  # Received before, over another connection.
                     if channel.has_to_tell:
                         link.send("beat", channel.tell())
                     message = said
             match message:
-                case ["farewell"]:  # It waits for this host's, and ends the connection then.
+                case ["farewell"]:  # The peer closes after this host's farewell.
                     self._parted.add(host)
                     self._look_who_is_there()
                 case [*said] if self._received(host, said):
@@ -409,15 +409,15 @@ class Mesh:
                     return
 
     async def _call(self, host: int, comes_back: bool) -> bool:
-        """Call a host whose connection broke; whether there is nothing more to do.
+        """Try once to reconnect to a host; return True if no more attempts are needed.
 
-        Of two hosts that live the later one makes the new connection, or the one that `comes_back`;
-        the other only looks whether somebody listens there.
+        Of two live hosts, the one with the larger id connects, or the one that `comes_back`. The
+        other one only probes whether anything listens there.
         """
         if host in self._links or self._is_closed or host not in self.directory.addresses:
             return True
         is_caller = self.directory.hello.host > host or comes_back
-        # Where the network is cut, silence will tell.
+        # In a network partition, missing heartbeats reveal a lost host.
         with contextlib.suppress(OSError, TimeoutError, InputError):
             address = self.directory.address(host)
             try:
@@ -429,13 +429,13 @@ class Mesh:
                 await self._greet(host, link, address, HELLO_S)
                 return True
             link.writer.close()
-        # It may have been started again at another address while neither reached the other.
+        # The host may have restarted at another address meanwhile, so ask the others for it.
         for link in self._links.values():
             link.send("where", host)
         return False
 
     def _learns_where(self, host: int, address: str) -> bool:
-        """Call a lost host by this address from now on; whether both are a host's."""
+        """Call a disconnected host at this address from now on; return False for no address."""
         try:
             require_numeric(address)
         except ValueError:
@@ -457,13 +457,13 @@ class Mesh:
 
 
 async def let_in(ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout_s: float) -> bool:
-    """Ask a host to let this one in, until it answers.
+    """Repeat `ask` until a host accepts or refuses this one; return its result.
 
-    It is asked again while the connections of the last process with this host's number count there,
-    until their silence must have told.
+    A host refuses while it counts an earlier process with this host id as connected. That is
+    retried until the silence of that process must have been detected.
 
     Raises:
-        InputError: if it refuses this host.
+        InputError: if the host refuses this one for another reason, or still refuses it then.
     """
     clock = asyncio.get_running_loop()
     until_s = clock.time() + 2 * heartbeat_timeout_s
@@ -477,11 +477,11 @@ async def let_in(ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout
 
 
 class Meeting:
-    """A host that finds out by which address the others reach it, and is connected with them.
+    """Start-up of a host: chooses the address on which it listens, and connects to the others.
 
     Attributes:
-        mesh: its connections.
-        address: its IP address, on which it listens.
+        mesh: connections of the host.
+        address: IP address on which it listens.
     """
 
     def __init__(
@@ -491,18 +491,18 @@ class Meeting:
         keys: Keys,
         new_mesh: Callable[[], Mesh],
     ):
-        """Be alone; host 0 is found at `coordinator`, and the connections are of a new mesh."""
+        """Start unconnected, with a mesh from `new_mesh`; `coordinator` is host 0's address."""
         self.mesh = new_mesh()
         self.address = "127.0.0.1"
         self._config, self._coordinator, self._keys = config, coordinator, keys
         self._new_mesh = new_mesh
 
     async def with_all(self, relay: str | None) -> None:
-        """Begin a run, once all are there; other hosts than host 0 listen for JAX at `relay`.
+        """Connect to all hosts of a new run; hosts other than 0 listen for JAX at `relay`.
 
         Raises:
-            InputError: if one of them refuses this host, or it cannot listen.
-            TemporaryError: if one does not come in time.
+            InputError: if a host refuses this one, or this one cannot listen.
+            TemporaryError: if a host does not connect in time.
         """
         name, port = self._coordinator
         chosen = chosen_address(self._config.bind_address)
@@ -514,7 +514,7 @@ class Meeting:
                     f"{name} is {near} here, so this host listens on {self.address} as well. "
                     f"{BIND_VARIABLE} chooses another address."
                 )
-            # Other hosts on this machine may look for host 0 where its name leads them.
+            # Hosts on this machine may resolve the name of host 0 to its loopback address.
             await self.mesh.listen(list(dict.fromkeys([self.address, near])), port)
             await self.mesh.gather()
         else:
@@ -526,10 +526,10 @@ class Meeting:
             await self.mesh.join(self._coordinator, link)
 
     async def with_those_left(self, last_addresses: Sequence[str]) -> bool:
-        """Come back to a run that has begun, whose hosts listened there; whether it lives.
+        """Rejoin a run by the last addresses of its hosts; return False if none of them answers.
 
         Raises:
-            InputError: if one of its hosts refuses this one.
+            InputError: if a host of the run refuses this one.
         """
         heartbeat_timeout_s = self._config.heartbeat_timeout_s
         for address in last_addresses:
@@ -544,7 +544,7 @@ class Meeting:
     async def _comes_back(self, address: str) -> bool:
         if (link := await answered(address, self._keys)) is None:
             return False
-        self.mesh.close()  # Another may be open, of which nothing has come.
+        self.mesh.close()  # The mesh of an earlier attempt may be open.
         chosen = chosen_address(self._config.bind_address)
         self.address = chosen or reachable_address(_near_end(link), self._coordinator[0])
         self.mesh = self._new_mesh()
@@ -552,7 +552,7 @@ class Meeting:
         return await self.mesh.rejoin(link)
 
     async def _listen(self) -> None:
-        """Listen for the others, but where ``--coordinator`` says where."""
+        """Listen for other hosts, on a host whose port ``--coordinator`` does not give."""
         own = self.mesh.directory.hello
         port = self._config.port(own.host, own.host, own.hosts)
         require_free("cluster.transfer_port", self.address, port)

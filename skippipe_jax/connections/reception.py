@@ -1,13 +1,12 @@
-"""Attends to newcomers, which ask for a place in the run, and observers, which ask for its status.
+"""Server for newcomers, which request a place in the run, and observers, which request its status.
 
-They come by the port on which this host listens for the others, as any host of the run does. A few
-newcomers are attended to at a time, each for as long as it goes on asking: who comes as one too
-many takes the place of the one that has been there for longest, which asks again. Observers are
-answered at once.
+They connect to the port on which this host listens for other hosts; every host serves them. A host
+serves at most `MOST_NEWCOMERS` newcomers at a time, each as long as it sends requests. One more
+replaces the one that has been served for longest, which asks again. Observers are answered at once.
 
-Whoever takes a place stops all others for as long as its state takes to come. So a place that is
-lost again within a minute of being taken is held back: for a second, then for two, four and so on,
-up to a minute; one that is kept for longer begins anew.
+When a newcomer takes a place, training stops until its state is transferred. So a place that is
+lost within a minute of being taken is held back with exponential back-off: for one second, then
+two, four, up to a minute. A place that is kept for longer resets this.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ LONGEST_S = 60.0
 
 
 class Pauses:
-    """The places of a run as one host sees them taken and lost; times by any one clock, in seconds.
+    """Back-off for places that are lost soon after they are taken; times are in seconds.
 
-    A host that has been there for a while knows more of that than one that has just come.
+    All times are by one clock, whichever. Each host counts only what it has seen since it joined.
     """
 
     def __init__(self):
-        """Nobody is there yet."""
+        """Start before the first generation."""
         self._processes: Mapping[int, int] | None = None
         self._taken_s: dict[int, float] = {}
         self._times: dict[int, int] = {}
         self._until_s: dict[int, float] = {}
 
     def entered(self, processes: Mapping[int, int], now_s: float) -> None:
-        """Note the hosts that there are now, and their processes; the first ones took no place."""
+        """Record the present hosts and their processes; those of the first call took no place."""
         before = processes if self._processes is None else self._processes
         for host, process in before.items():
             if processes.get(host) != process:
@@ -60,66 +59,66 @@ class Pauses:
             self._times.pop(host, None)
             return
         times = self._times[host] = self._times.get(host, 0) + 1
-        # No power of two that floats do not have.
+        # The exponent is capped against overflow.
         self._until_s[host] = now_s + min(LONGEST_S, 2.0 ** min(times - 1, 10))
 
     def pause_s(self, host: int, now_s: float) -> float:
-        """Return how long the place of a host is held back from now on."""
+        """Return for how many seconds from `now_s` the place of a host is held back."""
         return max(0.0, self._until_s.get(host, now_s) - now_s)
 
 
 MOST_NEWCOMERS = 16
-"""So many are attended to at a time."""
+"""Maximum number of newcomers that are served at a time."""
 
 ASKS_S = 60.0
-"""So long one may take for a piece of a file, and to ask for the next."""
+"""Seconds that a newcomer may take to read a piece of a file, and to request the next."""
 
 JOINING = "join"
-"""The field by which newcomers are refused."""
+"""Field of the errors by which newcomers are refused."""
 
 NEWCOMER, OBSERVER = "newcomer", "observer"
 GUESTS = {NEWCOMER: "a newcomer", OBSERVER: "an observer"}
-"""How each of them begins what it says, and what it is called in a line that a host prints."""
+"""First word of a guest's first message, and the guest's name in log messages."""
 
 RUN_ENDED = "the run has ended: it is trained, or was stopped"
-"""Why newcomers are refused as the hosts part."""
+"""Reason for refusing newcomers at the end of a run."""
 
 OBSERVED = ("skippipe-jax",)
-"""The packages of which an observer needs the version of the run: it computes nothing."""
+"""Packages of which an observer needs the run's version; not JAX, as it computes nothing."""
 
 
 class Inviting(Protocol):
-    """What the run knows of the places and files that it has for newcomers."""
+    """Places and files that the run offers to newcomers."""
 
     @property
     def text(self) -> str | None:
-        """The fingerprint of the text that the run reads, if it is known here."""
+        """Fingerprint of the training text, if this host has it."""
         ...
 
     @property
     def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """The hosts that train now, and the nodes of each stage."""
+        """Hosts that train now, and nodes of each stage."""
         ...
 
     def places(self, free: Collection[int]) -> Sequence[Place]:
-        """List those free places that the run does not wait for."""
+        """Return those of the free places that newcomers may take."""
         ...
 
     def files(self) -> Files:
-        """Return what newcomers need; it is read, so this may take a while."""
+        """Read and return the files that newcomers need; this may block on storage."""
         ...
 
 
 class Reception:
-    """Tells newcomers of a run, once it goes on without lost hosts, and observers at any time.
+    """Server for newcomers, once the run is elastic, and for observers at any time.
 
     Attributes:
-        inviting: what the run has for newcomers; None before that.
-        has_ended: whether the run is at its end, and takes nobody in any more.
+        inviting: places and files for newcomers; None while the run accepts none.
+        has_ended: True if the run is ending and accepts no more newcomers.
     """
 
     def __init__(self, status: Callable[[], RunStatus]):
-        """Invite nobody yet; `status` makes what observers are told."""
+        """Start without offers for newcomers; `status` returns the status for observers."""
         self.inviting: Inviting | None = None
         self.has_ended = False
         self._status = status
@@ -128,10 +127,10 @@ class Reception:
     async def attend(
         self, directory: Directory, away: Collection[int], link: Link, said: Sequence[Any]
     ) -> InputError | None:
-        """Attend to a newcomer as long as it asks, or say why it is refused.
+        """Serve a newcomer as long as it sends requests, or return why it is refused.
 
-        It has `said` which protocol it speaks, and its versions. `directory` says who this host is
-        and where all listen, and `away` who is gone, silent or has left.
+        `said` is its protocol version and its package versions. `directory` has this host's hello
+        and all addresses. `away` are the hosts that are gone, silent or have left.
         """
         inviting, refusal = self.inviting, _unlike(NEWCOMER, said, directory.hello)
         if refusal is None and inviting is None:
@@ -153,9 +152,9 @@ class Reception:
             self._there.pop(link, None)
 
     def show(self, own: Hello, link: Link, said: Sequence[Any]) -> InputError | None:
-        """Tell an observer the status of the run, or say why it is refused.
+        """Send an observer the status of the run, or return why it is refused.
 
-        It has `said` the same as newcomers do.
+        `said` is the same as for newcomers.
         """
         refusal = _unlike(OBSERVER, said, own, OBSERVED)
         if refusal is None:
@@ -170,7 +169,7 @@ async def _give(
     try:
         loop = asyncio.get_running_loop()
         files = await loop.run_in_executor(DaemonThreads(), inviting.files)
-    except InputError as error:  # Its folder is there again later, or other hosts have it.
+    except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
     own = directory.hello
     places = tuple(inviting.places({*directory.never_taken, *away}))
@@ -208,9 +207,9 @@ async def _give(
 def _unlike(
     who: str, said: Sequence[Any], own: Hello, packages: Collection[str] | None = None
 ) -> InputError | None:
-    """Explain why a newcomer or observer does not understand this host, by what it has said.
+    """Return the error if a newcomer or observer has another protocol or version, else None.
 
-    The versions of these `packages` have to be alike, by default of all that either names.
+    The versions of `packages` are compared; by default, of all packages that either side names.
     """
     match said:
         case [protocol, _] if protocol != PROTOCOL:

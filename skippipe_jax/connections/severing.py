@@ -1,4 +1,4 @@
-"""Cutting connections that this process has, whoever opened them and whatever waits on them."""
+"""Shutdown of open connections of this process, including those of libraries."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import suppress
 
 
 def sever(addresses: Collection[tuple[str, int]]) -> None:
-    """Cut all connections of this process that begin or end at one of these addresses.
+    """Shut down all TCP connections of this process from or to one of these addresses.
 
-    What waits for something by them fails at once, as if the other side had ended. What listens
-    there listens on.
+    Operations that wait on them fail at once, as if the peer had closed. Listening sockets stay
+    open.
     """
     for descriptor in map(int, os.listdir("/dev/fd")):  # on Linux and macOS alike
-        # It may be closed at any moment, and its number be that of something else.
+        # Another thread may close a descriptor, and reuse its number, at any moment.
         with suppress(OSError):
-            # A copy of a file's descriptor would let go of the file's locks as it is closed.
+            # Closing a copy of a file's descriptor would release the file's locks.
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:

@@ -1,7 +1,7 @@
-"""What a host tells of its run to a machine that observes it, which is no host itself.
+"""Status of a run, as a host sends it to an observer, which is not a host of the run.
 
-An observer says `["observer", protocol, versions]` as the first line of a connection, and is told
-`["status", status]`: one answer, after which the connection ends.
+An observer sends `["observer", protocol, versions]` as the first line of a connection. The host
+answers `["status", status]` once, and closes the connection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skippipe_jax.connections.hello import MOST_HOSTS, HostNumber, ShortText
 from skippipe_jax.connections.invitation import MOST_STAGES, Stages
 
 MOST_LINKS = 1 << 10
-"""So many links are told at most, the slowest."""
+"""Maximum number of links in a status; the slowest ones are sent."""
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -28,13 +28,13 @@ Phase = Literal["gathering", "preparing", "training", "waiting", "regrouping", "
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
-    """A link from one host to another, as the plan counts on it.
+    """Link from one host to another, as the plan assumes it.
 
     Attributes:
-        source: the host that sends.
-        target: the host that receives.
-        latency_s: of one way, in seconds.
-        bytes_per_s: its bandwidth.
+        source: sending host.
+        target: receiving host.
+        latency_s: one-way latency, in seconds.
+        bytes_per_s: bandwidth, in bytes per second.
     """
 
     source: HostNumber
@@ -47,15 +47,15 @@ Links = Annotated[tuple[LinkStatus, ...], Meta(max_length=MOST_LINKS)]
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far a host has trained.
+    """Training progress of a host.
 
     Attributes:
-        step: how many steps are done.
-        steps: how many the run has.
-        loss: of the last one, in nats per token; None before a step has ended since the hosts that
-            train were last others, or if it is not finite.
-        seconds_per_iteration: the median of the last ones that compiled nothing; None before one.
-        left_s: the seconds that the steps take which are left; None before that is known.
+        step: number of completed steps.
+        steps: number of steps of the run.
+        loss: loss of the last step, in nats per token; None before the first step of a generation
+            has ended, or if it is not finite.
+        seconds_per_iteration: median of the last iterations without compilation; None before one.
+        left_s: estimated seconds for the remaining steps; None before there is an estimate.
     """
 
     step: Count
@@ -67,15 +67,15 @@ class Progress(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """What a host knows of the run since the hosts that train were last others.
+    """Status of the current generation, as a host has it.
 
     Attributes:
-        generation: the number of theirs; 0 where hosts are always the same.
-        progress: how far it has trained.
-        serving: the hosts that serve each stage.
-        locations: of hosts, as the case names them.
-        links: between hosts, those first that take longest for an activation.
-        links_are_measured: whether the run has measured them; else the case says them.
+        generation: number of the generation; 0 in a run that is not elastic.
+        progress: training progress of the host.
+        serving: hosts that serve each stage.
+        locations: locations of hosts, as the case names them.
+        links: links between hosts, the slowest for an activation first.
+        links_are_measured: True if the run has measured the links; else they are from the case.
     """
 
     generation: int
@@ -87,15 +87,15 @@ class TrainingStatus:
 
 
 class HostPresence(msgspec.Struct, frozen=True):
-    """A host of the run.
+    """State of a host of the run.
 
     Attributes:
-        host: its number.
-        state: whether it is there; see docs/watch.md.
-        stages: those that it serves, or would if it were there.
-        location: as the case names it; None where that is not known.
-        address: ``IP:PORT`` where it listens; None where that is not known.
-        name: its process and machine; None if it was never there.
+        host: host id.
+        state: presence of the host; see docs/watch.md.
+        stages: stages that it serves, or would serve if it were present.
+        location: location, as the case names it; None if unknown.
+        address: ``IP:PORT`` where it listens; None if unknown.
+        name: its process and machine; None if it has never connected.
     """
 
     host: HostNumber
@@ -107,18 +107,18 @@ class HostPresence(msgspec.Struct, frozen=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """A run, as one of its hosts knows it; docs/watch.md says what each field is.
+    """Status of a run, as one of its hosts has it; docs/watch.md describes each field.
 
     Attributes:
-        run: its folder.
-        host: the one that tells this.
-        phase: what it is about.
-        generation: the number of that whose hosts train; None where hosts are always the same.
-        leader: the host that leads, or will; None on a host that does not know it yet.
-        progress: how far that host has trained; None before it trains.
-        hosts: all that the run begins with, and those that have come since.
-        stages: the hosts of each that are present; a lost one has none.
-        links, links_are_measured: as of `TrainingStatus`.
+        run: run directory.
+        host: host that sends the status.
+        phase: current phase of that host.
+        generation: number of the current generation; None in a run that is not elastic.
+        leader: current or next leader; None while that host does not know it.
+        progress: training progress of that host; None before it trains.
+        hosts: all hosts that the run started with, and those that joined since.
+        stages: present hosts of each stage; none for a lost stage.
+        links, links_are_measured: see `TrainingStatus`.
     """
 
     run: ShortText
@@ -133,14 +133,14 @@ class RunStatus(msgspec.Struct, frozen=True):
     links_are_measured: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return this as it is sent."""
+        """Return the content of the message."""
         return msgspec.to_builtins(self)
 
     @classmethod
     def parse(cls, given: Any) -> RunStatus:
-        """Read the status in a message.
+        """Parse and validate a status.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if it is not a valid status.
         """
         return msgspec.convert(given, cls)

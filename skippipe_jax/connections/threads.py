@@ -1,6 +1,6 @@
-"""Calls that may block for ever, in threads that keep neither an event loop nor a process.
+"""Executor for calls that may block forever, without blocking an event loop or process exit.
 
-Storage may hang. The event loop that shows the others that this host lives does not wait for it.
+Storage may hang. The event loop that sends this host's heartbeats must not wait for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class DaemonThreads(Executor):
-    """A thread for each call: those of other executors are waited for when the process ends."""
+    """Executor with a daemon thread for each call; other executors delay the process's exit."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call it."""
+        """Call a function in a new thread; return the future of its result."""
         future: Future[T] = Future()
-        # Or whoever waits could cancel it, and its result could not be set.
+        # Else a waiter could cancel the future, and setting its result would raise.
         future.set_running_or_notify_cancel()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Says what this host waits for, if that takes long."""
+"""Log messages about long waits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from skippipe_jax import log
 
 FIRST_S, EACH_S = 10.0, 30.0
-"""A host that waits says so after so many seconds, and then each time after so many more."""
+"""Seconds before a wait is logged first, and between later messages about it."""
 
 
 @contextmanager
 def telling(what: Callable[[float], str], timeout_s: float) -> Iterator[None]:
-    """Print in the block, which waits for `timeout_s` seconds at most, what it waits for.
+    """Log what the block waits for, while it runs; it waits for at most `timeout_s` seconds.
 
-    `what` makes the line; it takes the seconds that are left, and is called in another thread.
+    `what(left_s)` returns the message for the seconds left; it is called in another thread.
     """
     is_over, until_s = threading.Event(), time.monotonic() + timeout_s
 
@@ -37,7 +37,7 @@ def telling(what: Callable[[float], str], timeout_s: float) -> Iterator[None]:
 
 
 def why_unreachable(error: OSError) -> str:
-    """Say in a few words why a connection was not made."""
+    """Describe in a few words why a connection failed."""
     if isinstance(error, socket.gaierror):
         return str(error.strerror).lower()
     if error.errno is None:

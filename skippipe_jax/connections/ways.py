@@ -1,9 +1,9 @@
-"""How quick the ways between a newcomer and a host are, measured before the newcomer is a host.
+"""Measurement of the link between a newcomer and a host, before the newcomer joins.
 
-The newcomer asks by the connection over which it has been invited. `["take", size]` and so many
-bytes behind it are answered by `["taken", size]`, and `["give", size]` by so many bytes: from the
-question to the end of the answer it takes a round trip, and as long as the bytes need. The host
-goes on training meanwhile, so a way is tried for a part of a second only.
+The newcomer uses the connection of its invitation. It sends `["take", size]` and `size` bytes, and
+the host answers `["taken", size]`; the answer to `["give", size]` is `size` bytes. Each takes a
+round trip plus the transfer time of the bytes. The host trains meanwhile, so a link is measured
+for a part of a second only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from skippipe_jax.connections.links import Link
 LEAST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 8
 ROUND_TRIPS = 4
 MOST_QUESTIONS = 64
-"""So often a newcomer may ask."""
+"""Maximum number of measurements for a newcomer."""
 
 PATIENCE_S = 10.0
-"""So long either end waits for the other."""
+"""Seconds that either end waits for the other."""
 
 _PIECE_BYTES = 1 << 20
 _LEAST_S = 1e-6
@@ -29,12 +29,12 @@ _LEAST_S = 1e-6
 
 @dataclass(frozen=True)
 class Way:
-    """Between a newcomer and a host.
+    """Measured link between a newcomer and a host.
 
     Attributes:
-        latency_s: half of the shortest round trip.
+        latency_s: half of the shortest round trip, in seconds.
         to: bytes per second from the newcomer to the host.
-        back: those from the host to the newcomer.
+        back: bytes per second from the host to the newcomer.
     """
 
     latency_s: float
@@ -43,12 +43,12 @@ class Way:
 
 
 async def measured(link: Link, most_s: float) -> Way:
-    """Measure the way to the host at the other end, for about so many seconds.
+    """Measure the link to the host at the other end, for about `most_s` seconds.
 
     Raises:
-        ValueError: if it does not answer as a host does, or not in time.
+        ValueError: if the host's answers are not valid, or late.
     """
-    # The first one may wait for what the host is about.
+    # The first one is dropped: the host may be busy.
     round_trips = [await _asked(link, "take", 0) for _ in range(1 + ROUND_TRIPS)][1:]
     round_trip_s = min(round_trips)
     rates = []
@@ -56,7 +56,7 @@ async def measured(link: Link, most_s: float) -> Way:
         size, until_s = LEAST_BYTES, time.monotonic() + most_s / 2
         while True:
             seconds = max(_LEAST_S, await _asked(link, way, size) - round_trip_s)
-            # What comes after it would take so many times as long.
+            # The next size would take `GROWTH` times as long.
             is_last = time.monotonic() + GROWTH * seconds > until_s
             if is_last or size == MOST_BYTES:
                 break
@@ -66,7 +66,7 @@ async def measured(link: Link, most_s: float) -> Way:
 
 
 async def _asked(link: Link, way: str, size: int) -> float:
-    """Measure the seconds until the host has taken so many bytes, or given them."""
+    """Return the seconds until the host has received `size` bytes, or sent them."""
     began_s = time.perf_counter()
     link.send(way, size)
     try:
@@ -83,7 +83,7 @@ async def _asked(link: Link, way: str, size: int) -> float:
 
 
 async def answer(link: Link, way: str, size: int) -> bool:
-    """Take so many bytes from a newcomer, or give them; whether that was done in time."""
+    """Receive `size` bytes from a newcomer, or send them; return False if that fails or is late."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             if way == "give":
@@ -91,13 +91,13 @@ async def answer(link: Link, way: str, size: int) -> bool:
             else:
                 await _received(link, size)
                 link.send("taken", size)
-    except (OSError, ValueError):  # It has gone, or takes too long.
+    except (OSError, ValueError):  # The newcomer has disconnected, or is too slow.
         return False
     return True
 
 
 async def _sent(link: Link, size: int) -> None:
-    # Random, as no network can make it shorter.
+    # Random bytes, which a network cannot compress.
     piece = os.urandom(min(size, _PIECE_BYTES))
     for start in range(0, size, _PIECE_BYTES):
         link.write(piece[: size - start])

@@ -1,5 +1,6 @@
-"""What the hosts of a run decide on together, whoever is lost.
+"""Consensus of the hosts of a run on its members and its committed steps.
 
-`decisions` are rules without time or network, in the words of `generations`; `control` gives them
-both, by `wire`. Others use `control.Control` and the words.
+`decisions` is the protocol, a pure function over the types of `generations`. `control` drives it
+over the network and by a timer, with the message format of `wire`. Other packages use
+`control.Control` and the types.
 """

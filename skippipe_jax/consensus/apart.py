@@ -1,11 +1,10 @@
-"""Hosts that are apart: members that do not reach the folder of the run, which others share.
+"""Diskless hosts: members that are `apart`, without access to the shared run directory.
 
-They train like all others, and leave to those what only who reaches the folder can do: to lead, as
-the leader writes there; to read a checkpoint, so when all go back to one they take their states
-from others; and to go on alone. Where all that are left are apart, the run ends. They may lack the
-run's text, too: none serves the data stage that has not come to serve it. A host that is to serve
-that stage, and finds that its text is none or another, tells so: no step counts until it serves
-another stage.
+They train like all others, with three exceptions. They do not lead, since the leader writes to the
+run directory. They read no checkpoint, so in a rollback they get their states from others. They do
+not continue alone: if all remaining members are apart, the run ends. They may also lack the
+training text, so none of them newly serves the data stage. A host that is to serve that stage, but
+has no text or another one, reports this; no step is committed until it serves another stage.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 from skippipe_jax.consensus.generations import Generation, Rules, State
 
 DATA_STAGE = 0
-"""Who serves it reads the run's text."""
+"""Stage whose hosts read the training text."""
 
 
 def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
-    """Tell whether these members can decide on what follows a generation: a majority of them.
+    """Return True if these members can decide on the next generation: a majority of the last.
 
-    Of two members one of which is apart the other decides alone, since nothing goes on without it.
+    Of two members of which one is apart, the other decides alone: the run needs it anyway.
     """
     if last is None:
         return False
@@ -33,26 +32,26 @@ def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
 
 
 def asks_store(state: State) -> bool:
-    """Tell whether storage decides on what follows: between two members that both reach it."""
+    """Return True if storage decides on the next generation: for two members that reach it."""
     last = state.generation
     return last is not None and len(last.members) == 2 and not last.apart
 
 
 def apart_of(state: State, members: Iterable[int], new: Collection[int]) -> tuple[int, ...]:
-    """List the next members that are apart; those that are `new` have said so."""
+    """Return the members of the next generation that are apart; `new` ones have reported it."""
     before = () if state.generation is None else state.generation.apart
     return tuple(host for host in members if host in (state.apart if host in new else before))
 
 
 def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[int]) -> int:
-    """Choose the leader: a member that is not apart, and of those one that holds its state."""
+    """Choose the leader: preferably not apart and holding its state, with the smallest id."""
     everybody, with_state = frozenset(members), frozenset(holding)
     choices = (with_state.difference(apart), everybody.difference(apart), with_state, everybody)
     return min(next(some for some in choices if some))
 
 
 def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> frozenset[int]:
-    """List the hosts that serve the data stage under a placement without the run's text."""
+    """Return the hosts that serve the data stage under a placement and lack the text."""
     serves = state.rules.serves
     return frozenset(
         host for host in state.textless.intersection(hosts) if DATA_STAGE in serves(placement, host)
@@ -60,9 +59,9 @@ def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> 
 
 
 def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int]) -> bool:
-    """Tell whether those that are apart serve the data stage only as they did before.
+    """Return True if hosts that are `apart` serve the data stage only where they did `before`.
 
-    The others reach the run's text.
+    The other hosts reach the training text.
     """
     return all(
         DATA_STAGE in rules.serves(before, host)

@@ -1,9 +1,9 @@
-"""Links between two hosts that both live: who misses whom, and which of them goes without others.
+"""Broken links between live hosts, and the choice of the hosts to exclude for them.
 
-A host that is gone or stopped is silent to all. Where one member misses another that others go on
-hearing, it is their link that is cut, and one of the two has to be left out until it is mended. A
-complaint counts once the host that it is about has been heard often enough since: of a host that
-is lost nothing more comes, and complaints of that kind never count.
+A host that is gone or stopped is silent to all. If one member misses another one that others still
+receive from, their link is broken, and one of the two is excluded until it is repaired. A complaint
+is valid once enough beats of its target have arrived since. Nothing more arrives from a lost host,
+so complaints about it never become valid.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 Complaints = Mapping[tuple[int, int], int]
-"""For who misses whom, how often the one that is missed has been heard of here since."""
+"""Number of beats received here since the complaint, by (complaining host, missed host)."""
 
 ENOUGH = 4
-"""So often the one that is missed has to be heard of before its link counts as cut."""
+"""Beats of the missed host after which a complaint is valid: the link counts as broken."""
 
 
 def after_beat(complaints: Complaints, source: int, missed: Iterable[int]) -> Complaints:
-    """Return the complaints after a beat of a host that misses these."""
+    """Update the complaints by a beat of `source`, which misses the hosts `missed`."""
     of_source = {(source, other): complaints.get((source, other), 0) for other in missed}
     rest = {
         (host, other): heard + (other == source)
@@ -30,9 +30,9 @@ def after_beat(complaints: Complaints, source: int, missed: Iterable[int]) -> Co
 
 
 def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
-    """Choose which present hosts to do without, so that all others hear one another.
+    """Choose the present hosts to exclude, so that no link between the others is broken.
 
-    Whoever has most cut links goes first, and of two with as many the later one.
+    The host with the most broken links is excluded first; in a tie, the larger id.
     """
     cut = {
         frozenset(pair)
@@ -49,5 +49,5 @@ def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
 
 
 def is_apart(complaints: Complaints, host: int, others: Collection[int]) -> bool:
-    """Tell whether a host misses one of the others, or one of them misses it."""
+    """Return True if a host misses one of the others, or one of them misses it."""
     return any((host, other) in complaints or (other, host) in complaints for other in others)

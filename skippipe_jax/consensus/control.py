@@ -1,7 +1,7 @@
-"""Drives the rules of `generations` over the connections of a host, and tells the run of it.
+"""Driver of the consensus: runs `decisions` over the connections of a host and a timer.
 
-The rules live on the event loop of the control plane. The run lives in another thread, which tells
-what it holds and has saved by methods that any thread may call.
+It runs on the event loop of the control plane. The training thread reports its progress by methods
+that any thread may call.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from skippipe_jax.consensus.generations import (
 from skippipe_jax.consensus.next_generation import is_the_end
 
 TICK_S = 0.5
-"""How often what may have been lost is sent again."""
+"""Seconds between ticks, which send beats and possibly lost messages."""
 
 SOON_S = 0.05
-"""So long after a host is missed the rest begin to do without it: more may be missed as well."""
+"""Seconds from a detected loss to the tick that acts on it: more losses may follow at once."""
 
 STORES_AGAIN_S = 1.0
-"""Seconds after which storage that has failed is asked again to decide on a generation."""
+"""Seconds between attempts to write a generation to storage that fails."""
 
 
 Store = Callable[[Generation], Generation]
-"""Writes a generation where only the first can, and returns what is there then."""
+"""Function that writes a generation unless there is one, and returns the one that is there."""
 
 
 class Control:
-    """A host's part in what the hosts decide together. Lives on an event loop."""
+    """Consensus of one host with the others. Runs on an event loop."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Control:
         store: Store,
         storing: Executor | None = None,
     ):
-        """Begin with a state; `send` takes a host and the parts of a message to it.
+        """Start ticking from a state; `send` takes a host and the parts of a message to it.
 
-        `follow` is called with what was decided, on the loop's thread, and `store` by `storing`, by
-        default a pool of threads that the process waits for.
+        `follow` is called with each decision, on the loop's thread. `store` is called in the
+        executor `storing`, by default the loop's pool, whose threads delay the process's exit.
         """
         self._storing, self._stores = storing, dict[int, asyncio.Task[None]]()
         self._state, self._send, self._follow, self._store = state, send, follow, store
@@ -66,7 +66,7 @@ class Control:
         self._ticking.add_done_callback(_raise_its_error)
 
     def received(self, source: int, given: list[Any]) -> bool:
-        """Take a message of another host; tell whether it is one of the consensus."""
+        """Process a message of another host; return False if it is not valid."""
         try:
             message = wire.parse(given)
         except ValueError:
@@ -75,11 +75,11 @@ class Control:
         return True
 
     def goes_on_without(self, host: int) -> bool:
-        """Tell whether a generation goes on here of which that host is no member."""
+        """Return True if this host is in a generation of which `host` is not a member."""
         return self._state.is_member and host not in self._state.members
 
     def is_there(self, host: int) -> None:
-        """Note that a host that was missed is heard of again."""
+        """Note that a host that was missed is present again."""
         self._happens(Presence(host, is_there=True))
 
     def is_missed(self, host: int) -> None:
@@ -88,31 +88,31 @@ class Control:
         self._loop.call_later(SOON_S, self._happens, Tick())
 
     def tell(self, *events: Event) -> None:
-        """Note what the run has come to, or wishes. Any thread may call this."""
+        """Process events of the run. Any thread may call this."""
         for event in events:
             self._loop.call_soon_threadsafe(self._happens, event)
 
     def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
-        """Leave, as this host was told to; call `late` if it has not left after some seconds.
+        """Start to leave the run; call `late` after `grace_s` seconds.
 
-        Any thread may call this; `late` is called on the event loop's.
+        Any thread may call this. `late` is called on the event loop's thread.
         """
-        self.tell(Told(), Tick())  # So that the others hear of it at once.
+        self.tell(Told(), Tick())  # The tick notifies the others at once.
         self._loop.call_soon_threadsafe(self._loop.call_later, grace_s, late)
 
     @property
     def state(self) -> State:
-        """What this host knows of the run. For any thread."""
+        """State of the consensus on this host. For any thread."""
         return self._state
 
     @property
     def is_the_end(self) -> bool:
-        """Whether so many hosts are told to leave that the run has to end. For any thread."""
+        """True if so many hosts were asked to leave that the run has to end. For any thread."""
         return is_the_end(self._state)
 
     @property
     def waiting(self) -> frozenset[int]:
-        """The hosts that are in no generation, and ask to be taken in. For any thread."""
+        """Hosts that are in no generation and ask to join. For any thread."""
         return frozenset(self._state.waiting)
 
     async def _tick_for_ever(self) -> None:
@@ -131,7 +131,7 @@ class Control:
                     task.add_done_callback(_raise_its_error)
                     self._stores[generation.number] = task
                 case Writes():
-                    pass  # Storage has yet to answer, and may hang.
+                    pass  # A write is in progress; storage may hang.
                 case _:
                     self._follow(effect)
 
@@ -149,6 +149,6 @@ class Control:
 
 
 def _raise_its_error(task: asyncio.Task[None]) -> None:
-    """Hand the error that has ended a task to the loop: what nobody waits for fails unheard."""
+    """Raise the error of a task to the event loop: a task that is not awaited hides it."""
     if not task.cancelled():
         task.result()

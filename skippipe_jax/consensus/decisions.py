@@ -1,25 +1,24 @@
-"""How the hosts of a run agree on who they are and on which steps count, whoever is lost.
+"""Consensus of the hosts of a run on its members and its committed steps, despite failures.
 
-A *generation* is a set of hosts that train together, its members. When one is lost, or comes back,
-the others enter the next generation together. Which one that is they decide by single-decree Paxos
-(Lamport, "Paxos Made Simple", 2001) among the members of the last: a majority of them has to live.
-Of two members neither is one: there a file decides that only the first to come can create, in
-storage that both reach. What hosts cannot do that do not reach it is in `apart`.
+A *generation* is a set of hosts that train together, its members. When a member is lost, or a host
+joins, the hosts enter the next generation together. They choose it by single-decree Paxos (Lamport,
+"Paxos Made Simple", 2001) among the members of the last one, a majority of which has to live. One
+of two members is not a majority: there, the first to create a file in storage that both reach
+decides. `apart` has the rules for members that do not reach it.
 
-Within a generation a step goes so: a host that holds the averaged gradients of all its stages sends
-its totals to the leader. Who has the totals of all members knows that all of them hold their
-gradients, so the leader's sum of them, which every update needs, is at once the word that the step
-*counts*. A host applies a step only with that sum.
+A step is *committed* as follows. A host that holds the averaged gradients of all its stages sends
+its totals to the leader. Once the leader has the totals of all members, all of them hold their
+gradients. So the leader's sum of the totals, which every update needs, is also the commit message.
+A host applies a step only with that sum.
 
-So when a generation ends, the last step that any of those left has applied can be applied by all of
-them: each says what it has applied and with which sum, and promises to take no further part in the
-generation. A step of which none of them has the sum was applied by nobody who goes on, and is run
-again with the same microbatches. A host that is not among them, such as a leader that was cut off
-after it had applied a step, may hold what the others do not; it takes their state before it goes on
-with them.
+When a generation ends, all remaining members can therefore apply the last step that any of them has
+applied: each reports its last step and the sum, and promises to take no further part in the
+generation. A step without a sum on any of them was applied by none of them, and is run again with
+the same microbatches. Another host, such as a leader that was partitioned after it applied a step,
+may be ahead; it takes the state of the others before it rejoins.
 
-All of this is one pure function, `advance`: (state, event) -> (state, effects). Time is no part of
-it. Messages may be lost, late or doubled: what is missing is sent again when `Tick` comes.
+All of this is one pure function, `advance`: (state, event) -> (state, effects). It uses no clock.
+Messages may be lost, late or duplicated: on `Tick`, missing ones are sent again.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ from skippipe_jax.consensus.next_generation import going, next_generation
 
 
 def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:
-    """Return the state of a host that is there when a run begins, in its first generation."""
+    """Return the initial state of a member of the first generation."""
     process = generation.processes[generation.members.index(host)]
     holds = served(rules, generation, host)
     standing = Standing(generation.step, saved=saved, holds=holds)
@@ -77,7 +76,7 @@ def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> 
 
 
 def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
-    """Apply an event; return the new state and its effects. A newcomer begins as `State(...)`."""
+    """Apply an event; return the new state and its effects. A newcomer starts with `State(...)`."""
     match event:
         case Received(source, message):
             return _received(state, source, message)
@@ -88,7 +87,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             if not is_here or step != state.standing.applied + 1:
                 return state, []  # The generation in which it was computed has ended.
             assert state.generation is not None, "a member's"
-            # By now it has taken what it did not hold.
+            # By now it has received the states that it lacked.
             holds = {*state.standing.holds, *served(state.rules, state.generation, state.host)}
             standing = replace(
                 state.standing, holds_next=True, holds=tuple(sorted(holds)), copies=copies
@@ -99,7 +98,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             return replace(state, standing=replace(state.standing, saved=saved)), []
         case WentBack(number, step):
             if number != state.number or not state.takes_part:
-                return state, []  # Those of the next one find it out anew.
+                return state, []  # The next generation detects it again.
             assert state.generation is not None, "a member's"
             generation = replace(state.generation, step=step)
             standing = replace(state.standing, applied=step, saved=step)
@@ -107,7 +106,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
         case Abandoned(number):
             if number != state.number or not state.takes_part:
                 return state, []
-            # Its beats tell of this ballot, which whoever is to propose outbids.
+            # Its beats carry this ballot, and the proposer uses a greater one.
             ballot = state.highest[0] + 1, state.host
             return replace(state, promised=ballot, highest=ballot), []
         case Stored(generation):
@@ -144,7 +143,7 @@ def _received(state: State, source: int, message: Message) -> tuple[State, list[
 
 
 def _is_of_run(state: State, message: Message) -> bool:
-    """Tell whether the generation in a message, if any, can be of this start of the run."""
+    """Return True if the generation in a message, if any, is valid for this start of the run."""
     match message:
         case Decided(generation):
             number = generation.number
@@ -164,7 +163,7 @@ def _is_of_run(state: State, message: Message) -> bool:
 
 
 def _presence(state: State, host: int, *, is_there: bool) -> State:
-    """Note who is there, and do nothing yet: more hosts may go until the next tick."""
+    """Note that a host is present or suspected; the next tick acts on all such changes at once."""
     if is_there:
         return replace(state, suspected=state.suspected - {host})
     waiting = {other: process for other, process in state.waiting.items() if other != host}
@@ -172,7 +171,7 @@ def _presence(state: State, host: int, *, is_there: bool) -> State:
 
 
 def _tick(state: State) -> tuple[State, list[Effect]]:
-    """Send again what may have been lost, and propose where that is this host's part."""
+    """Send a beat and messages that may have been lost; propose if it is this host's turn."""
     missed = tuple(sorted(state.suspected))
     leaves = state.host in state.leaving
     if leaves:
@@ -186,11 +185,11 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
         effects += more
     cut_off = state.cut_off
     left = [host for host in state.members if state.is_left(host) and host not in cut_off]
-    # A generation that only others wait for ends after a step; the last one has no other after it.
+    # Hosts that only wait to join do not end it before the next commit (see `_count`).
     has_to_end = state.highest > NO_BALLOT or len(left) < len(state.members)
     generation = state.generation
     if generation is not None and reading_without_text(state, left, generation.placement):
-        has_to_end = True  # No step of it can be made.
+        has_to_end = True  # It cannot complete a step.
     goes_on = generation is not None and not generation.is_last
     if state.number and goes_on and has_to_end and state.host == min(left, default=None):
         state, more = _propose(state)
@@ -199,7 +198,7 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
 
 
 def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
-    """Tell a host that is behind; one that is in no generation waits for the next."""
+    """Note the status in a beat; send the decided generation to a host that is behind."""
     missed = [host for host in beat.missed if host in state.rules.hosts]
     others = state.textless - {source}
     state = replace(
@@ -209,7 +208,7 @@ def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
     )
     if beat.leaves:
         state = _hears_leaving(state, source)
-    elif source in state.leaving:  # It has been started again.
+    elif source in state.leaving:  # It has restarted.
         state = replace(state, leaving={h: n for h, n in state.leaving.items() if h != source})
     if not state.number or beat.number > state.number:
         return state, []
@@ -239,12 +238,12 @@ def _contribute(state: State) -> tuple[State, list[Effect]]:
 
 
 def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[State, list[Effect]]:
-    """Add the totals of a member, on the leader; those of the last one make the step count."""
+    """Add the totals of a member, on the leader; commit the step once all totals are there."""
     standing, number = state.standing, state.number
     if not state.leads or source not in state.members:
         return state, []
     if step == standing.applied and standing.outcome is not None:
-        return state, [Send(source, Counts(number, step, standing.outcome))]  # It was lost.
+        return state, [Send(source, Counts(number, step, standing.outcome))]  # The commit was lost.
     lengths = {len(own) for own in (*state.heard.values(), totals)}
     if step != standing.applied + 1 or len(lengths) > 1:
         return state, []
@@ -258,7 +257,7 @@ def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[St
 
 
 def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
-    """Apply a step that counts. With that a generation ends that somebody waits for the end of."""
+    """Apply a committed step; on the leader, propose the next generation if a change waits."""
     if step != state.standing.applied + 1 or not state.standing.holds_next:
         return state, []
     assert state.generation is not None, "a member's"
@@ -278,8 +277,8 @@ def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
 
 
 def _propose(state: State) -> tuple[State, list[Effect]]:
-    """Propose by a greater ballot than any that is known, or go on with such a proposal."""
-    # A host that does not hear enough others to decide would only outbid one that does.
+    """Propose with a greater ballot than any known one, or continue the current proposal."""
+    # A host that does not reach enough members to decide would only outbid one that does.
     if not (
         asks_store(state) or can_decide(state.generation, filter(state.is_left, state.members))
     ):
@@ -293,14 +292,14 @@ def _propose(state: State) -> tuple[State, list[Effect]]:
         proposal = Proposal((state.highest[0] + 1, state.host), state.cut_off)
         state = replace(state, highest=proposal.ballot, proposal=proposal)
     elif proposal.generation is None:
-        state, effects = _promised(state)  # Who has not answered may be suspected by now.
+        state, effects = _promised(state)  # Hosts without an answer may be suspected by now.
         if effects:
             return state, effects
     return _ask_members(state, Ask(number, proposal.ballot, proposal.generation))
 
 
 def _ask_members(state: State, ask: Ask) -> tuple[State, list[Effect]]:
-    """Ask all members of the last generation; this host answers itself at once."""
+    """Send a request to the members of the last generation; process this host's own answer."""
     assert state.proposal is not None, "is under way"
     asked = [host for host in state.members if host not in state.proposal.without]
     effects = state.to_others(ask, asked)
@@ -313,7 +312,7 @@ def _ask_members(state: State, ask: Ask) -> tuple[State, list[Effect]]:
 
 
 def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
-    """Answer a proposal for the generation after this host's own."""
+    """Answer a request for the generation after this host's own."""
     if not state.number or ask.number > state.number + 1:
         return state, []
     if ask.number <= state.number:
@@ -335,7 +334,7 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
 
 
 def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[State, list[Effect]]:
-    """Go on with the proposal that a host has answered."""
+    """Record an answer to this host's proposal, and continue the proposal."""
     proposal = state.proposal
     if proposal is None or (answer.number, answer.ballot) != (state.number + 1, proposal.ballot):
         return state, []
@@ -354,7 +353,7 @@ def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[St
 
 
 def _promised(state: State) -> tuple[State, list[Effect]]:
-    """Name the next generation as soon as all that live have promised, and a majority."""
+    """Choose and propose the next generation once all live members and a majority promised."""
     proposal = state.proposal
     assert proposal is not None, "is under way"
     promises = proposal.promises
@@ -372,29 +371,29 @@ def _promised(state: State) -> tuple[State, list[Effect]]:
 
 
 def _tell_decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:
-    """Enter a generation, and tell all others of it."""
+    """Enter a generation, and announce it to all others."""
     told = state.to_others(Decided(generation), state.rules.hosts)
     state, effects = _decided(state, generation)
     return state, told + effects
 
 
 def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:
-    """Enter a generation that is later than this host's own, or learn that it is left out."""
+    """Enter a generation that is later than this host's own, or stay outside if not a member."""
     if state.generation is not None and generation.number <= state.generation.number:
         return state, []
-    # Whoever has missed a generation has missed steps, unless all go back to a checkpoint.
+    # A host that missed a generation has missed steps, unless all go back to a checkpoint.
     has_state = state.number > 0 and state.number == generation.number - 1
     takes_state = state.host in generation.fresh or generation.is_rewound or generation.is_last
     is_member = generation.has(state.host, state.process) and (has_state or takes_state)
     effects: list[Effect] = []
-    # Without an outcome it has gone back further than others knew of, and goes back with them.
+    # Without an outcome, this host had already gone back (`WentBack`), and does so again with all.
     lacks_step = state.standing.applied < generation.step and generation.outcome is not None
     if is_member and not takes_state and lacks_step:
         effects.append(Apply(generation.step, generation.outcome))
     effects.append(Enter(generation) if is_member else LeftOut(generation))
     members = generation.members
     if not is_member and state.host in state.leaving:
-        # It goes at once, and those who hear that it does have to know why.
+        # It exits at once, so it announces the generation that excludes it first.
         effects = state.to_others(Decided(generation), state.rules.hosts) + effects
     entered = State(
         state.host,

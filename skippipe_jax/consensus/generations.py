@@ -1,6 +1,6 @@
-"""What hosts decide on together, what they tell each other for that, and what follows from it.
+"""Types of the consensus: generations, messages, events, effects and the state of a host.
 
-The rules are those of `decisions`.
+`decisions` has the protocol.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from msgspec import Meta
 from skippipe_jax.consensus.complaints import Complaints, aside, is_apart
 
 MOST_NUMBERS = 1 << 14
-"""The longest list in a message: totals, the nodes of a stage, hosts."""
+"""Maximum length of a list in a message: totals, nodes of a stage, hosts."""
 
-# What a message may hold; `wire` refuses anything else.
+# Types of the fields of messages; `wire` refuses anything else.
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Numbers = Annotated[tuple[Number, ...], Meta(max_length=MOST_NUMBERS)]
 Text = Annotated[str, Meta(max_length=MOST_NUMBERS)]
 Sums = Annotated[tuple[float, ...], Meta(max_length=MOST_NUMBERS)]
-"""Totals of a step, which may be infinite or no numbers."""
+"""Totals of a step; they may be infinite or NaN."""
 NumbersOfStages = Annotated[tuple[Numbers, ...], Meta(max_length=MOST_NUMBERS)]
 
 Ballot = tuple[Number, Annotated[int, Meta(ge=-1, lt=1 << 62)]]
-"""How often a host has tried, and which host: greater ones win."""
+"""Ballot of Paxos: the attempt, and the host id of the proposer; the greatest ballot wins."""
 
 NO_BALLOT: Ballot = (0, -1)
 
 Copies = Annotated[tuple[tuple[Number, Number], ...], Meta(max_length=MOST_NUMBERS)]
-"""Of which stages a host has a copy, and after which step they were like that."""
+"""Copies of stages that a host keeps: pairs of a stage and the step of its state."""
 
 
 @dataclass(frozen=True)
 class Remade:
-    """A stage whose state no member holds, and what those that serve it make theirs from.
+    """Lost stage that is rebuilt, and the data from which its members rebuild it.
 
     Attributes:
-        stage: which.
-        by: how: by one of the choices of `recovery.lost_stage`.
-        step: what it is made from is as it was after this step.
-        sources: the members that have that, in the order in which it is needed.
+        stage: the stage.
+        by: policy, one of the choices of `recovery.lost_stage`.
+        step: step after which the source data was as it is.
+        sources: members that have the source data, in the order that the policy needs.
     """
 
     stage: Number
@@ -52,30 +52,30 @@ class Remade:
 
 @dataclass(frozen=True)
 class Generation:
-    """Hosts that train together, as they begin.
+    """Hosts that train together between two changes of membership, and their initial state.
 
     Attributes:
-        number: counts generations from 1.
-        members: the hosts, in order.
-        processes: which process each of them is: a host that is started again is another.
-        leader: the member that adds up totals.
-        step: the last step that counts; members that have not applied it do so with `outcome`.
-        outcome: the sum of all totals of that step, or None where no member lacks it.
-        fresh: members that hold no state, and take all they need from others.
-        is_rewound: all members go back to the checkpoint of `step` instead: a stage was lost.
-        is_last: the run ends: a stage was lost, and that is how it was asked for.
-        placement: what says which host holds which stages, as `Rules` know it; the nodes of each
-            stage, where it comes from another host.
-        cause: why the last generation ended, for a reader.
-        start: tells this start of the run from others: a number of its first leader.
-        lost: the stages whose state none of the members holds.
-        remade: what those are made from, where the run goes on without going back.
-        holders: the members that hold the state of each stage; who serves it and is none of them
-            takes it from one. Empty where all have what they serve.
-        plan: the digest of the plan by which they go on; empty for the quick one that all make.
-        apart: members that do not reach the folder of the run.
-        left_out: the stages that none of the members serves, without which they go on.
-        saved: the last step whose checkpoint one of those that decided it knew to be whole.
+        number: number of the generation, from 1.
+        members: member hosts, in order.
+        processes: process number of each member; a restarted host has another one.
+        leader: member that sums the totals.
+        step: last committed step; members that have not applied it apply it with `outcome`.
+        outcome: sum of all totals of that step, or None if every member has applied it.
+        fresh: members without state, which get all that they need from other members.
+        is_rewound: True if all members go back to the checkpoint of `step`, as a stage was lost.
+        is_last: True if the run ends, because a stage was lost or no member can save.
+        placement: assignment of stages to hosts, opaque to all but `Rules`; from another host,
+            the nodes of each stage.
+        cause: why the last generation ended, to print.
+        start: number that identifies this start of the run, from its first leader.
+        lost: stages whose state no member holds.
+        remade: how lost stages are rebuilt, if the run continues without a rollback.
+        holders: members that hold the state of each stage; other members that serve it get it
+            from one of them. Empty if all members have the states that they serve.
+        plan: digest of the plan to follow; empty for the repair plan that every member makes.
+        apart: members that cannot reach the run directory.
+        left_out: stages that no member serves and that training skips.
+        saved: last step whose checkpoint is complete, to the knowledge of the deciding members.
     """
 
     number: Number
@@ -99,21 +99,21 @@ class Generation:
     saved: Number = field(default=0, kw_only=True)
 
     def has(self, host: int, process: int) -> bool:
-        """Tell whether this process of a host is a member."""
+        """Return True if this process of a host is a member."""
         return (host, process) in zip(self.members, self.processes, strict=True)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a host has come.
+    """Training progress of a host.
 
     Attributes:
-        applied: the last step that it has applied.
-        outcome: with which sum of totals; None for the step that a generation began with.
-        holds_next: whether it holds the averaged gradients of the step after that.
-        saved: the last step whose checkpoint is whole.
-        holds: the stages whose state it holds, as that step has left it.
-        copies: those that it keeps of stages of others.
+        applied: last step that it has applied.
+        outcome: sum of totals of that step; None for the step that a generation began with.
+        holds_next: True if it holds the averaged gradients of the next step.
+        saved: last step whose checkpoint is complete.
+        holds: stages whose state after step `applied` it holds.
+        copies: copies of other hosts' stages that it keeps.
     """
 
     applied: Number
@@ -124,14 +124,15 @@ class Standing:
     copies: Copies = field(default=(), kw_only=True)
 
 
-# Messages between hosts. `number` is that of the generation which a message is about.
+# Messages between hosts. `number` is the number of the generation that a message is about.
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Asks members of the generation before for a promise, or to accept what shall be the next.
+    """Request to members of the last generation: to promise a ballot, or to accept a generation.
 
-    Who promises a ballot answers no lesser one, and takes no further part in its generation.
+    `generation` is None in the first case. A host that promises a ballot answers no smaller one,
+    and takes no further part in its generation.
     """
 
     number: Number
@@ -141,7 +142,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Promise:
-    """How far a host had come when it first promised, and what it has accepted since."""
+    """Promise of a ballot, with the sender's standing and the last proposal that it accepted."""
 
     number: Number
     ballot: Ballot
@@ -151,7 +152,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The host has accepted what it was asked to under this ballot."""
+    """Acceptance of the generation that was proposed under this ballot."""
 
     number: Number
     ballot: Ballot
@@ -159,18 +160,23 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Decided:
-    """This is the generation that was decided on."""
+    """Announcement of the generation that was decided on."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The generation that the sender is in, or 0 for a process that wants to be in the next.
+    """Heartbeat of the consensus, with the status of the sender.
 
-    `promised` is the greatest ballot for the next generation that it has answered, `missed` are
-    the hosts that it does not hear, and it `leaves` if it was told to. `is_apart` tells that it
-    does not reach the folder of the run, `lacks_text` that it has not the text that the run reads.
+    Attributes:
+        number: generation that the sender is in, or 0 if it asks to join the next one.
+        process: process number of the sender.
+        promised: greatest ballot for the next generation that it has answered.
+        missed: hosts from which it receives nothing.
+        leaves: True if it was asked to leave.
+        is_apart: True if it cannot reach the run directory.
+        lacks_text: True if it does not have the training text of the run.
     """
 
     number: Number
@@ -184,7 +190,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Contribution:
-    """The totals of a host that holds the averaged gradients of a step; for the leader."""
+    """Totals for the leader, from a host that holds the averaged gradients of a step."""
 
     number: Number
     step: Number
@@ -193,7 +199,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Counts:
-    """A step counts, with this sum of the totals of all members."""
+    """Commit of a step, with the sum of the totals of all members."""
 
     number: Number
     step: Number
@@ -208,7 +214,7 @@ Message = Ask | Promise | Accepted | Decided | Beat | Contribution | Counts
 
 @dataclass(frozen=True)
 class Received:
-    """A message has come from another host."""
+    """Message from another host."""
 
     source: int
     message: Message
@@ -216,7 +222,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Presence:
-    """A host is there, or may be lost: it was silent for too long, or its process has gone."""
+    """Report that a host is present, or suspected: silent for too long, or its process gone."""
 
     host: int
     is_there: bool
@@ -224,10 +230,14 @@ class Presence:
 
 @dataclass(frozen=True)
 class Held:
-    """This host holds the averaged gradients of the next step, and adds these totals.
+    """Report that this host holds the averaged gradients of the next step.
 
-    It has computed them in the generation of that `number`, which may have ended meanwhile: those
-    of another generation have the step run again, by other paths. By now it keeps these `copies`.
+    Attributes:
+        number: generation in which they were computed. It may have ended meanwhile: then the step
+            is run again, by other paths.
+        step: the step.
+        totals: this host's totals of the step.
+        copies: copies of other hosts' stages that it keeps now.
     """
 
     number: int
@@ -238,16 +248,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint of a step is whole."""
+    """Report that the checkpoint of a step is complete."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class WentBack:
-    """All members of the generation of that `number` go back to an earlier `step` than its own.
+    """Report that all members of generation `number` go back to a `step` before its own.
 
-    They have found out together, before its first step, that a later checkpoint is damaged.
+    They have detected together, before its first step, that a later checkpoint is damaged.
     """
 
     number: int
@@ -256,38 +266,38 @@ class WentBack:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """This host takes no further part in the generation of that `number`: transfers have failed."""
+    """Report that this host takes no further part in generation `number`: transfers failed."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the storage holds as the next generation, after this host has tried to write there."""
+    """Next generation that the storage holds, after this host has tried to write one."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed: what may have been lost is sent again."""
+    """Timer event: messages that may have been lost are sent again."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """This host was told to leave."""
+    """Request that this host leave the run."""
 
 
 @dataclass(frozen=True)
 class TextMissing:
-    """This host has not the text that the run reads, or has another."""
+    """Report that this host does not have the run's training text, or has another one."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """To go on after the generation of that `number` under a placement, by the plan of a digest.
+    """Request to follow generation `number` by a placement, with the plan of digest `plan`.
 
-    The leader takes it up when a step counts.
+    The leader proposes it after a committed step.
     """
 
     number: int
@@ -315,7 +325,7 @@ Event = (
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message, which may be lost."""
+    """Message to send to a host; it may be lost."""
 
     target: int
     message: Message
@@ -323,7 +333,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply a step with the sum of the totals of all."""
+    """Step to apply, with the sum of the totals of all members."""
 
     step: int
     outcome: Any
@@ -331,53 +341,55 @@ class Apply:
 
 @dataclass(frozen=True)
 class Enter:
-    """Leave the last generation, and go on in this one."""
+    """Generation to enter; the last one has ended."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The others go on without this host, which asks to be a member again."""
+    """Generation of which this host is not a member; it asks to join the next one."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class Writes:
-    """Write this generation where only the first can, and tell what is there then: `Stored`."""
+    """Generation to write where only the first write succeeds; `Stored` reports what is there."""
 
     generation: Generation
 
 
 Decision = Apply | Enter | LeftOut
-"""What the run has to follow."""
+"""Effects that the run has to follow."""
 
 Effect = Send | Writes | Decision
 
 Remakes = Callable[[Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[Remade, ...]]
-"""(the stages whose states hosts hold, the copies that they keep, the step that counts last) ->
-what stages that nobody holds are made from, unless it raises `RebuildImpossible`."""
+"""Function (stages that each host holds, copies that each keeps, last committed step) -> how the
+lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What all hosts know from the start.
+    """Parameters and functions of the run that are the same on all hosts, but for `is_apart`.
 
     Attributes:
-        hosts: all that there may be.
-        stages: how many there are.
-        serves: the stages that a host serves under a placement.
-        placed: another placement, by which some hosts serve all stages but those left out, or None;
-            those apart do not newly serve stage 0.
-        add_up: the sum of the totals of all members, by host.
-        fits: whether something is a placement of this run.
-        safest: one that covers as well, and loses less if another host is lost.
-        without_text: a placement, in which some hosts serve other stages than the data stage.
-        rewinds: whether a run that has lost a stage goes back to its last checkpoint, or ends.
-        leaves_out: whether it goes on without the stage instead.
-        remakes: what stages are made from that nobody holds, if the run does not go back for them.
-        is_apart: whether this host alone does not reach the folder of the run.
+        hosts: ids of all possible hosts.
+        stages: number of stages.
+        serves: (placement, host) -> stages that the host serves.
+        placed: (placement, hosts, apart, left_out) -> another placement, by which these hosts serve
+            all stages but `left_out`, or None; hosts that are `apart` do not newly serve stage 0.
+        add_up: totals of all members, by host -> their sum.
+        fits: returns True for a valid placement of this run.
+        safest: (placement, hosts, apart) -> placement that also covers all stages, and loses less
+            if another host is lost.
+        without_text: (placement, hosts) -> placement in which these hosts do not serve the data
+            stage.
+        rewinds: True if a run that has lost a stage goes back to its last checkpoint; else it ends.
+        leaves_out: True if the run continues without a lost stage instead.
+        remakes: rebuilds lost stages without a rollback; None under other policies.
+        is_apart: True if this host cannot reach the run directory.
     """
 
     hosts: tuple[int, ...]
@@ -396,7 +408,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a host has under way for the next generation, `without` members that are not heard."""
+    """Proposal of a host for the next generation.
+
+    Attributes:
+        ballot: its ballot.
+        without: live members that are not asked, because of broken links.
+        promises: promises so far, by host.
+        generation: the proposed generation, once enough hosts have promised.
+        accepted_by: hosts that have accepted it.
+    """
 
     ballot: Ballot
     without: frozenset[int] = frozenset()
@@ -407,28 +427,28 @@ class Proposal:
 
 @dataclass(frozen=True)
 class State:
-    """What a host knows.
+    """State of the consensus on a host.
 
     Attributes:
-        host: this one.
-        process: which process of it this is.
-        rules: see there.
-        generation: the last that this host knows to be decided, or None.
-        is_member: whether it takes part in that one.
-        standing: how far it has come.
-        totals: those that it adds to the step whose gradients it holds.
-        heard: as the leader, the totals of members for the step after the last that counts.
-        promised: the greatest ballot answered for the next generation.
-        accepted: the next generation that was accepted last, and for which ballot.
-        proposal: what it has under way itself.
-        highest: the greatest ballot for the next generation that it knows of.
+        host: id of this host.
+        process: process number of this host.
+        rules: rules of the run.
+        generation: last generation that this host has seen decided, or None.
+        is_member: True if it is a member of that generation.
+        standing: training progress.
+        totals: its totals of the step whose gradients it holds.
+        heard: on the leader, totals of members for the next step to commit.
+        promised: greatest ballot for the next generation that it has answered.
+        accepted: last proposal of the next generation that it has accepted, with its ballot.
+        proposal: its own proposal, if there is one.
+        highest: greatest ballot for the next generation that it has seen.
         suspected: hosts that may be lost.
-        waiting: hosts that are in none and want to be in the next, with their processes.
-        apart: those of them that do not reach the folder of the run.
-        textless: hosts that have not the text of the run.
-        complaints: which of the others miss which.
-        leaving: hosts that were told to leave, and how often each was heard of since.
-        wish: as the leader, what it would go on under.
+        waiting: processes that are in no generation and ask to join the next, by host.
+        apart: waiting hosts that cannot reach the run directory.
+        textless: hosts that do not have the training text.
+        complaints: pairs of hosts of which the first does not receive from the second.
+        leaving: hosts that were asked to leave, with the number of their beats since then.
+        wish: on the leader, requested placement and plan of the next generation.
     """
 
     host: int
@@ -453,31 +473,31 @@ class State:
 
     @property
     def number(self) -> int:
-        """That of the generation it takes part in; 0 for none."""
+        """Number of the generation of which this host is a member; 0 for none."""
         return self.generation.number if self.generation is not None and self.is_member else 0
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members of the last generation that it knows of."""
+        """Members of the last generation that this host has seen decided."""
         return () if self.generation is None else self.generation.members
 
     @property
     def takes_part(self) -> bool:
-        """Whether steps of its generation may still count for it."""
+        """True if this host may still commit steps of its generation."""
         return self.number > 0 and self.promised == NO_BALLOT
 
     @property
     def leads(self) -> bool:
-        """Whether it adds up the totals of its generation."""
+        """True if this host is the leader of its last generation."""
         return self.generation is not None and self.generation.leader == self.host
 
     def is_left(self, host: int) -> bool:
-        """Tell whether a member is there, and is the process that became one."""
+        """Return True if a member is present, and is still the process that became a member."""
         return host == self.host or not (host in self.suspected or host in self.waiting)
 
     @property
     def cut_off(self) -> frozenset[int]:
-        """Members that live and are done without, unless too few would be left."""
+        """Live members to exclude because of broken links, unless too few would be left."""
         left = [host for host in self.members if self.is_left(host)]
         without = aside(self.complaints, left)
         is_enough = 2 * (len(left) - len(without)) > len(self.members)
@@ -485,7 +505,7 @@ class State:
 
     @property
     def joining(self) -> Mapping[int, int]:
-        """Those of `waiting` that hear all members that are left, and are heard by them."""
+        """Waiting hosts that have working links in both directions to all remaining members."""
         left = [host for host in self.members if self.is_left(host)]
         return {
             host: process
@@ -494,5 +514,5 @@ class State:
         }
 
     def to_others(self, message: Message, hosts: Iterable[int]) -> list[Effect]:
-        """Send a message to those of some hosts that are others."""
+        """Return the effects that send a message to these hosts, except this one."""
         return [Send(host, message) for host in hosts if host != self.host]

@@ -1,9 +1,9 @@
-"""Who holds the state of which stage, as hosts come and go and stages move between them.
+"""Owners of the states of stages, and the placement that follows when hosts join or leave.
 
-Under another placement a host keeps the states of the stages that it goes on serving, and takes
-those that are new to it from a member that holds them. Until it has contributed to a step it does
-not count as holding them. What it served before it gives up only once a step has been applied, by
-which it would fall behind: so a generation that ends before its first step loses nothing.
+Under a new placement, a host keeps the states of stages that it still serves, and gets the others
+from a member that holds them. It counts as holding those once it has contributed to a step. It
+drops the states of stages that it no longer serves when a step is applied, as they are outdated
+then. So a generation that ends before its first step loses nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from skippipe_jax.consensus.apart import is_readable
 from skippipe_jax.consensus.generations import Generation, Rules, Standing, State, Wish
 
 Held = Mapping[int, Collection[int]]
-"""The stages whose state each host holds."""
+"""Stages whose state each host holds, by host."""
 
 
 class Choice(NamedTuple):
-    """The next placement, who is a member under it, and by which plan if it is no quick one."""
+    """Next placement, its members, and the digest of its plan; empty for a repair plan."""
 
     placement: Any
     members: frozenset[int]
@@ -36,11 +36,11 @@ def chosen(
     wish: Wish | None,
     left_out: Collection[int] = (),
 ) -> Choice | None:
-    """Choose the placement and members to go on with; None if a stage is lost.
+    """Choose the placement and members of the next generation; return None if a stage is lost.
 
-    Those that are `going` serve what they have served until the others hold all of it, and are
-    members no longer then. A `wish` counts where nobody comes or goes. Some hosts are `apart`.
-    Stages that are `left_out` need nobody.
+    Hosts that are `going` stay members and serve their stages until the others hold the states of
+    all stages. A `wish` is followed only if no host joins or leaves. Hosts that are `apart` do not
+    newly serve the data stage. Stages that are `left_out` need no host.
     """
     placement = last.placement
     is_same = members == set(last.members)
@@ -63,7 +63,7 @@ def chosen(
     if are_held(
         rules, {host: own & {*held.get(host, ())} for host, own in serving.items()}, left_out
     ):
-        members = staying  # All is handed on.
+        members = staying  # They hold all states.
     if members == set(last.members) and target == placement:
         plan = plan or last.plan
     return Choice(target, members, plan)
@@ -78,7 +78,8 @@ def covering(
 ) -> Any:
     """Return the placement if these hosts serve all stages under it, else another, or None.
 
-    It may be made safer. Some of the hosts are `apart`. Stages that are `left_out` need none.
+    It may be replaced by a safer one (see `Rules`). Hosts that are `apart` do not newly serve the
+    data stage. Stages that are `left_out` need no host.
     """
     if covers(rules, placement, hosts, left_out):
         safer = rules.safest(placement, hosts, apart) if not left_out else placement
@@ -90,42 +91,42 @@ def covering(
 def covers(
     rules: Rules, placement: Any, hosts: Iterable[int], left_out: Collection[int] = ()
 ) -> bool:
-    """Tell whether some hosts serve all stages but those left out, and none of them nothing."""
+    """Return True if these hosts serve all stages not left out, and each serves at least one."""
     serving = serving_under(rules, placement, hosts)
     return all(serving.values()) and are_held(rules, serving, left_out)
 
 
 def are_held(rules: Rules, held: Held, left_out: Collection[int] = ()) -> bool:
-    """Tell whether some host holds each of the stages, but for those that are left out."""
+    """Return True if each stage, except those left out, is held by some host."""
     return {*lost(rules, held)} <= {*left_out}
 
 
 def lost(rules: Rules, held: Held) -> tuple[int, ...]:
-    """List the stages whose state nobody holds."""
+    """Return the stages whose state no host holds."""
     return tuple(stage for stage, holding in enumerate(holders_of(rules, held)) if not holding)
 
 
 def holders_of(rules: Rules, held: Held) -> tuple[tuple[int, ...], ...]:
-    """List the hosts that hold the state of each stage."""
+    """Return for each stage the hosts that hold its state."""
     return tuple(
         tuple(host for host in sorted(held) if stage in held[host]) for stage in range(rules.stages)
     )
 
 
 def serving_under(rules: Rules, placement: Any, hosts: Iterable[int]) -> dict[int, frozenset[int]]:
-    """Return the stages that each of some hosts serves under a placement."""
+    """Return the stages that each of these hosts serves under a placement."""
     return {host: rules.serves(placement, host) for host in hosts}
 
 
 def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
-    """List the stages that a host serves in a generation."""
+    """Return the stages that a host serves in a generation."""
     return tuple(sorted(rules.serves(generation.placement, host)))
 
 
 def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> Held:
-    """Return what hosts hold once all have applied the last step that one of them has.
+    """Return the stages that hosts hold once all have applied the last step that any of them has.
 
-    Who has not yet does so to what it serves in the last generation.
+    A host that is behind applies it to the stages that it serves in the last generation.
     """
     furthest = max(standing.applied for standing in standings.values())
     return {
@@ -135,11 +136,11 @@ def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]
 
 
 def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
-    """List the stages whose state a member holds as it enters a generation."""
+    """Return the stages whose state a member holds when it enters a generation."""
     if state.host in generation.fresh:
         return ()
     if generation.is_rewound or generation.is_last or state.generation is None:
         return served(state.rules, generation, state.host)
     if state.standing.applied == generation.step:
         return state.standing.holds
-    return served(state.rules, state.generation, state.host)  # It has just applied a step.
+    return served(state.rules, state.generation, state.host)  # It applies the last step on entry.

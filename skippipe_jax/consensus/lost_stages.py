@@ -1,17 +1,17 @@
-"""Stages whose state no host holds any more, where the run goes on without going back.
+"""Recovery of lost stages, whose state no host holds any more, without a rollback.
 
-By one policy they are made anew: those who serve such a stage make its state, each for itself, from
-what some members have: copies of it, or the stages beside it. From what is decided with the
-generation, so all of them make the same. All others stay where they are, and the step that counted
-last goes on counting. A stage is made when all members open the generation together. Until it has
-contributed to a step, whoever makes one does not count as holding it: if the generation ends
-before, it is made again.
+One kind of policy rebuilds them (`buddy`, `average`). Every host that serves such a stage makes its
+state from data of some members: copies of the stage, or its neighbor stages. The sources are
+decided with the generation, so all hosts make the same state. All other stages keep their states,
+and the last committed step stays committed. Stages are rebuilt when all members enter the
+generation. A host counts as holding a rebuilt stage once it has contributed to a step; if the
+generation ends before, the stage is rebuilt again.
 
-By the other they are left out until one serves them again. No node moves to such a stage, and no
-path visits it: its nodes are those of lost hosts, and it is back when one of these is. Whoever
-serves it then has its state from the last checkpoint, where it has been kept as it was last saved:
-one member reads it there and gives it to the others, as a stage is made anew. The first stage alone
-has embedding and head, so it is never left out.
+The other policy (`skip`) leaves them out until a host serves them again. No node moves to such a
+stage, and no path visits it: its nodes belong to lost hosts, and it returns with one of these. Its
+state is then the one of the last checkpoint, to which it was carried over from its last save. One
+member reads it and sends it to the others, as for a rebuilt stage. Only the first stage has the
+embedding and the head, so it is never left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from skippipe_jax.errors import RebuildImpossible
 def remade(
     rules: Rules, following: Generation, held: Held, promises: Mapping[int, Promise]
 ) -> Generation:
-    """Return the next generation, in which stages that nobody holds are made anew.
+    """Return the next generation with its lost stages rebuilt.
 
     Raises:
-        RebuildImpossible: where they cannot be, or need not, because to go back costs nothing.
+        RebuildImpossible: if they cannot be rebuilt, or a rollback would lose no step.
     """
     assert rules.remakes is not None, "the policy is to rebuild"
     members = frozenset(following.members)
@@ -49,13 +49,13 @@ def remade(
 
 
 def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tuple[int, ...]:
-    """List the stages that stay left out, as none of these members serves them."""
+    """Return the stages that stay left out, as none of these members serves them."""
     served = _served(rules, last.placement, members)
     return tuple(stage for stage in last.left_out if stage not in served)
 
 
 def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
-    """Tell whether a generation leaves out only stages that none of its members serves."""
+    """Return True if a generation leaves out only stages that it may, and no member serves."""
     if not generation.left_out:
         return True
     served = _served(rules, generation.placement, generation.members)
@@ -64,10 +64,10 @@ def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
 
 
 def without_lost(rules: Rules, last: Generation, following: Generation, held: Held) -> Generation:
-    """Return the next generation, which leaves out stages that nobody holds or reads them again.
+    """Return the next generation, with lost stages left out, or restored if a member serves them.
 
     Raises:
-        RebuildImpossible: where one of them cannot be left out.
+        RebuildImpossible: if a lost stage cannot be left out.
     """
     lost, placement = following.lost, following.placement
     if DATA_STAGE in lost:
@@ -77,7 +77,7 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
         raise RebuildImpossible(f"; nothing is saved yet, so stage {lost[0]} could never come back")
     members = frozenset(following.members)
     if not all(serving_under(rules, placement, members).values()):
-        # Some have come beside those of the start; they serve stages that others hold.
+        # Extra hosts serve no stage under this placement; they get stages that others hold.
         placement = rules.placed(placement, members, following.apart, lost)
         if placement is None:
             raise RebuildImpossible("; too few hosts are left to serve the other stages")
@@ -98,7 +98,7 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
 
 
 def _reader(rules: Rules, generation: Generation, stage: int) -> int:
-    """Choose who reads a stage: the first to serve it that reaches checkpoints, or the leader."""
+    """Choose the reader of a stage: its first host that is not apart, else the leader."""
     reaching = [
         host
         for host in generation.members

@@ -1,8 +1,9 @@
-"""What the next generation is, once enough members of the last have promised.
+"""Construction of the next generation, once enough members of the last one have promised.
 
-A host may be told to leave. A notice of preemption may come to one host or to all of them, and not
-at one moment. So a host goes only when its notice is some beats old, at the end of a step. If by
-then so many were told that the rest could not go on, none of them goes, and the run ends.
+A host may be asked to leave. Preemption notices may reach one host or all of them, at different
+times. So a host leaves only when its notice is some beats old, after a committed step. If by then
+so many hosts were asked to leave that the rest could not continue, none of them leaves, and the run
+ends.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from skippipe_jax.consensus.holders import (
 from skippipe_jax.errors import RebuildImpossible
 
 ENOUGH = 4
-"""So often a host that was told to leave has to be heard of before the others do without it."""
+"""Beats with its notice that a leaving host has to send before the others continue without it."""
 
 
 def going(state: State) -> frozenset[int]:
-    """List those that the next generation does without, once others hold what they do."""
+    """Return the members that leave, once others hold the states of their stages."""
     if is_the_end(state):
         return frozenset()
     return frozenset(host for host in _told(state) if state.leaving[host] >= ENOUGH)
 
 
 def is_the_end(state: State) -> bool:
-    """Tell whether so many are told to leave that the run has to end."""
+    """Return True if so many members were asked to leave that the run has to end."""
     told = _told(state)
     if not told or state.generation is None:
         return False
     staying = frozenset(state.members) - told
     apart = {*state.generation.apart, *state.textless}
     most_go = 2 * len(told) > len(state.members)
-    # Those that are apart could not save what they train.
+    # Members that are apart could not save checkpoints.
     if most_go or staying <= {*state.generation.apart}:
         return True
     left_out = state.generation.left_out
@@ -54,7 +55,11 @@ def _told(state: State) -> frozenset[int]:
 
 
 def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation:
-    """Make the generation of those that have promised, and of those that wait to be taken in."""
+    """Return the generation of the hosts that have promised and of those that wait to join.
+
+    If a stage is lost, it is rebuilt or left out, or all members go back to the last checkpoint,
+    or the run ends.
+    """
     last, rules = state.generation, state.rules
     assert last is not None, "a member's"
     before = last.placement
@@ -106,8 +111,9 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         )
     following = replace(following, cause=_cause(last, following, new, without, leaving, reading))
     if set(apart) == set(members):
-        return replace(following, is_last=True)  # Nobody could write what they would train.
-    # Nobody may have read yet what the last one was to go back to, so nobody could hand it on.
+        return replace(following, is_last=True)  # No member could save a checkpoint.
+    # The last generation may not have read its checkpoint yet, so its members may have no states
+    # to transfer.
     is_unread = last.is_rewound and furthest.outcome is None
     is_moved = choice is not None and choice.placement != before
     if choice is not None and not (is_unread and is_moved):
@@ -125,12 +131,12 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
     reaching = frozenset(members).difference(apart)
     placement = rules.placed(last.placement, reaching, without_text, ()) if rules.rewinds else None
-    if placement is not None:  # Those that are apart may have to be given a stage besides.
+    if placement is not None:  # Members that are apart may need a stage too.
         placement = covering(rules, placement, frozenset(members), unreading)
     if placement is None:
         return replace(following, is_last=True)
     holders = holders_of(rules, serving_under(rules, placement, reaching)) if apart else ()
-    if not all(holders):  # Those that reach the folder are too few to serve all stages.
+    if not all(holders):  # Too few members reach the checkpoint.
         return replace(following, is_last=True)
     return replace(following, placement=placement, holders=holders, is_rewound=True)
 
@@ -143,10 +149,10 @@ def _cause(
     going: Collection[int],
     without_text: Collection[int] = (),
 ) -> str:
-    """Describe why the last generation ends: who is lost or leaves, and who comes back.
+    """Describe why the last generation ends: which hosts are lost, leave, join or rejoin.
 
-    `cut_off` are members that do not hear others, `going` those that were told to leave, and those
-    `without_text` would have had to read it.
+    `cut_off` are members excluded because of broken links, `going` members that were asked to
+    leave, and `without_text` hosts of the data stage that lack the text.
     """
 
     def how(host: int) -> str:

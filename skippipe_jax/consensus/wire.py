@@ -1,4 +1,4 @@
-"""The messages of `generations` as JSON, and back."""
+"""Conversion of the messages of `generations` to JSON and back, with validation."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from skippipe_jax.consensus.generations import (
 )
 
 SOURCES = {BUDDY: 1, AVERAGE: 2, SKIP: 1}
-"""By how many members a stage is made anew in each way."""
+"""Number of sources from which a lost stage is rebuilt, by policy."""
 
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def to_json(message: Message) -> list[Any]:
-    """Return the name of the message and its fields."""
+    """Return the name of a message's type, followed by the values of its fields."""
     values = [getattr(message, field.name) for field in fields(message)]
     return [type(message).__name__, *map(msgspec.to_builtins, values)]
 
 
 def parse(given: Any) -> Message:
-    """Read the message that a host has sent.
+    """Parse and validate a message from another host.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a valid message.
     """
     match given:
         case [str(name), *values] if name in KINDS:
@@ -49,21 +49,21 @@ def parse(given: Any) -> Message:
 
 
 def generation_to_json(generation: Generation) -> dict[str, Any]:
-    """Return a generation as storage holds it."""
+    """Convert a generation to JSON for storage."""
     return msgspec.to_builtins(generation)
 
 
 def parse_generation(given: Any) -> Generation:
-    """Read the generation that storage holds.
+    """Parse and validate a generation from storage.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a valid generation.
     """
     return _checked(msgspec.convert(given, Generation))
 
 
 def _checked(generation: Generation) -> Generation:
-    """Refuse a generation that names hosts or stages which it does not have."""
+    """Return a generation with a parsed placement; raise `ValueError` for invalid references."""
     members = generation.members
     placement = msgspec.convert(generation.placement, NumbersOfStages)
     named = {generation.leader, *generation.fresh, *generation.apart}
