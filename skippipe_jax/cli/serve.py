@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
     drain_s = fields.number(arguments.drain_timeout, "--drain-timeout", 0.0)
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     with loading():
-        for module in ("starlette", "uvicorn", "httptools", "prometheus_client"):
+        for module in ("starlette", "uvicorn", "prometheus_client"):
             require(module, "serve", "serve", arguments.port)
         from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.serving.model import open_engine

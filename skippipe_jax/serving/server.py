@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from skippipe_sched.errors import InputError
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address, listen_without_delay
@@ -28,8 +28,6 @@ from skippipe_jax.serving.service import Served
 
 IDLE_S = 15.0
 """Seconds within which a connection must send the complete head of a request."""
-MOST_HEAD_BYTES = 1 << 16
-"""Largest head of a request; a longer one closes the connection."""
 MOST_FILES = 1 << 16
 """Most open files, hence connections, where the system allows it."""
 
@@ -163,11 +161,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _Protocol(HttpToolsProtocol):
+class _Protocol(H11Protocol):
     """Connection with a time limit for each head of a request, the first one included."""
-
-    _head_bytes = 0
-    _reads_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -177,21 +172,9 @@ class _Protocol(HttpToolsProtocol):
         # The complete head must arrive by the deadline, so received bytes do not extend it.
         waiting = self.timeout_keep_alive_task
         deadline_s = None if waiting is None else waiting.when()
-        self._head_bytes += 0 if self._reads_body else len(data)
         super().data_received(data)
-        # The parser itself does not limit the size of a head.
-        if not self._reads_body and self._head_bytes > MOST_HEAD_BYTES:
-            self.transport.close()
-        elif self.cycle is None or self.cycle.response_complete:
+        if self.cycle is None or self.cycle.response_complete:
             self._expect(deadline_s)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._reads_body, self._head_bytes = True, 0
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._reads_body = False
 
     def _expect(self, deadline_s: float | None = None) -> None:
         if self.timeout_keep_alive_task is None:
