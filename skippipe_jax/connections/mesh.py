@@ -5,8 +5,9 @@ connects to all hosts with smaller ids. In an elastic run, either end reconnects
 connection, and a restarted host connects to all live hosts. Messages that were lost with a
 connection are sent again, except those of `consensus`, which repeats its messages itself.
 Heartbeats use all connections, and each host detects failures on its own: a host is gone if
-nothing listens on its port any more, and suspected if it is silent for too long. A silent
-connection is replaced before that, as a network may have dropped its state.
+nothing listens on its port any more, and suspected if it is silent for too long. An elastic run
+replaces a silent connection before that, as a network may have dropped its state. In any other run,
+a host is also lost when its connection ends.
 """
 
 from __future__ import annotations
@@ -118,10 +119,11 @@ class Mesh:
         """Start with no connections.
 
         `received(host, message)` handles a message, and returns False if it is not valid.
-        `lost(host, why)` is called for a host that is gone or silent, and `found(host)` when it
-        sends again. `goes_on_without(host)` returns True if a host is not a member: no messages
-        are kept for it. `reception` serves newcomers and observers. JAX's coordination service
-        listens on the unix socket `service`, if this process has it. All connections use `keys`.
+        `lost(host, why)` is called for a host that is gone, is silent or reads nothing, and, unless
+        the run is elastic, when its connection ends. `found(host)` is called when it sends again.
+        `goes_on_without(host)` returns True if a host is not a member: no messages are kept for it.
+        `reception` serves newcomers and observers. JAX's coordination service listens on the unix
+        socket `service`, if this process has it. All connections use `keys`.
         """
         self.directory = Directory(hello)
         self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
@@ -245,7 +247,7 @@ class Mesh:
     def beat(self) -> None:
         """Send a heartbeat to all others, and report hosts that were silent for too long.
 
-        A connection that was silent for some beats is broken off and made again.
+        In an elastic run, a connection that was silent for some beats is broken off and made again.
         """
         for host, channel in self._channels.items():
             if self._goes_on_without(host):
