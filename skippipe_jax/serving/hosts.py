@@ -162,7 +162,7 @@ class StageHosts:
         self._tasks = Tasks()
         self._thread: threading.Thread | None = None
 
-    # For the front.
+    # Methods for the front.
 
     def listen(self, address: str, port: int) -> str:
         """Accept hosts at an address from now on; return ``IP:PORT``.
@@ -252,7 +252,7 @@ class StageHosts:
                 for member in self._members.values()
             ]
 
-    # For decoders.
+    # Methods for decoders.
 
     @property
     def version(self) -> int:
@@ -350,7 +350,7 @@ class StageHosts:
             return self._between(source, FRONT) + self._between(FRONT, target)
         return self._members[source].round_trips.get(target, 0.0) / 2
 
-    # Of the event loop.
+    # Methods of the event loop.
 
     async def _serve(self, listening: socket.socket, begun: Future[None]) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()

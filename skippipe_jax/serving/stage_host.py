@@ -337,7 +337,7 @@ class Session:
         with suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(callback, *given)
 
-    # Of the event loop.
+    # Methods of the event loop.
 
     def _send(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         self._tasks.start(self._pass_on(given, arrays))
