@@ -45,11 +45,12 @@ from skippipe_jax.serving.routing import (
     Planner,
     Route,
     by_the_front,
+    in_series,
     stages_of,
 )
 from skippipe_jax.serving.stage_host import PROTOCOL, SERVICE_THERE, STAGE_HOST, HostHello
 from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteLost
-from skippipe_jax.serving.wire import Wire
+from skippipe_jax.serving.wire import LinkSpeed, Wire
 
 PART_BYTES = 1 << 22
 """Largest part of the weights in one message, in bytes."""
@@ -57,8 +58,8 @@ AVOIDED_S = 30.0
 """Seconds during which routes avoid a broken connection."""
 PARTING_S = 2.0
 """Seconds within which hosts must close their connections at the end of the service."""
-ROUND_TRIPS_S = 5.0
-"""Seconds to wait for round trips between hosts before stages are assigned."""
+LINKS_S = 10.0
+"""Most seconds to wait for the speeds of links between hosts before stages are assigned."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Member:
         chosen: stages assigned to it; None before the assignment.
         ready: assigned stages that it has loaded.
         block_s: smoothed seconds of one block in a step; None before the first measurement.
-        round_trips: round-trip times from it to other hosts, in seconds.
+        speeds: speeds of the links from it to other hosts, and to the front.
     """
 
     host: int
@@ -97,7 +98,7 @@ class Member:
     chosen: tuple[int, ...] | None = None
     ready: set[int] = field(default_factory=set)
     block_s: float | None = None
-    round_trips: dict[int, float] = field(default_factory=dict)
+    speeds: dict[int, LinkSpeed] = field(default_factory=dict)
 
     def view(self, held: Sequence[int]) -> HostView:
         """Return the planner's view of the host, as if it held these stages."""
@@ -135,6 +136,7 @@ class StageHosts:
         self._source, self.slots, self._rules = source, slots, rules
         self._keys, self._silent_s = keys, silent_s
         self._service = secrets.token_hex(8)
+        self._probing = asyncio.Lock()
         self.address = ""
         model = source.config.model
         self._layers = model.layers_of_stages(source.stages)
@@ -247,7 +249,7 @@ class StageHosts:
                     "loading": sorted({*(member.chosen or ())} - member.ready),
                     "groups": self._load(member.host),
                     "seconds_per_block": member.block_s,
-                    "round_trip_s": member.wire.round_trip_s,
+                    **member.wire.speed._asdict(),
                 }
                 for member in self._members.values()
             ]
@@ -342,13 +344,13 @@ class StageHosts:
     def _is_avoided(self, source: int, target: int) -> bool:
         return time.monotonic() < self._avoided.get((source, target), 0.0)
 
-    def _between(self, source: int, target: int) -> float:
-        """Return the seconds of a message, via the front where the direct connection failed."""
-        if FRONT in (source, target):
-            return (self._members[source or target].wire.round_trip_s or 0.0) / 2
-        if self._is_avoided(source, target):
-            return self._between(source, FRONT) + self._between(FRONT, target)
-        return self._members[source].round_trips.get(target, 0.0) / 2
+    def _between(self, source: int, target: int) -> LinkSpeed:
+        """Return the speed of a link, via the front where the direct connection failed."""
+        if source == FRONT:
+            return self._members[target].wire.speed
+        if target != FRONT and self._is_avoided(source, target):
+            return in_series(self._between(source, FRONT), self._between(FRONT, target))
+        return self._members[source].speeds.get(target, LinkSpeed())
 
     # Methods of the event loop.
 
@@ -401,7 +403,7 @@ class StageHosts:
             log.info(f"refused a host, whose hello {error}")
             return
         self._count += 1
-        member = Member(self._count, hello, Wire(link, self._silent_s))
+        member = Member(self._count, hello, Wire(link, self._silent_s, self._probing))
         link.send(
             "welcome",
             {
@@ -437,8 +439,8 @@ class StageHosts:
             case ["unreachable", int(host)], [] if host in self._members:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
                 self._pending.lose({(member.host, host)}, f"{member.host} does not reach {host}")
-            case ["round_trips", dict(known)], []:
-                member.round_trips = {int(host): own for host, own in known.items()}
+            case ["speeds", dict(speeds)], []:
+                member.speeds = {int(host): LinkSpeed(*own) for host, own in speeds.items()}
 
     def _finish(self, given: dict[str, Any], x: np.ndarray) -> None:
         """Complete the pending step with its result."""
@@ -495,10 +497,10 @@ class StageHosts:
         async with self._placing:
             is_first, self._expected = self._expected != 0, 0
             if is_first:
-                await self._know_round_trips()
+                await self._know_speeds()
             members = {**self._members}
             hosts = {host: own.view(own.chosen or ()) for host, own in members.items()}
-            given = {FRONT: self._front, **hosts}, self._latencies(), is_first
+            given = {FRONT: self._front, **hosts}, self._speeds(), is_first
             try:
                 chosen = await asyncio.to_thread(self._planner.place, *given)
             except InputError as error:
@@ -528,18 +530,18 @@ class StageHosts:
         for stage in new:
             await self._give(member, stage)
 
-    async def _know_round_trips(self) -> None:
-        """Wait until each host has sent its round trips to all others, or for a limited time."""
+    async def _know_speeds(self) -> None:
+        """Wait until the speeds of all links are known, or for a limited time."""
         clock = asyncio.get_running_loop()
-        until_s = clock.time() + min(self._silent_s, ROUND_TRIPS_S)
+        until_s = clock.time() + LINKS_S
         while clock.time() < until_s:
-            hosts = self._members.keys()
-            if all(own.round_trips.keys() >= hosts - {own.host} for own in self._members.values()):
+            pairs = permutations([FRONT, *self._members], 2)
+            if all(None not in self._between(*pair) for pair in pairs):
                 return
-            await asyncio.sleep(ROUND_TRIPS_S / 50)
+            await asyncio.sleep(LINKS_S / 100)
 
-    def _latencies(self) -> Callable[[int, int], float]:
-        """Return a function of two hosts that gives the current seconds of a message."""
+    def _speeds(self) -> Callable[[int, int], LinkSpeed]:
+        """Return a function of two hosts that gives the current speed of their link."""
         known = {pair: self._between(*pair) for pair in permutations([FRONT, *self._members], 2)}
         return lambda source, target: known[source, target]
 

@@ -1,6 +1,6 @@
 """Assignment of a service's stages to hosts, and routes of groups through these hosts.
 
-The planner chooses both from measurements of the hosts and of the round trips between them.
+The planner chooses both from measurements of the hosts and of the links between them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 from skippipe_sched.serving.case import FRONT, ServingCase
 from skippipe_sched.serving.placing import place
 from skippipe_sched.serving.routing import routes
+
+from skippipe_jax.serving.wire import LinkSpeed
 
 DATA_STAGE = 0
 SKIP, WAIT, FAIL = WHEN_LOST = ("skip", "wait", "fail")
 """Treatments of sequences while no host holds a stage: skip it, wait for it, or fail."""
 
 BYTES_PER_S = 1e9
-"""Assumed bandwidth of links: activations are small, so only round trips are measured."""
+"""Assumed bandwidth of a link before its measurement."""
 BLOCK_S = 1e-3
 """Assumed seconds of one block before the first measurement."""
 
@@ -77,6 +80,13 @@ class HostView:
     held: tuple[int, ...]
 
 
+def in_series(first: LinkSpeed, second: LinkSpeed) -> LinkSpeed:
+    """Return the speed of two links, the second of which sends what has arrived completely."""
+    latency_s = (first.round_trip_s or 0.0) + (second.round_trip_s or 0.0)
+    seconds_per_byte = sum(1.0 / (link.bytes_per_s or BYTES_PER_S) for link in (first, second))
+    return LinkSpeed(latency_s, 1.0 / seconds_per_byte)
+
+
 class Planner:
     """Planner of the stages and routes of the hosts of one model."""
 
@@ -95,7 +105,7 @@ class Planner:
     def place(
         self,
         hosts: Mapping[int, HostView],
-        between: Callable[[int, int], float],
+        between: Callable[[int, int], LinkSpeed],
         is_first: bool = False,
     ) -> dict[int, tuple[int, ...]]:
         """Choose the stages of hosts; hosts with stages get more only for lost stages.
@@ -116,7 +126,7 @@ class Planner:
         return chosen
 
     def route(
-        self, hosts: Mapping[int, HostView], between: Callable[[int, int], float], group: int
+        self, hosts: Mapping[int, HostView], between: Callable[[int, int], LinkSpeed], group: int
     ) -> Route:
         """Choose the route of one group through all held stages."""
         numbers = sorted(hosts)
@@ -133,22 +143,22 @@ class Planner:
         )
 
     def _case(
-        self, hosts: Mapping[int, HostView], between: Callable[[int, int], float]
+        self, hosts: Mapping[int, HostView], between: Callable[[int, int], LinkSpeed]
     ) -> ServingCase:
         numbers = sorted(hosts)
         known = [view.block_s for view in hosts.values() if view.block_s]
         usual_s = float(np.median(known)) if known else BLOCK_S
         block_s = np.array([hosts[host].block_s or usual_s for host in numbers])
-        latency_s = [
-            [0.0 if host == other else between(host, other) for other in numbers]
+        links = [
+            [LinkSpeed() if host == other else between(host, other) for other in numbers]
             for host in numbers
         ]
         return ServingCase(
             step_s=block_s[:, None] * self._layers,
             room_bytes=np.array([self._room_bytes(hosts[host]) for host in numbers]),
             stage_bytes=self._stage_bytes,
-            latency_s=np.array(latency_s),
-            bandwidth=np.full((len(numbers), len(numbers)), BYTES_PER_S),
+            latency_s=_matrix(links, lambda link: (link.round_trip_s or 0.0) / 2),
+            bandwidth=_matrix(links, lambda link: link.bytes_per_s or BYTES_PER_S),
             activation_bytes=self._activation_bytes,
             groups=self._groups,
             slots=self._slots,
@@ -162,3 +172,9 @@ class Planner:
             inner = np.sort(self._stage_bytes[1:])[::-1][: host.most_stages - is_front]
             room = min(room, float(inner.sum() + is_front * self._stage_bytes[DATA_STAGE]))
         return max(room, held)
+
+
+def _matrix(
+    links: Sequence[Sequence[LinkSpeed]], value: Callable[[LinkSpeed], float]
+) -> Float[np.ndarray, "hosts hosts"]:
+    return np.array([[value(link) for link in row] for row in links])

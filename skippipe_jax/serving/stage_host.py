@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax import log
 from skippipe_jax.config import parse_config
@@ -55,7 +56,7 @@ SERVICE_THERE = "a service is there"
 """Refusal by the front of connections that are not from stage hosts."""
 MOST_SILENCES = 4
 """A host leaves when a step takes this many times `silent_s`; the others continue."""
-ROUND_TRIPS_S = 1.0
+SPEEDS_S = 1.0
 """Longest interval between reports of round trips to the front, in seconds."""
 PATIENCE_S = 300.0
 """Default of the seconds within which a host must reach the front."""
@@ -167,7 +168,9 @@ class Session:
     def __init__(self, link: Link, given: dict[str, Any], source: ModelSource | None, keys: Keys):
         """Begin with the front's welcome message; the front sends the weights without a source."""
         self.service, self.silent_s = str(given["service"]), float(given["silent_s"])
-        self._front, self._keys = Wire(link, self.silent_s), keys
+        # Of this host's connections, one is measured at a time.
+        self._probing = asyncio.Lock()
+        self._front, self._keys = Wire(link, self.silent_s, self._probing), keys
         context = {"sequence_length": given["model"]["context"]}
         self._config = parse_config({"model": given["model"], "data": context}).model
         self._stages = int(given["stages"])
@@ -196,7 +199,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         computing = threading.Thread(target=self._compute, name="skippipe-stages", daemon=True)
         computing.start()
-        telling = asyncio.create_task(self._tell_round_trips())
+        telling = asyncio.create_task(self._tell_speeds())
         watching = asyncio.create_task(self._watch_computing())
         try:
             await self._front.follow(self.take)
@@ -272,7 +275,7 @@ class Session:
             link.writer.close()
             return known
         link.send(PASSES, self.service)
-        wire = self._wires[host] = Wire(link, self.silent_s)
+        wire = self._wires[host] = Wire(link, self.silent_s, self._probing)
         self._tasks.start(self._watch(host, wire))
         return wire
 
@@ -282,12 +285,11 @@ class Session:
             del self._wires[host]
             self._front.send("unreachable", host)
 
-    async def _tell_round_trips(self) -> None:
+    async def _tell_speeds(self) -> None:
         while True:
-            await asyncio.sleep(min(self.silent_s / BEATS, ROUND_TRIPS_S))
-            times = {host: own.round_trip_s for host, own in self._wires.items()}
-            known = {host: own for host, own in times.items() if own is not None}
-            self._front.send("round_trips", known)
+            await asyncio.sleep(min(self.silent_s / BEATS, SPEEDS_S))
+            wires = {FRONT: self._front, **self._wires}
+            self._front.send("speeds", {host: wire.speed for host, wire in wires.items()})
 
     async def _watch_computing(self) -> None:
         """Leave when a step does not end; heartbeats would continue regardless."""

@@ -15,7 +15,7 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.config.api_keys import header_with
 
 ANSWER_S = 10.0
-HEAD = ("host", "stages", "groups", "block, ms", "round trip, ms", "name")
+HEAD = ("host", "stages", "groups", "block, ms", "round trip, ms", "MB/s", "name")
 
 
 def ask(url: str, key_file: Path | None) -> dict[str, Any]:
@@ -60,14 +60,15 @@ def status_text(status: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [HEAD]
     for host in status["hosts"]:
         loading = [f"({stage})" for stage in host.get("loading", ())]
-        times = [host.get(key) for key in ("seconds_per_block", "round_trip_s")]
+        units = {"seconds_per_block": 1e3, "round_trip_s": 1e3, "bytes_per_s": 1e-6}
+        measured = [(host.get(key), unit) for key, unit in units.items()]
         rows.append(
             (
                 str(host["host"]),
                 " ".join([*map(str, host["stages"]), *loading]),
                 str(host.get("groups", "-")),
-                *("-" if own is None else f"{1e3 * own:.1f}" for own in times),
+                *("-" if value is None else f"{unit * value:.1f}" for value, unit in measured),
                 host["name"],
             )
         )
-    return f"{head}\n{aligned(rows, (0, 1, 5))}"
+    return f"{head}\n{aligned(rows, (0, 1, 6))}"

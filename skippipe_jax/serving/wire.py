@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +16,50 @@ from skippipe_jax.connections.pulse import BEATS
 MOST_ARRAY_BYTES = 1 << 28
 """Largest array of a message."""
 
+PROBE_BYTES = tuple(1 << power for power in (16, 18, 20, 22))
+"""Sizes of the messages that measure a bandwidth."""
+PROBE_S = 0.05
+"""Transfer time of a probe, in seconds, from which no larger one is sent."""
+PROBES = 4
+"""Most probes of one size."""
+LEAST_S = 1e-6
+
 Arrays = Sequence[np.ndarray]
 """Arrays that follow a message."""
+
+
+class LinkSpeed(NamedTuple):
+    """Speed of the link to another host; None is not measured yet.
+
+    Attributes:
+        round_trip_s: smoothed round-trip time of a heartbeat in seconds.
+        bytes_per_s: bandwidth towards the other host.
+    """
+
+    round_trip_s: float | None = None
+    bytes_per_s: float | None = None
 
 
 class Wire:
     """One end of a connection between two hosts, with heartbeats in both directions.
 
     Attributes:
-        round_trip_s: smoothed round-trip time of a heartbeat in seconds; None before the first.
+        speed: measured speed of the connection.
     """
 
-    def __init__(self, link: Link, silent_s: float):
-        """Take over a connection, which ends after `silent_s` seconds without a message."""
-        self._link, self._silent_s = link, silent_s
+    def __init__(self, link: Link, silent_s: float, probing: asyncio.Lock | None = None):
+        """Take over a connection.
+
+        Args:
+            link: the connection, without a task that reads from it.
+            silent_s: seconds without a message after which it ends.
+            probing: lock of all connections of this host whose bandwidth is measured, one after
+                the other; None does not measure the bandwidth.
+        """
+        self._link, self._silent_s, self._probing = link, silent_s, probing
         self._silent_beats = 0
-        self.round_trip_s: float | None = None
+        self._echoes: dict[float, asyncio.Future[float]] = {}
+        self.speed = LinkSpeed()
 
     @property
     def ending(self) -> str:
@@ -76,7 +105,9 @@ class Wire:
 
     async def follow(self, take: Callable[[list[Any], list[np.ndarray]], None]) -> None:
         """Call `take` with each message until the connection ends; answer heartbeats."""
-        beating = asyncio.create_task(self._beat())
+        tasks = [asyncio.create_task(self._beat())]
+        if self._probing is not None:
+            tasks.append(asyncio.create_task(self._measure(self._probing)))
         clock = asyncio.get_running_loop()
         try:
             while (came := await self.receive()) is not None:
@@ -85,15 +116,46 @@ class Wire:
                         self.send("pong", sent_s)
                     case ["pong", float(sent_s)]:
                         taken_s = clock.time() - sent_s
-                        known_s = self.round_trip_s
-                        self.round_trip_s = (
-                            taken_s if known_s is None else 0.8 * known_s + 0.2 * taken_s
-                        )
+                        known_s = self.speed.round_trip_s
+                        if (echo := self._echoes.pop(sent_s, None)) is not None:
+                            echo.set_result(taken_s)
+                        elif known_s is None:
+                            self.speed = self.speed._replace(round_trip_s=taken_s)
+                        else:
+                            smoothed_s = 0.8 * known_s + 0.2 * taken_s
+                            self.speed = self.speed._replace(round_trip_s=smoothed_s)
                     case _:
                         take(*came)
         finally:
-            beating.cancel()
+            for task in tasks:
+                task.cancel()
             self.close()
+
+    async def _measure(self, probing: asyncio.Lock) -> None:
+        """Measure the bandwidth by messages of increasing size."""
+        async with probing:
+            round_trip_s = min([await self._echo(0) for _ in range(PROBES)])
+            for size in PROBE_BYTES:
+                # The first ones take longer than later ones, as TCP's window grows meanwhile.
+                shortest_s = await self._echo(size)
+                for _ in range(PROBES - 1):
+                    before_s, shortest_s = shortest_s, min(shortest_s, await self._echo(size))
+                    if shortest_s > 0.9 * before_s:
+                        break
+                transfer_s = max(LEAST_S, shortest_s - round_trip_s)
+                if transfer_s > PROBE_S:
+                    break
+            self.speed = self.speed._replace(bytes_per_s=size / transfer_s)
+
+    async def _echo(self, size: int) -> float:
+        """Return the seconds until the other host has answered a message of `size` bytes."""
+        clock = asyncio.get_running_loop()
+        # Random bytes, which a network cannot compress.
+        probe = np.frombuffer(os.urandom(size), np.uint8)
+        sent_s = clock.time()
+        echo = self._echoes[sent_s] = clock.create_future()
+        self.send("ping", sent_s, arrays=[probe])
+        return await echo
 
     async def _beat(self) -> None:
         """Send heartbeats, and end the connection if nothing arrives."""

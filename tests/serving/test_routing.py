@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.serving.case import FRONT
@@ -14,17 +15,19 @@ from skippipe_jax.serving.routing import (
     Leg,
     Planner,
     by_the_front,
+    in_series,
     parts_of,
     stages_of,
 )
+from skippipe_jax.serving.wire import LinkSpeed
 
 
 def planner(*stage_bytes: float, groups: int = 2) -> Planner:
     return Planner([1] * len(stage_bytes), stage_bytes, groups, 2, 100.0)
 
 
-def near(source: int, target: int) -> float:
-    return 0.01
+def near(source: int, target: int) -> LinkSpeed:
+    return LinkSpeed(0.02, 1e8)
 
 
 def views(
@@ -86,3 +89,19 @@ def test_the_front_keeps_what_it_has(most: list[int], groups: int):
     assert all(len(chosen[host]) <= most[host - 1] for host in held if host)
     if sum(most) > 1:
         assert {0, 1, 2, 3} == {stage for own in chosen.values() for stage in own}
+
+
+@given(st.integers(1, 3))
+def test_a_group_avoids_the_link_with_the_least_bandwidth(slow: int):
+    def between(source: int, target: int) -> LinkSpeed:
+        return LinkSpeed(0.02, 1e4 if slow in (source, target) else 1e8)
+
+    held = {FRONT: (0,), 1: (1,), 2: (1,), 3: (1,)}
+    own = planner(1.0, 1.0, groups=1)
+    assert slow not in [leg.host for leg in own.route(views(held), between, 0)]
+
+
+def test_a_message_by_the_front_takes_as_long_as_both_links_together():
+    both = in_series(LinkSpeed(0.1, 1e6), LinkSpeed(0.3, 4e6))
+    assert both.round_trip_s == pytest.approx(0.4)
+    assert both.bytes_per_s == pytest.approx(8e5)
