@@ -201,6 +201,19 @@ class Service:
         """
         return _asked(self._front, "status")
 
+    def measured_bytes_per_s(self) -> list[float]:
+        """Wait until the first host has measured its links to all others; return bytes per second.
+
+        Raises:
+            RuntimeError: if that takes too long.
+        """
+        deadline_s = time.monotonic() + PATIENCE_S
+        while None in (speeds := [host["bytes_per_s"] for host in self.status()[1:]]):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the links are not measured: {speeds}; see {self._output}")
+            time.sleep(0.1)
+        return speeds
+
     def _start(self, host: int, module: str, *words: str) -> subprocess.Popen[str]:
         name = self._output / f"{self.port}_{host}.txt"
         process = subprocess.Popen(
@@ -282,11 +295,14 @@ def measured_over_hosts(
         services = [
             stack.enter_context(Service(network, run, slots, folder)) for slots in (sequences, 1)
         ]
-        # The planner places stages by round trips that are measured when all are there.
+        # The planner places stages by the links, which are measured when hosts connect. The two
+        # services measure one after the other, as they share the links.
         _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
-        for host in range(1, hosts):
-            for service in services:
+        speeds = []
+        for service in services:
+            for host in range(1, hosts):
                 service.add(host)
+            speeds = service.measured_bytes_per_s()
         many, one = services
 
         def measured(service: Service, count: int) -> Times:
@@ -306,7 +322,8 @@ def measured_over_hosts(
             row["far_one_slot_s"] = measured(one, 1).token_s
             found.append(row)
             print(_turn_line(row, sequences), file=sys.stderr, flush=True)
-    return figures_of(locations, found, sequences)
+    bandwidths = [speed / rate for speed, rate in zip(speeds, rates[0, 1:], strict=True)]
+    return figures_of(locations, found, sequences) | {"bandwidths_to_shaped": bandwidths}
 
 
 def _shape(

@@ -22,5 +22,7 @@ def test_a_token_takes_as_long_as_predicted_and_is_that_of_one_device(tmp_path: 
     assert 1 / 1.5 < over_hosts["seconds_per_token_to_predicted"] < 1.5
     assert 1 / 1.5 < over_hosts["tokens_per_second_to_predicted"] < 1.5
     assert over_hosts["times_as_many_as_one_slot"] > 2
+    # A service measures its links while they are shaped.
+    assert all(0.7 < ratio < 1.3 for ratio in over_hosts["bandwidths_to_shaped"])
     assert one_host["one_slot_to_generate"] > 0
     assert one_host["times_as_many_together"] > 0
