@@ -67,7 +67,7 @@ class Attendance:
 
     def __init__(self, config: ClusterConfig, index: int, count: int, board: Board):
         """Prepare without connecting; values from other hosts go to `board`."""
-        self.name = f"host {index} (process {os.getpid()} on {socket.gethostname()})"
+        self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
         self.process = secrets.randbits(NUMBER_BITS)
         self.is_outside = False
         self.last_words: Callable[[], str] = str
@@ -152,7 +152,7 @@ class Attendance:
                 raise
             future.cancel()
             problem = f"has not answered for {patience_s + ANSWERS_S:g} s"
-            raise PeerTimeout(f"the thread that watches the other hosts {problem}") from late
+            raise PeerTimeout(f"the control thread of this host {problem}") from late
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
         """Connect to the other hosts and watch them from now on; return when all are connected.
@@ -248,7 +248,8 @@ class Attendance:
         is_lost, control = code == LOST_HOST_EXIT_CODE, self.control
         is_a_host = 0 <= culprit < self._mesh.directory.hello.places
         if control is not None and (is_lost or control.goes_on_without(source)):
-            log.info(f"{text}. The others go on.")  # The end of its process will be detected.
+            # The end of its process will be detected.
+            log.info(f"{text.removesuffix('.')}; remaining hosts continue")
         elif is_a_host:
             self._judge(culprit, text, code)
         return is_a_host
@@ -259,7 +260,7 @@ class Attendance:
         elif not self._mesh.directory.outlives:
             # A suspended host may find the others gone before it reads their verdict.
             culprit = self._index if self._was_stopped or self._has_overslept() else host
-            self._judge(culprit, f"{self._mesh.directory.names[culprit]} is lost: {how}")
+            self._judge(culprit, f"{self._mesh.directory.names[culprit]} failed: {how}")
 
     def _finds(self, host: int) -> None:
         if self.control is not None:
@@ -274,7 +275,8 @@ class Attendance:
             return
         self._mesh.broadcast("verdict", culprit, text, code)
         if culprit == self._index:
-            text = f"{text}; that is this host, it was stopped or cut off"
+            why = "suspended or disconnected for over cluster.heartbeat_timeout_s"
+            text = f"{text}; this host was declared failed: {why}"
         self._verdict.set_result(Verdict(text, code))
 
     async def _beat(self) -> None:

@@ -61,8 +61,8 @@ class Board:
             if found is None:
                 sender = "any host" if source is None else f"host {source}"
                 raise PeerTimeout(
-                    f"this host has waited for {key!r} from {sender} since {since}, "
-                    f"{timeout_s:g} s, in vain"
+                    f"timed out after {timeout_s:g} s waiting for {key!r} from {sender} "
+                    f"(since {since})"
                 )
             value = found.values[key]
             found.drop(key)

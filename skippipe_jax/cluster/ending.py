@@ -112,7 +112,7 @@ async def say_and_exit(
     """
     reason, code = verdict
     words = await asyncio.to_thread(told_in_time, last_words, code)
-    ending = f"{name} stops, exit code {code}."
+    ending = f"{name} exits with code {code}."
     try:
         log.error("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
         if drained is not None:
@@ -125,7 +125,7 @@ def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]
     """End the host of this name after an error of its own; log a traceback if unexpected."""
     code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
     log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
-    log.last_words(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
+    log.last_words(f"{name} exits with code {code}. {told_in_time(last_words, 1)}".strip())
     exit_at_once(code)
 
 
@@ -133,13 +133,13 @@ def told_in_time(last_words: Callable[[], str], code: int) -> str:
     """Return `last_words()`, or a note if it fails or takes too long; empty after wrong input."""
     if code == INPUT_ERROR_EXIT_CODE:
         return ""  # A restart would end in the same way.
-    found = [f"What to resume from could not be told within {LINGER_S:g} s."]
+    found = [f"Last checkpoint unknown (storage did not answer within {LINGER_S:g} s)."]
 
     def find() -> None:
         try:
             found.append(last_words())
         except Exception as error:  # The reason for the end matters more than the last words.
-            found.append(f"What to resume from could not be told: {error!r}")
+            found.append(f"Last checkpoint unknown ({error!r}).")
 
     finding = threading.Thread(target=find, daemon=True)
     finding.start()

@@ -125,7 +125,7 @@ def _join(
         if membership.is_outside:
             return membership
         if newcomer:
-            problem = "nobody goes on there with a run that this host could join"
+            problem = "no host at these addresses has a running job that this host can join"
             raise TemporaryError("join", ", ".join(known), problem, "Join again later")
         membership = Membership(config, place.index, place.count)
     with jax_runtime.sockets() if membership.is_distributed else nullcontext() as sockets:

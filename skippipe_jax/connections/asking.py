@@ -24,11 +24,11 @@ from skippipe_jax.connections.ways import Way, measured
 
 T = TypeVar("T")
 
-GIVE_ANOTHER = "Give an address at which a host of the run listens: its membership.jsonl has them"
+GIVE_ANOTHER = "Use the address of a host of the run, as listed in its membership.jsonl"
 
 GIVE_SECRET = (
-    "Name a file with the secret of the run by --set cluster.secret=FILE; or, if the run has none "
-    "and nobody else is in this network, write --set cluster.insecure=true"
+    "Use --set cluster.secret=FILE with the secret of the run, or --set cluster.insecure=true if "
+    "the run has no secret and the network is trusted"
 )
 
 
@@ -78,13 +78,13 @@ async def asking(
 
     def unanswered(why: str) -> TemporaryError:
         return TemporaryError(
-            field, address, f"no host of a run answers there ({why})", GIVE_ANOTHER
+            field, address, f"no host of a run answered at this address ({why})", GIVE_ANOTHER
         )
 
     try:
         link = await open_link(parse_address("ADDRESS", address), keys=keys)
     except ConnectionRefusedError as error:
-        problem = "nobody listens there: the connection was refused"
+        problem = "connection refused: no process listens at this address"
         raise NobodyListens(field, address, problem, GIVE_ANOTHER) from error
     except OSError as error:
         raise unanswered(why_unreachable(error)) from error
@@ -209,8 +209,8 @@ class Newcomer:
                 ):
                     content += piece_told(piece)
                 case _:
-                    raise ValueError(f"a piece of {file.name} did not come ({link.ending})")
+                    raise ValueError(f"a chunk of {file.name} was not received ({link.ending})")
         self.fetched += len(content)
         if not file.is_of(bytes(content)):
-            raise ValueError(f"{file.name} came otherwise than it was told")
+            raise ValueError(f"{file.name} does not match its announced digest")
         return bytes(content)

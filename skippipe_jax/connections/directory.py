@@ -5,7 +5,7 @@ Nothing here waits or sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,30 +91,34 @@ class Directory:
         # Two rejoining hosts do not make a run: neither of them has found it.
         are_both_outside = self.is_outside and hello.start == 0
         if knows_start and hello.start not in (0, own.start):
-            problem = "it is left of an earlier start of the run"
+            problem = "this process belongs to an earlier start of the run"
         elif hello.comes_back and (not self.outlives or are_both_outside):
-            problem = "no run has begun here that goes on without it"
+            problem = "the run has not started, or is not elastic"
         elif self.has_begun and not self.outlives:
-            problem = "the run has begun without this host, or is at its end"
+            problem = "the run started without this host, or is ending"
         if problem is not None:
-            return TemporaryError(HOST_ID, hello.host, problem, "End it, and start all hosts again")
+            return TemporaryError(HOST_ID, hello.host, problem, "Stop it, and restart all hosts")
         if hello.host == own.host or is_there:
-            problem = f"{self.names[hello.host]} has joined with this id"
-            return InputError(HOST_ID, hello.host, problem, "give every host its own id")
+            problem = f"{self.names[hello.host]} uses this id"
+            return InputError(HOST_ID, hello.host, problem, "Give every host its own id")
         return None
 
     def waits_for(self, missing: Sequence[int]) -> str:
         """Describe which hosts this one waits for, and how many have connected."""
         count = len(self.others)
-        hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"waiting for {hosts} ({count - len(missing)} of {count} have come)"
+        return f"waiting for {_named(missing)} ({count - len(missing)} of {count} connected)"
 
-    def late(self, missing: Iterable[int], timeout_s: float) -> TemporaryError:
+    def late(self, missing: Sequence[int], timeout_s: float) -> TemporaryError:
         """Return the error about hosts that have not connected in time."""
+        limit = f"cluster.connect_timeout_s = {timeout_s:g} s"
         return TemporaryError(
             "--hosts",
             self.hello.hosts,
-            f"of these, {list(missing)} did not connect within {timeout_s:g} s",
-            "start every host with its own --host-id and the same --coordinator and --hosts, "
-            "or give them more time in cluster.connect_timeout_s",
+            f"{_named(missing)} did not connect within {limit}",
+            "Check that every host runs with its own --host-id and the same --coordinator and "
+            "--hosts, or increase cluster.connect_timeout_s",
         )
+
+
+def _named(hosts: Sequence[int]) -> str:
+    return f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"

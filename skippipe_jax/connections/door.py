@@ -73,7 +73,8 @@ class Door:
             self._keys.require_allowed(address)
             if (warning := self._keys.warning(address)) is not None:
                 log.warning(warning)
-            given = listening_socket(address, port)
+            field = "--coordinator" if self._host == 0 else "cluster.bind_address"
+            given = listening_socket(address, port, field)
             port = given.getsockname()[1]
             server = await asyncio.start_server(attend, sock=given, limit=LINE_BYTES)
             self._servers.append(server)
@@ -112,7 +113,7 @@ class Door:
             case None if reader.at_eof():
                 return  # Another host only probed whether this one listens.
             case _:
-                self._say_refused(link, "a connection", "it is no host of this run")
+                self._say_refused(link, "a connection", "it is not a host of this run")
 
     async def _first_line(self, link: Link) -> object:
         """Read the first message of a stranger; None if it is not valid, or takes too long.
@@ -126,7 +127,7 @@ class Door:
             [(most, _)] = Counter(self._strangers.values()).most_common(1)
             oldest = next(other for other, address in self._strangers.items() if address == most)
             del self._strangers[oldest]
-            oldest.break_off("it has said nothing for too long")
+            oldest.break_off("it did not identify itself in time")
         self._strangers[link] = _address_of(link)
         try:
             return await link.hello(self._keys.listening)
@@ -140,7 +141,7 @@ class Door:
         try:
             hello = Hello.parse(given)
         except ValueError as error:
-            return self._say_refused(link, "a connection", f"its hello {error}")
+            return self._say_refused(link, "a connection", f"its hello is not valid: {error}")
         refusal = self._refusal(hello)
         if refusal is not None:
             return self._refuse(link, hello.name, refusal)
@@ -163,9 +164,9 @@ class Door:
         self._refusals += 1
         if self._refusals <= REFUSALS_TOLD:
             peer = link.writer.get_extra_info("peername")
-            log.info(f"host {self._host} refused {who} from {peer}: {why}")
+            log.info(f"host {self._host} rejected {who} from {peer}: {why}")
         if self._refusals == REFUSALS_TOLD:
-            log.info(f"host {self._host} tells no more of whom it refuses")
+            log.info(f"host {self._host}: further rejections are not logged")
 
 
 def _address_of(link: Link) -> str:

@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 def require_below(end: int, *hosts: int) -> None:
     """Raise `ValueError` if one of these host ids is `end` or more."""
     if max(hosts) >= end:
-        raise ValueError(f"has host {max(hosts)}, where there are at most {end}")
+        raise ValueError(f"host {max(hosts)} is out of range for {end} hosts")
 
 
 PROTOCOL = 7
@@ -162,7 +162,7 @@ class Hello:
                 return replace(
                     told, name=printable(told.name), address=require_numeric(told.address)
                 )
-        raise ValueError("is no hello")
+        raise ValueError("the protocol differs")
 
     def unlike(self, other: Hello) -> InputError | None:
         """Return the error if the other host belongs to another run, else None.
@@ -171,34 +171,35 @@ class Hello:
         """
         pairs = [
             ("", self.run.identity, other.run.identity, _OTHER_RUN),
-            ("the version of ", self.run.versions, other.run.versions, _OTHER_VERSION),
+            (" version", self.run.versions, other.run.versions, _OTHER_VERSION),
         ]
         if other.comes_back:
             pairs.append(("", self.run.settings, other.run.settings, _OTHER_SETTINGS))
-        for prefix, own, theirs, remedy in pairs:
+        for suffix, own, theirs, remedy in pairs:
             for part in sorted(own.keys() | theirs.keys()):
                 if own.get(part) != theirs.get(part):
                     problem = (
-                        f"that is host {other.host}'s, and host {self.host} has {own.get(part)!r}"
+                        f"host {other.host} has this, and host {self.host} has {own.get(part)!r}"
                     )
-                    return InputError(f"{prefix}{part}", theirs.get(part), problem, remedy)
+                    return InputError(f"{part}{suffix}", theirs.get(part), problem, remedy)
         if other.hosts != self.hosts:
             problem = f"host {self.host} was started with --hosts {self.hosts}"
-            return InputError("--hosts", other.hosts, problem, "give all hosts the same number")
+            return InputError("--hosts", other.hosts, problem, "Give all hosts the same number")
         if other.spare != self.spare:
-            problem = f"host {self.host} has {self.spare} places to spare"
+            problem = f"host {other.host} has this, and host {self.host} has {self.spare}"
             return InputError("join.places", other.spare, problem, _OTHER_SETTINGS)
         return None
 
 
 _OTHER_RUN = (
-    "Start all hosts of a run with the same configuration, and another run at an address of its own"
+    "Start all hosts of a run with the same configuration, and another run with another "
+    "--coordinator"
 )
 _OTHER_VERSION = "Install the same version on all hosts"
 _TOLD = 1000
 """Maximum length of each text of an error from another host, in characters."""
 
-_OTHER_SETTINGS = "Start the host again with the configuration that the others run by"
+_OTHER_SETTINGS = "Restart the host with the configuration of the other hosts"
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,8 @@ class Welcome:
 
 def other_protocol(theirs: Any, host: int) -> InputError:
     """Return the error for a peer with another version of the protocol."""
-    problem = f"host {host} speaks {PROTOCOL}"
-    return InputError("the protocol between hosts", theirs, problem, _OTHER_VERSION)
+    problem = f"host {host} has version {PROTOCOL}"
+    return InputError("protocol version", theirs, problem, _OTHER_VERSION)
 
 
 def refuse(link: Link, error: InputError) -> None:
@@ -288,7 +289,7 @@ async def _welcome(link: Link, own: Hello, address: tuple[str, int], timeout_s: 
     try:
         answer = await asyncio.wait_for(link.receive(), timeout_s)
     except TimeoutError:
-        answer, link.ending = None, f"no answer in {timeout_s:g} s"
+        answer, link.ending = None, f"no answer within {timeout_s:g} s"
     if (refusal := refusal_in(answer)) is not None:
         raise refusal
     match answer:
@@ -296,14 +297,14 @@ async def _welcome(link: Link, own: Hello, address: tuple[str, int], timeout_s: 
             try:
                 return Welcome.parse(told, own.places)
             except ValueError as error:
-                link.ending = f"its welcome {error}"
+                link.ending = f"its welcome is not valid: {error}"
         case None if link.ending == WANTS_SECRET:
             raise LOOPBACK_ONLY.is_one_sided(link.writer.get_extra_info("peername")[:2])
     raise TemporaryError(
         "--coordinator",
         join_address(*address),
-        f"what listens there is not host 0 of a run, or ended the connection ({link.ending})",
-        "look at the output of host 0, and whether another program uses this port",
+        f"is not host 0 of a run, or closed the connection ({link.ending})",
+        "Check the output of host 0, and whether another program uses this port",
     )
 
 
@@ -318,6 +319,6 @@ def _require_called(own: Hello, told: Welcome, host: int | None, address: tuple[
         raise TemporaryError(
             "--coordinator",
             join_address(*address),
-            f"host {told.host} answers there, and not as one of this start of the run",
-            "look which processes of earlier starts are still running, and end them",
+            f"host {told.host} answered, but not as the expected host of this start of the run",
+            "Stop the processes of earlier starts that are still running",
         )

@@ -131,12 +131,12 @@ class Invitation(msgspec.Struct, frozen=True):
         for address in told.addresses.values():
             require_numeric(address)
         if sum(file.size for file in told.files) > MOST_BYTES:
-            raise ValueError("has too much to give")
+            raise ValueError(f"the files exceed {MOST_BYTES} bytes")
         names = {file.name for file in told.files}
         if len(names) < len(told.files):
-            raise ValueError("has two files of one name")
+            raise ValueError("two files have the same name")
         if any(name != printable(name) for name in names):
-            raise ValueError("has a file whose name cannot be printed")
+            raise ValueError("the name of a file is not printable")
         return told
 
 
@@ -170,8 +170,8 @@ def piece_told(given: Any) -> bytes:
         ValueError: if it is not a valid piece.
     """
     if type(given) is not str or len(given) > 2 * PIECE_BYTES:
-        raise ValueError("is no piece of a file")
+        raise ValueError("a chunk of a file is not valid")
     try:
         return base64.b64decode(given, validate=True)
     except binascii.Error as error:
-        raise ValueError("is no piece of a file") from error
+        raise ValueError("a chunk of a file is not valid") from error

@@ -88,13 +88,13 @@ with `MORE`. A message has at most `MESSAGE_BYTES`: JSON may write a character i
 ANSWER_S = 3.0
 """Timeout of a connection attempt to a host's last known address, in seconds."""
 
-SENT_NONSENSE = "it sent what no host sends"
+SENT_NONSENSE = "it sent an invalid message"
 """`Link.ending` after an invalid message."""
 
-WANTS_SECRET = "it speaks to those only that have its secret"
+WANTS_SECRET = "it requires a secret"
 """`Link.ending` of a connection in clear to a host that has a secret."""
 
-TAKES_NOTHING = "it takes nothing in any more"
+TAKES_NOTHING = "it stopped reading messages"
 """`Link.ending` of a connection to a host that does not read."""
 
 MORE = b"+"
@@ -121,7 +121,7 @@ class Link:
         """Wrap an open connection."""
         self.reader = reader
         self.writer = writer
-        self.ending = "its connection closed without a farewell"
+        self.ending = "its connection closed unexpectedly"
         self._came = bytearray()  # Received and decrypted, not read yet.
         self._seal: Seal | None = None
 
@@ -141,7 +141,7 @@ class Link:
             raise TlsMismatch
         while not is_through:
             if not await self._more_came():
-                raise ConnectionResetError("it ended the connection in the handshake")
+                raise ConnectionResetError("it closed the connection during the TLS handshake")
             try:
                 is_through = seal.shake(self._taken(len(self._came)))
             finally:
@@ -207,13 +207,13 @@ class Link:
             while (line := await self._line()).startswith(MORE):
                 text += line[len(MORE) : -1]
                 if not most or len(text) > most:
-                    raise ValueError("is no message of ours")
+                    raise ValueError("is not a valid message")
             if not line.endswith(b"\n"):
                 self.ending = WANTS_SECRET if line == ALERT else self.ending
                 return None
             message = json.loads(text + line)
             if message is None or not _is_flat(message, DEPTH):
-                raise ValueError("is no message of ours")
+                raise ValueError("is not a valid message")
             return message
         except OSError as error:
             self.ending = f"its connection broke ({error})"
@@ -237,7 +237,7 @@ class Link:
         try:
             return await asyncio.wait_for(self.receive(), timeout_s)
         except TimeoutError:
-            self.ending = f"nothing came for {timeout_s:g} s"
+            self.ending = f"no message for {timeout_s:g} s"
             return None
 
     async def hello(self, context: ssl.SSLContext | None = None) -> Any:
@@ -364,7 +364,7 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
     """
     clock = asyncio.get_running_loop()
     deadline, why, where = clock.time() + timeout_s, "no answer", join_address(*address)
-    with telling(lambda left_s: f"{where}: {why}; tried again for {left_s:.0f} s more", timeout_s):
+    with telling(lambda left_s: f"{where}: {why}; retrying for {left_s:.0f} s", timeout_s):
         while True:
             remaining = deadline - clock.time()
             try:
@@ -375,9 +375,9 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
                     raise TemporaryError(
                         "--coordinator",
                         where,
-                        f"no connection in {timeout_s:g} s (last: {why})",
-                        "check that this host is running with this address, that this machine can "
-                        "reach it, and that no firewall stops the port",
+                        f"no connection within {timeout_s:g} s (last error: {why})",
+                        "Check that a host of the run listens at this address, and that no "
+                        "firewall blocks the port",
                     ) from error
             await asyncio.sleep(min(0.5, max(remaining, 0)))
 

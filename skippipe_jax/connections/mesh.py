@@ -92,7 +92,7 @@ class Calls:
             pause_s = min(2 * pause_s, self._longest_s)
 
 
-GONE = "its process is gone"
+GONE = "its process has ended"
 
 
 class Mesh:
@@ -190,8 +190,8 @@ class Mesh:
         self.directory.addresses[0] = join_address(*link.writer.get_extra_info("peername")[:2])
 
         def told(left_s: float) -> str:
-            reached = f"host 0 is reached at {join_address(*coordinator)}"
-            return f"{reached}; waiting for the others to reach it, {left_s:.0f} s left"
+            connected = f"connected to host 0 at {join_address(*coordinator)}"
+            return f"{connected}; waiting for the other hosts, {left_s:.0f} s left"
 
         with telling(told, self._connect_timeout_s):
             await self._greet(0, link, coordinator)
@@ -258,9 +258,9 @@ class Mesh:
         to_call, silent = self._pulse.beat(others)
         for host in to_call if self.directory.outlives else ():
             if host in self._links:
-                self._links[host].break_off("nothing came over it")
+                self._links[host].break_off("no message arrived over it")
         for host in silent:
-            self._miss(host, f"nothing was heard from it for {self._heartbeat_timeout_s:g} s")
+            self._miss(host, f"no message for {self._heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until all send buffers have drained, at most `timeout_s`."""
@@ -340,8 +340,8 @@ class Mesh:
         if channel is not None and channel.process == hello.process:
             is_there = False  # It reconnects: only its end has detected the break.
             if channel.is_lost:
-                problem = "it has taken in too little of what it was told"
-                return TemporaryError(HOST_ID, host, problem, "The others go on without it")
+                problem = "this process left too many messages unacknowledged"
+                return TemporaryError(HOST_ID, host, problem, "Restart it")
         elif channel is not None and channel.process is not None and self._goes_on_without(host):
             # Of two processes with this host id, all hosts accept the same one, in any order.
             is_there &= channel.process < hello.process
@@ -354,7 +354,7 @@ class Mesh:
         if self._is_closed or self._channel(host) is not channel:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
-            before.break_off("another has taken its place")
+            before.break_off("a new connection replaced it")
         self._calls.end(host)
         link.break_when_silent(self._heartbeat_timeout_s)
         self._links[host], self.directory.names[host] = link, name
@@ -513,8 +513,8 @@ class Meeting:
             self.address = chosen or reachable_address(near, name)
             if self.address != near:
                 log.info(
-                    f"{name} is {near} here, so this host listens on {self.address} as well. "
-                    f"{BIND_VARIABLE} chooses another address."
+                    f"{name} resolves to {near} on this host, so it also listens on "
+                    f"{self.address}. Set {BIND_VARIABLE} to use another address."
                 )
             # Hosts on this machine may resolve the name of host 0 to its loopback address.
             await self.mesh.listen(list(dict.fromkeys([self.address, near])), port)
@@ -535,10 +535,9 @@ class Meeting:
         """
         heartbeat_timeout_s = self._config.heartbeat_timeout_s
         for address in last_addresses:
-            told = (
-                f"{address}: host {self.mesh.directory.hello.host} still counts as connected there"
-            )
-            with telling(lambda _, told=told: f"{told}; asked again", 2 * heartbeat_timeout_s):
+            own = self.mesh.directory.hello.host
+            told = f"{address}: an earlier process of host {own} is still connected; retrying"
+            with telling(lambda _, told=told: told, 2 * heartbeat_timeout_s):
                 if await let_in(partial(self._comes_back, address), heartbeat_timeout_s):
                     return True
         return False

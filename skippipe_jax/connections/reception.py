@@ -80,7 +80,7 @@ NEWCOMER, OBSERVER = "newcomer", "observer"
 GUESTS = {NEWCOMER: "a newcomer", OBSERVER: "an observer"}
 """First word of a guest's first message, and the guest's name in log messages."""
 
-RUN_ENDED = "the run has ended: it is trained, or was stopped"
+RUN_ENDED = "the run has ended: it finished, or was stopped"
 """Reason for refusing newcomers at the end of a run."""
 
 OBSERVED = ("skippipe-jax",)
@@ -134,17 +134,17 @@ class Reception:
         """
         inviting, refusal = self.inviting, _unlike(NEWCOMER, said, directory.hello)
         if refusal is None and inviting is None:
-            problem = "no run has begun here that goes on without lost hosts"
-            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Ask again later")
+            problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
+            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Retry later")
         elif refusal is None and self.has_ended:
-            remedy = "Join again once it is resumed"
+            remedy = "Join again after it is resumed"
             refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
         if refusal is not None or inviting is None:
             return refusal
         if len(self._there) == MOST_NEWCOMERS:
             longest = next(iter(self._there))
             del self._there[longest]
-            longest.break_off("others ask as well")
+            longest.break_off("a newer request replaced it")
         self._there[link] = None
         try:
             return await _give(inviting, directory, away, link)
@@ -222,12 +222,9 @@ def _unlike(
             versions = own.run.versions
             for part in sorted(packages or versions.keys() | theirs.keys()):
                 if versions.get(part) != theirs.get(part):
-                    problem = f"that is the {who}'s, and host {own.host} has "
-                    return InputError(
-                        f"the version of {part}",
-                        theirs.get(part),
-                        f"{problem}{versions.get(part)!r}",
-                        "Install the same version on all hosts",
-                    )
+                    problem = f"the {who} has this, and host {own.host} has {versions.get(part)!r}"
+                    remedy = "Install the same version on all hosts"
+                    return InputError(f"{part} version", theirs.get(part), problem, remedy)
             return None
-    return InputError(who, None, f"that is no {who}", "Install the same version on all hosts")
+    problem = f"is not a valid request of {GUESTS[who]}"
+    return InputError(who, None, problem, "Install the same version on all hosts")

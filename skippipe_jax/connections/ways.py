@@ -76,9 +76,9 @@ async def _asked(link: Link, way: str, size: int) -> float:
             else:
                 await _sent(link, size)
                 if await link.receive() != ["taken", size]:
-                    raise ValueError("did not take what was sent to measure the way")
+                    raise ValueError("a measurement was not confirmed")
     except TimeoutError as error:
-        raise ValueError(f"answered for {PATIENCE_S:g} s no more") from error
+        raise ValueError(f"no answer within {PATIENCE_S:g} s") from error
     return time.perf_counter() - began_s
 
 
@@ -111,4 +111,4 @@ async def _received(link: Link, size: int) -> None:
             raise ValueError(link.ending)
         size -= len(came)
     if size:
-        raise ValueError("sent more than was asked for")
+        raise ValueError("more bytes arrived than requested")

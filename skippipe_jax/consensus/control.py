@@ -141,8 +141,7 @@ class Control:
                 stored = await self._loop.run_in_executor(self._storing, self._store, generation)
                 break
             except OSError as error:
-                problem = f"the run's folder does not take generation {generation.number}"
-                log.warning(f"{problem}: {error}")
+                log.warning(f"cannot write generation {generation.number} to run_dir: {error}")
             await asyncio.sleep(STORES_AGAIN_S)
         del self._stores[generation.number]
         self._happens(Stored(stored))

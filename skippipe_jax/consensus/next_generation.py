@@ -109,7 +109,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
             plan=choice.plan,
             left_out=left_out,
         )
-    following = replace(following, cause=_cause(last, following, new, without, leaving, reading))
+    following = replace(following, cause=_cause(state, following, new, without, leaving, reading))
     if set(apart) == set(members):
         return replace(following, is_last=True)  # No member could save a checkpoint.
     # The last generation may not have read its checkpoint yet, so its members may have no states
@@ -142,36 +142,41 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
 
 
 def _cause(
-    last: Generation,
+    state: State,
     following: Generation,
     new: Collection[int],
     cut_off: Collection[int],
     going: Collection[int],
     without_text: Collection[int] = (),
 ) -> str:
-    """Describe why the last generation ends: which hosts are lost, leave, join or rejoin.
+    """Describe why the last generation ends: which hosts failed, left, joined or rejoined.
 
     `cut_off` are members excluded because of broken links, `going` members that were asked to
     leave, and `without_text` hosts of the data stage that lack the text.
     """
 
+    last, rules = state.generation, state.rules
+    assert last is not None, "a member's"
+
     def how(host: int) -> str:
         if host in going:
-            return "was told to leave"
-        return "was cut off from others" if host in cut_off else "was lost"
+            return "left"
+        return "was partitioned from other hosts" if host in cut_off else "failed"
+
+    def how_new(host: int) -> str:
+        # Placements keep the nodes of failed hosts, and have none of an extra host that is new.
+        is_new = host in following.apart or not rules.serves(last.placement, host)
+        return "joined" if is_new else "rejoined"
 
     gone = [host for host in last.members if host not in following.members]
     causes = [f"host {host} {how(host)}" for host in gone]
-    causes += [
-        f"host {host} {'joined' if host in following.apart else 'came back'}"
-        for host in sorted(new)
-    ]
-    causes += [f"host {host} has not the text of the run" for host in sorted(without_text)]
+    causes += [f"host {host} {how_new(host)}" for host in sorted(new)]
+    causes += [f"host {host} lacks the training text" for host in sorted(without_text)]
     if causes:
         return ", ".join(causes)
     if going:
         leaving = ", ".join(f"host {host}" for host in sorted(going))
-        return f"others take over what {leaving} alone holds, as it was told to leave"
+        return f"state transfer from {leaving} before leaving"
     if following.plan != last.plan and following.plan:
-        return "a quicker plan was found"
-    return "transfers failed, or a host was thought to be lost"
+        return "a faster plan was found"
+    return "transfers failed, or a false suspicion of a host"

@@ -45,7 +45,7 @@ def parse(given: Any) -> Message:
                 case Promise(accepted=(ballot, told)):
                     return replace(message, accepted=(ballot, _checked(told)))
             return message
-    raise ValueError("is no message of ours")
+    raise ValueError("is not a valid message")
 
 
 def generation_to_json(generation: Generation) -> dict[str, Any]:
@@ -70,12 +70,12 @@ def _checked(generation: Generation) -> Generation:
     named |= {host for own in generation.holders for host in own}
     named |= {source for one in generation.remade for source in one.sources}
     if sorted(set(members)) != [*members] or len(generation.processes) != len(members):
-        raise ValueError("are no members")
+        raise ValueError("the members are not sorted, or do not match the processes")
     if not named <= set(members):
-        raise ValueError("names hosts that are no members")
+        raise ValueError("a named host is not a member")
     remade = [one.stage for one in generation.remade]
     if any(stage >= len(placement) for stage in (*generation.lost, *generation.left_out, *remade)):
-        raise ValueError("is no stage")
+        raise ValueError("a stage is out of range")
     if any(len(one.sources) != SOURCES.get(one.by) for one in generation.remade):
-        raise ValueError("are not so many as it takes")
+        raise ValueError("a lost stage has the wrong number of sources")
     return replace(generation, placement=placement)

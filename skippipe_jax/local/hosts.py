@@ -148,11 +148,11 @@ class LocalHosts:
             return None
         misses_others = any(other.code for other in self._hosts)
         pause_s = self._tries[host.index].pause_s(code, host.lived_s, misses_others=misses_others)
-        what = "it is not started again"
+        what = "not restarted"
         if pause_s is not None:
             at = time.strftime("%H:%M:%S", time.localtime(time.time() + pause_s))
-            what = f"it is started again in {pause_s:g} s, at {at}"
-        print(f"host {host.index} {_in_words(code)}: {what}", flush=True)
+            what = f"restart in {pause_s:g} s, at {at}"
+        print(f"host {host.index} {_in_words(code)}; {what}", flush=True)
         return pause_s
 
     def _ends(self, host: LocalHost, code: int) -> None:
@@ -255,9 +255,9 @@ class LocalHost:
 
 def _in_words(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"exited with code {code}"
     names = {number.value: number.name for number in signal.Signals}
-    return f"was ended by {names.get(-code, f'signal {-code}')}"
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def _show(host: int, output: IO[str]) -> None:

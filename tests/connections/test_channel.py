@@ -269,7 +269,7 @@ def test_silence_counts_for_a_connection_before_it_counts_for_its_host():
             assert first.mesh._links[1] is link
             assert first.lost == []
             first.mesh.beat()
-            assert first.lost == [(1, "nothing was heard from it for 10 s")]
+            assert first.lost == [(1, "no message for 10 s")]
             assert second.lost == []
 
     asyncio.run(meet())

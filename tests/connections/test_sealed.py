@@ -81,9 +81,9 @@ def test_hosts_that_have_the_secret_meet_and_come_back():
 @pytest.mark.parametrize(
     ("there", "here", "told_here", "told_there"),
     [
-        (KEYS, OTHER_KEYS, "does not have this secret", "it does not have the secret of this run"),
-        (KEYS, LOOPBACK_ONLY, "has a secret, and this host", "it has no secret, and this run has"),
-        (LOOPBACK_ONLY, KEYS, "answers in clear, so it has", "it has a secret, and this run has"),
+        (KEYS, OTHER_KEYS, "different secret", "it does not have the secret of this run"),
+        (KEYS, LOOPBACK_ONLY, "requires a secret, and this", "it has no secret, and this run has"),
+        (LOOPBACK_ONLY, KEYS, "does not use TLS", "it has a secret, and this run has"),
     ],
     ids=["another secret", "no secret", "a secret where there is none"],
 )
@@ -124,7 +124,7 @@ def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     asyncio.run(meet())
     told = capfd.readouterr().err
     assert told.count("\n") == 1
-    assert told.startswith("host 0 refused a connection from ('127.0.0.1', ")
+    assert told.startswith("host 0 rejected a connection from ('127.0.0.1', ")
     assert told_there in told
 
 
@@ -147,7 +147,7 @@ def test_strangers_are_told_of_for_so_many_addresses_only(
     asyncio.run(meet())
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 4
-    assert told[-1] == "host 0 tells no more of whom it refuses"
+    assert told[-1] == "host 0: further rejections are not logged"
 
 
 # Time, and how many at once.
@@ -235,7 +235,7 @@ def test_a_host_that_is_called_and_does_not_go_on_is_given_up_in_time():
         server = await asyncio.start_server(attend, "127.0.0.1", 0)
         address = server.sockets[0].getsockname()[:2]
         before = descriptors()
-        with pytest.raises(TemporaryError, match=r"no connection in 0\.1 s"):
+        with pytest.raises(TemporaryError, match=r"no connection within 0\.1 s"):
             await reach(address, 0.1, KEYS)
         await until(lambda: descriptors() <= before)
         server.close()
