@@ -180,7 +180,7 @@ class Attendance:
         self._meeting = Meeting(self._config, place.coordinator, place.keys, new_mesh)
         try:
             if last_addresses:
-                self.is_outside = await self._meeting.with_those_left(last_addresses)
+                self.is_outside = await self._meeting.with_remaining(last_addresses)
                 if not self.is_outside:
                     self._mesh.close()
                     return begun.set_result(None)
@@ -214,8 +214,8 @@ class Attendance:
             heartbeat_timeout_s=self._config.heartbeat_timeout_s,
             connect_timeout_s=self._config.connect_timeout_s,
             received=self._received,
-            lost=self._misses,
-            found=self._finds,
+            lost=self._report_lost,
+            found=self._report_found,
             goes_on_without=self._goes_on_without,
             reception=self.reception,
             service=f"{sockets}/service" if sockets and place.index == 0 else None,
@@ -237,14 +237,14 @@ class Attendance:
             case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
                 self._board.post(source, clock.key(source), clock.answered(sent, theirs))
             case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
-                return self._hears_verdict(source, culprit, text[:REASON_CHARACTERS], code)
+                return self._receive_verdict(source, culprit, text[:REASON_CHARACTERS], code)
             case ["control", list(given)]:
                 return self.control is None or self.control.received(source, given)
             case _:
                 return False
         return True
 
-    def _hears_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
+    def _receive_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
         is_lost, control = code == LOST_HOST_EXIT_CODE, self.control
         is_a_host = 0 <= culprit < self._mesh.directory.hello.places
         if control is not None and (is_lost or control.goes_on_without(source)):
@@ -254,15 +254,15 @@ class Attendance:
             self._judge(culprit, text, code)
         return is_a_host
 
-    def _misses(self, host: int, how: str) -> None:
+    def _report_lost(self, host: int, how: str) -> None:
         if self.control is not None:
             self.control.is_missed(host)
         elif not self._mesh.directory.outlives:
             # A suspended host may find the others gone before it reads their verdict.
-            culprit = self._index if self._was_stopped or self._has_overslept() else host
+            culprit = self._index if self._was_stopped or self._was_suspended() else host
             self._judge(culprit, f"{self._mesh.directory.names[culprit]} failed: {how}")
 
-    def _finds(self, host: int) -> None:
+    def _report_found(self, host: int) -> None:
         if self.control is not None:
             self.control.is_there(host)
 
@@ -285,12 +285,12 @@ class Attendance:
         while True:
             self._last_beat_s = self._loop.time()
             await asyncio.sleep(timeout_s / BEATS)
-            self._was_stopped |= self._has_overslept()
+            self._was_stopped |= self._was_suspended()
             if self._board.generation > 0:
                 self._mesh.directory.is_outside = False  # It is in a generation (again).
             self._mesh.beat()
 
-    def _has_overslept(self) -> bool:
+    def _was_suspended(self) -> bool:
         return self._loop.time() - self._last_beat_s > self._config.heartbeat_timeout_s
 
     async def _tell_failure(self, reason: str, code: int) -> None:

@@ -42,7 +42,7 @@ def find_place(
         InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
     """
     if (coordinator, hosts, host_id) != (None, None, None):
-        return _given_place(coordinator, hosts, host_id, spare)
+        return _place_from_arguments(coordinator, hosts, host_id, spare)
     if distributed or _is_launched_with_others():
         address, count, index = jax_runtime.detect(config)
         return Place(index, count, parse_address("detected --coordinator", address))
@@ -75,7 +75,7 @@ def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> Non
     agree(host, "cluster.runtime", runtime, config.connect_timeout_s, differing)
 
 
-def _given_place(
+def _place_from_arguments(
     coordinator: str | None, hosts: int | None, host_id: int | None, spare: int
 ) -> Place:
     together = "Give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"

@@ -13,7 +13,7 @@ from skippipe_jax.config.cluster import require_one_interface
 BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
 """Environment variable with the address on which all servers of this host listen."""
 
-_LONGEST = 64
+_MAX_CHARACTERS = 64
 """Maximum length of a numeric address, in characters."""
 
 
@@ -31,7 +31,7 @@ def require_numeric(text: str) -> str:
     Raises:
         ValueError: if it is anything else.
     """
-    if len(text) > _LONGEST or not text.isascii():
+    if len(text) > _MAX_CHARACTERS or not text.isascii():
         raise ValueError("address is not IP:PORT")
     host, _ = parse_address("address", text)
     address = ipaddress.ip_address(host)
@@ -72,12 +72,12 @@ def first_address(host: str) -> str:
         InputError: if the name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         remedy = "Use a name that resolves on this host, or an IP address"
         kind = TemporaryError if error.errno == socket.EAI_AGAIN else InputError
         raise kind("--coordinator", host, f"does not resolve ({error})", remedy) from error
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def reachable_address(near: str, coordinator: str) -> str:
@@ -90,7 +90,7 @@ def reachable_address(near: str, coordinator: str) -> str:
     Raises:
         InputError: if this host has no such address.
     """
-    if not ipaddress.ip_address(near).is_loopback or _is_loopback_by_itself(coordinator):
+    if not ipaddress.ip_address(near).is_loopback or _is_written_as_loopback(coordinator):
         return near
     outward = _outward_address()
     if outward is None:
@@ -113,9 +113,9 @@ def listen_without_delay(host: str, port: int, backlog: int | None = None) -> so
     Raises:
         OSError: if this host cannot listen there.
     """
-    made = socket.create_server((host, port), family=_family(host), backlog=backlog)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
+    listener = socket.create_server((host, port), family=_family(host), backlog=backlog)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def listening_socket(host: str, port: int, field: str = "--coordinator") -> socket.socket:
@@ -151,7 +151,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _is_loopback_by_itself(host: str) -> bool:
+def _is_written_as_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -14,9 +14,9 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
-from skippipe_jax.connections.invitation import File, Invitation, piece_told
+from skippipe_jax.connections.invitation import File, Invitation, decode_piece
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.links import HELLO_S, SENT_NONSENSE, WANTS_SECRET, Link, open_link
+from skippipe_jax.connections.links import HELLO_S, REQUIRES_SECRET, SENT_NONSENSE, Link, open_link
 from skippipe_jax.connections.reception import ASKS_S, JOINING, NEWCOMER, OBSERVED, OBSERVER
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.waiting import why_unreachable
@@ -93,17 +93,17 @@ async def asking(
     (who, versions), (kind, read) = question, answer
     try:
         link.send(who, PROTOCOL, dict(versions))
-        said = await link.heard(timeout_s)
-        if (refusal := refusal_in(said)) is not None:
+        message = await link.heard(timeout_s)
+        if (refusal := refusal_in(message)) is not None:
             raise refusal
-        match said:
-            case [found, content] if found == kind:
+        match message:
+            case [name, content] if name == kind:
                 yield link, read(content)
-            case None if link.ending == WANTS_SECRET:
+            case None if link.ending == REQUIRES_SECRET:
                 error = keys.is_one_sided(parse_address("ADDRESS", address))
                 raise _with_own_remedy(error, keys)
             case _:
-                raise ValueError(link.ending if said is None else SENT_NONSENSE)
+                raise ValueError(link.ending if message is None else SENT_NONSENSE)
     except InputError:
         raise
     except (ValueError, OSError) as error:
@@ -195,8 +195,8 @@ class Newcomer:
             if content is None or not file.is_of(content):
                 # Stored at once, so that it is kept if the connection breaks.
                 self.contents[file.name] = await self._content(link, place, file)
-        there = {file.name for file in files}
-        self.contents = {name: own for name, own in self.contents.items() if name in there}
+        names = {file.name for file in files}
+        self.contents = {name: own for name, own in self.contents.items() if name in names}
 
     async def _content(self, link: Link, place: int, file: File) -> bytes:
         content = bytearray()
@@ -207,7 +207,7 @@ class Newcomer:
                     place,
                     number,
                 ):
-                    content += piece_told(piece)
+                    content += decode_piece(piece)
                 case _:
                     raise ValueError(f"a chunk of {file.name} was not received ({link.ending})")
         self.fetched += len(content)

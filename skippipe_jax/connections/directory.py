@@ -46,7 +46,7 @@ class Directory:
         return sorted(everybody - {self.hello.host})
 
     @property
-    def never_taken(self) -> list[int]:
+    def unused_ids(self) -> list[int]:
         """Ids of extra hosts that have never been taken."""
         spare = range(self.hello.hosts, self.hello.places)
         return [host for host in spare if host != self.hello.host and host not in self.addresses]
@@ -61,16 +61,16 @@ class Directory:
         self.has_begun = self.outlives = self.is_outside = True
         self.hello = replace(self.hello, comes_back=True)
 
-    def told(self, received: int) -> dict[str, Any]:
+    def welcome(self, received: int) -> dict[str, Any]:
         """Return the welcome for an accepted host with `received` messages, as JSON."""
         own, addresses = self.hello, self.addresses | {self.hello.host: self.hello.address}
-        told = Welcome(own.host, own.name, own.start, addresses, own.process, received)
-        return told.to_json()
+        welcome = Welcome(own.host, own.name, own.start, addresses, own.process, received)
+        return welcome.to_json()
 
-    def learn(self, told: Welcome) -> None:
+    def learn(self, welcome: Welcome) -> None:
         """Add the start and the addresses of a welcome; known values are kept."""
-        self.hello = replace(self.hello, start=self.hello.start or told.start)
-        theirs = {host: own for host, own in told.addresses.items() if host != self.hello.host}
+        self.hello = replace(self.hello, start=self.hello.start or welcome.start)
+        theirs = {host: own for host, own in welcome.addresses.items() if host != self.hello.host}
         self.addresses = theirs | self.addresses
 
     def address(self, host: int) -> tuple[str, int]:

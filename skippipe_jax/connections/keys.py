@@ -93,9 +93,9 @@ def read_secret(configured: str | None) -> Secret | None:
     path, where = (named, FILE_VARIABLE) if named else (configured, "cluster.secret")
     if path is None:
         return None
-    found = _checked(where, path, fields.read_text(Path(path), where))
+    secret = _checked(where, path, fields.read_text(Path(path), where))
     _warn_of_readers(where, path)
-    return found
+    return secret
 
 
 @functools.cache  # Warn once.
@@ -103,24 +103,25 @@ def _warn_of_readers(where: str, path: str) -> None:
     """Warn if every user of this machine can read or change the secret file."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        told = f"{where} = {path!r}: every user of this machine can use this secret (mode {mode:o})"
-        log.warning(f"{told}. Run chmod 600 {shlex.quote(path)}")
+        named = f"{where} = {path!r}"
+        problem = f"every user of this machine can use this secret (mode {mode:o})"
+        log.warning(f"{named}: {problem}. Run chmod 600 {shlex.quote(path)}")
 
 
 def _checked(where: str, shown: str, text: str) -> Secret:
-    found = [line.strip() for line in text.strip().split("\n")]
-    for one in found:
-        if len(one) < FEWEST_CHARACTERS or not one.isprintable() or " " in one:
+    lines = [line.strip() for line in text.strip().split("\n")]
+    for line in lines:
+        if len(line) < FEWEST_CHARACTERS or not line.isprintable() or " " in line:
             problem = f"each line must be one word of {FEWEST_CHARACTERS} characters or more"
             raise InputError(where, shown, problem, "Run skippipe keygen FILE to create a secret")
-    if len(found) > MOST_SECRETS:
-        problem = f"has {len(found)} secrets, more than {MOST_SECRETS}"
+    if len(lines) > MOST_SECRETS:
+        problem = f"has {len(lines)} secrets, more than {MOST_SECRETS}"
         remedy = "Keep the one to present, and below it one to accept"
         raise InputError(where, shown, problem, remedy)
-    return Secret(where, shown, *found)
+    return Secret(where, shown, *lines)
 
 
-MAKE_ONE = "run skippipe keygen FILE and copy the file to all hosts of the run"
+CREATE_SECRET = "run skippipe keygen FILE and copy the file to all hosts of the run"
 
 PRIVATE = tuple(
     map(
@@ -218,8 +219,8 @@ class Keys:
                 None,
                 f"required for non-loopback address {address}, as anyone who reaches it could join "
                 "the run",
-                f"{MAKE_ONE[:1].upper()}{MAKE_ONE[1:]}, or set cluster.insecure: true on a trusted "
-                "network",
+                f"{CREATE_SECRET[:1].upper()}{CREATE_SECRET[1:]}, or set cluster.insecure: true on "
+                "a trusted network",
             )
 
     def warning(self, address: str) -> str | None:
@@ -229,7 +230,7 @@ class Keys:
         self._has_warned = True
         return (
             f"cluster.insecure: anyone who reaches {address} can read the messages of this run, "
-            f"stop it or join it. If the network is not trusted, {MAKE_ONE}"
+            f"stop it or join it. If the network is not trusted, {CREATE_SECRET}"
         )
 
     def differs(self, address: tuple[str, int]) -> InputError:
@@ -329,11 +330,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_private(address: str) -> bool:
-    found = _unmapped(address)
-    return any(found in network for network in PRIVATE if network.version == found.version)
+    parsed = _unmapped(address)
+    return any(parsed in network for network in PRIVATE if network.version == parsed.version)
 
 
 def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return mapped or parsed

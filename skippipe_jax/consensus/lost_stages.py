@@ -56,7 +56,7 @@ def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tu
     return tuple(stage for stage in last.left_out if stage not in served)
 
 
-def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
+def is_valid_bypass(rules: Rules, generation: Generation) -> bool:
     """Return True if a generation leaves out only stages that it may, and no member serves."""
     if not generation.left_out:
         return True

@@ -29,21 +29,21 @@ def to_json(message: Message) -> list[Any]:
     return [type(message).__name__, *map(msgspec.to_builtins, values)]
 
 
-def parse(given: Any) -> Message:
+def parse(raw: Any) -> Message:
     """Parse and validate a message from another host.
 
     Raises:
         ValueError: if it is not a valid message.
     """
-    match given:
+    match raw:
         case [str(name), *values] if name in KINDS:
             names = [field.name for field in fields(KINDS[name])]
             message = msgspec.convert(dict(zip(names, values, strict=True)), KINDS[name])
             match message:
-                case Ask(generation=Generation() as told) | Decided(generation=told):
-                    return replace(message, generation=_checked(told))
-                case Promise(accepted=(ballot, told)):
-                    return replace(message, accepted=(ballot, _checked(told)))
+                case Ask(generation=Generation() as generation) | Decided(generation=generation):
+                    return replace(message, generation=_checked(generation))
+                case Promise(accepted=(ballot, generation)):
+                    return replace(message, accepted=(ballot, _checked(generation)))
             return message
     raise ValueError("is not a valid message")
 
@@ -53,13 +53,13 @@ def generation_to_json(generation: Generation) -> dict[str, Any]:
     return msgspec.to_builtins(generation)
 
 
-def parse_generation(given: Any) -> Generation:
+def parse_generation(raw: Any) -> Generation:
     """Parse and validate a generation from storage.
 
     Raises:
         ValueError: if it is not a valid generation.
     """
-    return _checked(msgspec.convert(given, Generation))
+    return _checked(msgspec.convert(raw, Generation))
 
 
 def _checked(generation: Generation) -> Generation:

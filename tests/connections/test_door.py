@@ -272,11 +272,11 @@ def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.MonkeyP
         first, second = Host(0, 2), Host(1, 2)
         await first.listen()
         gathering = asyncio.create_task(first.mesh.gather())
-        silent = [await stranger(first) for _ in range(3 * door.STRANGERS)]
-        for link in silent[: 2 * door.STRANGERS]:
+        silent = [await stranger(first) for _ in range(3 * door.MAX_UNIDENTIFIED)]
+        for link in silent[: 2 * door.MAX_UNIDENTIFIED]:
             assert await link.reader.read() == b""  # The oldest are closed.
             link.writer.close()
-        assert not any(link.reader.at_eof() for link in silent[2 * door.STRANGERS :])
+        assert not any(link.reader.at_eof() for link in silent[2 * door.MAX_UNIDENTIFIED :])
         await asyncio.gather(gathering, second.join(first))
         await assert_all_connected([first, second])
         for link in silent:
@@ -345,7 +345,7 @@ def test_what_strangers_send_is_closed_and_leaves_nothing(content: bytes):
 def test_strangers_are_refused_without_a_word_in_the_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(door, "REFUSALS_TOLD", 5)
+    monkeypatch.setattr(door, "MAX_LOGGED_REJECTIONS", 5)
 
     async def meet() -> None:
         first = Host(0, 2)

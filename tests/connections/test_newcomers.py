@@ -267,7 +267,7 @@ def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
                 link.send("piece", 0, 0)
                 assert (await link.receive())[:3] == ["piece", 0, 0]
                 link.writer.close()
-            await until(lambda: not first.reception._there)
+            await until(lambda: not first.reception._served)
 
     asyncio.run(live())
 
