@@ -99,7 +99,7 @@ class Directory:
         if problem is not None:
             return TemporaryError(HOST_ID, hello.host, problem, "Stop it, and restart all hosts")
         if hello.host == own.host or is_there:
-            problem = f"{self.names[hello.host]} uses this id"
+            problem = f"{self.names[hello.host]} already uses this id"
             return InputError(HOST_ID, hello.host, problem, "Give every host its own id")
         return None
 

@@ -50,8 +50,8 @@ class Door:
 
         `refusal` returns why the host of a hello is refused, or None. `serve_host` serves an
         accepted host until its connection ends. `receive` serves a newcomer or an observer, or
-        returns why it is refused. JAX connections are relayed to the unix socket `service`, if this process
-        has one. All connections use `keys`.
+        returns why it is refused. JAX connections are relayed to the unix socket `service`, if this
+        process has one. All connections use `keys`.
         """
         self._host, self._most_relayed = own.host, RELAYED_PER_HOST * own.hosts
         self._refusal, self._serve_host, self._service = refusal, serve_host, service

@@ -133,7 +133,7 @@ def test_who_takes_in_too_little_is_lost_until_the_others_go_on_without_it(
             for _ in range(30):
                 first.mesh.send(2, "put", "key", "x" * (1 << 16))
             assert first.lost == [(2, STOPPED_READING)]
-            assert sum(len(own[1]) for own in first.mesh._channels[2]._kept) == 0
+            assert sum(len(own[1]) for own in first.mesh._channels[2]._unacknowledged) == 0
             refusal = first.mesh._refusal(third.mesh.directory.hello)
             assert isinstance(refusal, TemporaryError)
             first.mesh._goes_on_without = {2}.__contains__
@@ -305,7 +305,7 @@ def test_a_process_whose_end_of_a_connection_broke_takes_its_place_at_once(
             assert answer[:3] == ["refused", 2, "--host-id"]
 
     asyncio.run(meet())
-    assert "host 0 refused" in capfd.readouterr().err.splitlines()[0]
+    assert "host 0 rejected" in capfd.readouterr().err.splitlines()[0]
 
 
 def test_of_two_that_come_for_one_place_every_host_lets_the_same_one_in():

@@ -210,7 +210,7 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
             with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
                 await Newcomer().ask([address_of(first)])
             first.reception.inviting, first.reception.has_ended = Run({"config.yaml": b"1"}), True
-            with pytest.raises(TemporaryError, match="the run has ended: it is trained, or"):
+            with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
                 await Newcomer().ask([address_of(first)])
             gone = address_of(first)
             first.end()

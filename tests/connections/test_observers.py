@@ -166,7 +166,7 @@ def test_the_command_shows_the_status_to_those_alone_that_have_the_secret(
         assert main(["status", "10.77.0.1:8476"]) == 2
         told = capfd.readouterr().err
         assert "required for non-loopback address 10.77.0.1" in told
-        assert "by --set cluster.secret=FILE" in told
+        assert "--set cluster.secret=FILE" in told
         assert "keygen" not in told, "a secret that is made now is not the run's"
         assert main([*own, "--watch", "soon"]) == 2
         assert "error: --watch = 'soon': must be a time" in capfd.readouterr().err

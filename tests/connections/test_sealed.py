@@ -253,7 +253,7 @@ def test_another_program_at_the_address_is_not_taken_for_a_host():
         address = server.sockets[0].getsockname()[:2]
         with pytest.raises(InputError) as caught:
             await reach(address, PATIENCE_S, KEYS)
-        assert "another program" in caught.value.remedy
+        assert "another program" in caught.value.problem
         server.close()
 
     asyncio.run(meet())

@@ -253,7 +253,7 @@ def test_it_says_that_the_run_has_ended(hosts: Hosts):
     hosts.answers = [[INNER], [INNER], ended]
     seeking = hosts.seeking(has_text)
     with seeking.fetch():
-        with pytest.raises(TemporaryError, match="the run has ended: it is trained, or"):
+        with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
             seeking.is_free(INNER)
         assert hosts.now_s == 0.0, "it asks nobody again"
         # Or it asks when the hosts have gone.
