@@ -182,7 +182,7 @@ def test_hosts_come_and_go_as_the_page_says(followed: Callable[[str], Followed])
     folder = followed("churn.md").folder / "runs" / "lasting"
     generations = (folder / MEMBERSHIP).read_text().splitlines()
     assert [json.loads(line)["cause"] for line in generations] == [
-        "", "host 2 was lost", "host 2 joined", "host 1 was told to leave",
+        "", "host 2 failed", "host 2 joined", "host 1 left",
     ]  # fmt: skip
     lines = Run(folder).metrics
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))

@@ -56,7 +56,7 @@ class Network:
         def notice() -> None:
             self.lost.add(host)
             for other in self.attendances.keys() - self.lost:
-                self.attendances[other]._misses(host, "its process is gone")
+                self.attendances[other]._report_lost(host, "its process has ended")
 
         self.loop.call_soon_threadsafe(notice)
 

@@ -138,6 +138,6 @@ def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[
         left_s = max(0.0, end - time.monotonic())
         message = json.loads(host.get(f"{name}/{source}", left_s, source))
         if "error" in message:
-            raise PeerFailed(f"host {source} has failed at {name!r}: {message['error']}")
+            raise PeerFailed(f"host {source} failed at {name!r}: {message['error']}")
         heard[source] = message["value"]
     return heard

@@ -67,7 +67,7 @@ class Attendance:
 
     def __init__(self, config: ClusterConfig, index: int, count: int, board: Board):
         """Prepare without connecting; values from other hosts go to `board`."""
-        self.name = f"host {index} (process {os.getpid()} on {socket.gethostname()})"
+        self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
         self.process = secrets.randbits(NUMBER_BITS)
         self.is_outside = False
         self.last_words: Callable[[], str] = str
@@ -152,7 +152,7 @@ class Attendance:
                 raise
             future.cancel()
             problem = f"has not answered for {patience_s + ANSWERS_S:g} s"
-            raise PeerTimeout(f"the thread that watches the other hosts {problem}") from late
+            raise PeerTimeout(f"the control thread of this host {problem}") from late
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
         """Connect to the other hosts and watch them from now on; return when all are connected.
@@ -180,7 +180,7 @@ class Attendance:
         self._meeting = Meeting(self._config, place.coordinator, place.keys, new_mesh)
         try:
             if last_addresses:
-                self.is_outside = await self._meeting.with_those_left(last_addresses)
+                self.is_outside = await self._meeting.with_remaining(last_addresses)
                 if not self.is_outside:
                     self._mesh.close()
                     return begun.set_result(None)
@@ -214,8 +214,8 @@ class Attendance:
             heartbeat_timeout_s=self._config.heartbeat_timeout_s,
             connect_timeout_s=self._config.connect_timeout_s,
             received=self._received,
-            lost=self._misses,
-            found=self._finds,
+            lost=self._report_lost,
+            found=self._report_found,
             goes_on_without=self._goes_on_without,
             reception=self.reception,
             service=f"{sockets}/service" if sockets and place.index == 0 else None,
@@ -237,31 +237,32 @@ class Attendance:
             case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
                 self._board.post(source, clock.key(source), clock.answered(sent, theirs))
             case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
-                return self._hears_verdict(source, culprit, text[:REASON_CHARACTERS], code)
+                return self._receive_verdict(source, culprit, text[:REASON_CHARACTERS], code)
             case ["control", list(given)]:
                 return self.control is None or self.control.received(source, given)
             case _:
                 return False
         return True
 
-    def _hears_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
+    def _receive_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
         is_lost, control = code == LOST_HOST_EXIT_CODE, self.control
         is_a_host = 0 <= culprit < self._mesh.directory.hello.places
         if control is not None and (is_lost or control.goes_on_without(source)):
-            log.info(f"{text}. The others go on.")  # The end of its process will be detected.
+            # The end of its process will be detected.
+            log.info(f"{text.removesuffix('.')}; remaining hosts continue")
         elif is_a_host:
             self._judge(culprit, text, code)
         return is_a_host
 
-    def _misses(self, host: int, how: str) -> None:
+    def _report_lost(self, host: int, how: str) -> None:
         if self.control is not None:
             self.control.is_missed(host)
         elif not self._mesh.directory.outlives:
             # A suspended host may find the others gone before it reads their verdict.
-            culprit = self._index if self._was_stopped or self._has_overslept() else host
-            self._judge(culprit, f"{self._mesh.directory.names[culprit]} is lost: {how}")
+            culprit = self._index if self._was_stopped or self._was_suspended() else host
+            self._judge(culprit, f"{self._mesh.directory.names[culprit]} failed: {how}")
 
-    def _finds(self, host: int) -> None:
+    def _report_found(self, host: int) -> None:
         if self.control is not None:
             self.control.is_there(host)
 
@@ -274,7 +275,8 @@ class Attendance:
             return
         self._mesh.broadcast("verdict", culprit, text, code)
         if culprit == self._index:
-            text = f"{text}; that is this host, it was stopped or cut off"
+            why = "suspended or disconnected for over cluster.heartbeat_timeout_s"
+            text = f"{text}; this host was declared failed: {why}"
         self._verdict.set_result(Verdict(text, code))
 
     async def _beat(self) -> None:
@@ -283,12 +285,12 @@ class Attendance:
         while True:
             self._last_beat_s = self._loop.time()
             await asyncio.sleep(timeout_s / BEATS)
-            self._was_stopped |= self._has_overslept()
+            self._was_stopped |= self._was_suspended()
             if self._board.generation > 0:
                 self._mesh.directory.is_outside = False  # It is in a generation (again).
             self._mesh.beat()
 
-    def _has_overslept(self) -> bool:
+    def _was_suspended(self) -> bool:
         return self._loop.time() - self._last_beat_s > self._config.heartbeat_timeout_s
 
     async def _tell_failure(self, reason: str, code: int) -> None:

@@ -31,14 +31,14 @@ class Board:
     def __init__(self):
         """Start without values."""
         self.generation = 0
-        self._told: defaultdict[int, _Told] = defaultdict(_Told)
-        self._news = threading.Condition()
+        self._mailboxes: defaultdict[int, _Mailbox] = defaultdict(_Mailbox)
+        self._changed = threading.Condition()
 
     def post(self, source: int, key: str, value: str) -> None:
         """Store a value of a host, replacing its earlier one of the same key."""
-        with self._news:
-            self._told[source].put(key, value)
-            self._news.notify_all()
+        with self._changed:
+            self._mailboxes[source].put(key, value)
+            self._changed.notify_all()
 
     def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
         """Wait for the value of a key and remove it; with a `source`, only from that host.
@@ -49,41 +49,42 @@ class Board:
         """
         since = time.strftime("%H:%M:%S")
 
-        def told() -> _Told | None:
-            sources = [*self._told] if source is None else [source]
-            return next((own for host in sources if key in (own := self._told[host]).values), None)
+        def mailbox() -> _Mailbox | None:
+            sources = [*self._mailboxes] if source is None else [source]
+            candidates = (self._mailboxes[host] for host in sources)
+            return next((box for box in candidates if key in box.values), None)
 
-        with self._news:
-            self._news.wait_for(lambda: told() or self.generation != generation, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: mailbox() or self.generation != generation, timeout_s)
             if self.generation != generation:
                 raise GenerationEnded
-            found = told()
-            if found is None:
+            box = mailbox()
+            if box is None:
                 sender = "any host" if source is None else f"host {source}"
                 raise PeerTimeout(
-                    f"this host has waited for {key!r} from {sender} since {since}, "
-                    f"{timeout_s:g} s, in vain"
+                    f"timed out after {timeout_s:g} s waiting for {key!r} from {sender} "
+                    f"(since {since})"
                 )
-            value = found.values[key]
-            found.drop(key)
+            value = box.values[key]
+            box.drop(key)
             return value
 
     def begin(self, generation: int) -> None:
         """Enter another generation and drop the values of earlier ones."""
-        with self._news:
+        with self._changed:
             self.generation = generation
-            for told in self._told.values():
-                for key in [key for key in told.values if _generation_of(key) < generation]:
-                    told.drop(key)
-            self._news.notify_all()
+            for box in self._mailboxes.values():
+                for key in [key for key in box.values if _generation_of(key) < generation]:
+                    box.drop(key)
+            self._changed.notify_all()
 
     def wait_for(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until a condition on the generation holds; return whether it does in time."""
-        with self._news:
-            return self._news.wait_for(is_there, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(is_there, timeout_s)
 
 
-class _Told:
+class _Mailbox:
     """Values of one host by key, the oldest first."""
 
     def __init__(self):

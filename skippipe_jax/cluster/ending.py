@@ -79,7 +79,7 @@ def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecis
     does. A user interrupt of one host ends all. After any other error, and for a host that has
     `joined` a run, its peers treat the host as lost. Storage errors during training are temporary.
     """
-    told = as_input_error(error)
+    input_error = as_input_error(error)
     code, sentence = 1, ""
     if isinstance(error, KeyboardInterrupt):
         code = code_of_interrupt(error)
@@ -87,11 +87,11 @@ def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecis
         sentence = f"{by}interrupted at once."
     elif isinstance(error, PeerTimeout):
         code, sentence = LOST_HOST_EXIT_CODE, str(error)
-    elif told is not None:
-        code, sentence = told.exit_code, f"error: {told}"
+    elif input_error is not None:
+        code, sentence = input_error.exit_code, f"error: {input_error}"
     elif isinstance(error, OSError) and error.filename is not None:
         sentence = f"error: {error}"
-    of_storage = isinstance(error.__cause__ if told is error else error, OSError)
+    of_storage = isinstance(error.__cause__ if input_error is error else error, OSError)
     if of_storage and phase is Phase.TRAINING:
         code = LOST_HOST_EXIT_CODE
     is_of_all = phase is Phase.SETUP or isinstance(error, RunFailed)
@@ -112,7 +112,7 @@ async def say_and_exit(
     """
     reason, code = verdict
     words = await asyncio.to_thread(told_in_time, last_words, code)
-    ending = f"{name} stops, exit code {code}."
+    ending = f"{name} exits with code {code}."
     try:
         log.error("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
         if drained is not None:
@@ -125,7 +125,7 @@ def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]
     """End the host of this name after an error of its own; log a traceback if unexpected."""
     code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
     log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
-    log.last_words(f"{name} stops, exit code {code}. {told_in_time(last_words, 1)}".strip())
+    log.last_words(f"{name} exits with code {code}. {told_in_time(last_words, 1)}".strip())
     exit_at_once(code)
 
 
@@ -133,18 +133,18 @@ def told_in_time(last_words: Callable[[], str], code: int) -> str:
     """Return `last_words()`, or a note if it fails or takes too long; empty after wrong input."""
     if code == INPUT_ERROR_EXIT_CODE:
         return ""  # A restart would end in the same way.
-    found = [f"What to resume from could not be told within {LINGER_S:g} s."]
+    hints = [f"Last checkpoint unknown (storage did not answer within {LINGER_S:g} s)."]
 
     def find() -> None:
         try:
-            found.append(last_words())
+            hints.append(last_words())
         except Exception as error:  # The reason for the end matters more than the last words.
-            found.append(f"What to resume from could not be told: {error!r}")
+            hints.append(f"Last checkpoint unknown ({error!r}).")
 
     finding = threading.Thread(target=find, daemon=True)
     finding.start()
     finding.join(LINGER_S)
-    return found[-1]
+    return hints[-1]
 
 
 def exit_at_once(code: int) -> NoReturn:
@@ -155,10 +155,10 @@ def exit_at_once(code: int) -> NoReturn:
         os._exit(code)
 
 
-_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+_LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """Beginnings of JAX errors that another host cannot cause."""
 
-_OWN_DEVICE = re.compile(r"\b(CUDA_ERROR|CUDNN_STATUS|CUBLAS_STATUS|hipError|HIP_ERROR)")
+_LOCAL_DEVICE = re.compile(r"\b(CUDA_ERROR|CUDNN_STATUS|CUBLAS_STATUS|hipError|HIP_ERROR)")
 """Names of device failures of this host in errors of drivers and libraries."""
 
 _BETWEEN_DEVICES = re.compile(r"NCCL|RCCL|Gloo|collective", re.IGNORECASE)
@@ -179,7 +179,7 @@ def may_stem_from_a_peer(error: BaseException) -> bool:
             )
             or "Gloo" in text
         ):
-            of_device = _OWN_DEVICE.search(text) and not _BETWEEN_DEVICES.search(text)
-            return not (text.startswith(_OWN_FAULTS) or of_device)
+            of_device = _LOCAL_DEVICE.search(text) and not _BETWEEN_DEVICES.search(text)
+            return not (text.startswith(_LOCAL_ERRORS) or of_device)
         chain = chain.__cause__ or chain.__context__
     return False

@@ -115,18 +115,22 @@ def joined(
 
 
 def _join(
-    config: ClusterConfig, place: Place | None, runtime: str, known: Sequence[str], newcomer: bool
+    config: ClusterConfig,
+    place: Place | None,
+    runtime: str,
+    last_addresses: Sequence[str],
+    is_newcomer: bool,
 ) -> Membership:
     if place is None or place.count == 1:
         return Membership(config, 0, 1)
     membership = Membership(config, place.index, place.count, runtime == DISTRIBUTED)
-    if known and not membership.is_distributed:
-        membership.enter(place, None, known)
+    if last_addresses and not membership.is_distributed:
+        membership.enter(place, None, last_addresses)
         if membership.is_outside:
             return membership
-        if newcomer:
-            problem = "nobody goes on there with a run that this host could join"
-            raise TemporaryError("join", ", ".join(known), problem, "Join again later")
+        if is_newcomer:
+            problem = "no host at these addresses has a running job that this host can join"
+            raise TemporaryError("join", ", ".join(last_addresses), problem, "Join again later")
         membership = Membership(config, place.index, place.count)
     with jax_runtime.sockets() if membership.is_distributed else nullcontext() as sockets:
         membership.enter(place, sockets)

@@ -103,7 +103,7 @@ class Membership(Group):
             ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
         """
         if len(key) + len(value) > MESSAGE_CHARACTERS:
-            raise ValueError(f"put({key!r}): {len(value)} characters are no small message")
+            raise ValueError(f"put({key!r}): {len(value)} characters exceed {MESSAGE_CHARACTERS}")
         self._board.post(self.index, key, value)
         if self.count > 1:
             self._attendance.broadcast("put", key, value)
@@ -318,5 +318,5 @@ class Membership(Group):
             return  # A lost host does not end an elastic run, whose callers have waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         own = self._attendance.name
-        log.info(f"{own} is finding out whether a lost host is behind this error: {summary}")
+        log.info(f"{own}: checking whether a failed host caused this error: {summary}")
         time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))

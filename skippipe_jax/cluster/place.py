@@ -42,10 +42,10 @@ def find_place(
         InputError: for arguments that contradict each other, or a cluster that JAX cannot detect.
     """
     if (coordinator, hosts, host_id) != (None, None, None):
-        return _given_place(coordinator, hosts, host_id, spare)
+        return _place_from_arguments(coordinator, hosts, host_id, spare)
     if distributed or _is_launched_with_others():
         address, count, index = jax_runtime.detect(config)
-        return Place(index, count, parse_address("the detected coordinator", address))
+        return Place(index, count, parse_address("detected --coordinator", address))
     return None
 
 
@@ -68,28 +68,28 @@ def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> Non
         return InputError(
             "cluster.runtime",
             config.runtime,
-            f"host {host.index} is {runtime} by that, and host 0 is not",
-            f"Write {INDEPENDENT} or {DISTRIBUTED}, the same for all hosts",
+            f"selects {runtime} on host {host.index}, and not on host 0",
+            f"Set it to {INDEPENDENT} or {DISTRIBUTED} on all hosts",
         )
 
     agree(host, "cluster.runtime", runtime, config.connect_timeout_s, differing)
 
 
-def _given_place(
+def _place_from_arguments(
     coordinator: str | None, hosts: int | None, host_id: int | None, spare: int
 ) -> Place:
-    together = "give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
+    together = "Give --coordinator HOST:PORT, --hosts N and --host-id I together, or none of them"
     if coordinator is None:
-        raise InputError("--coordinator", None, "missing beside --hosts or --host-id", together)
+        raise InputError("--coordinator", None, "is required with --hosts or --host-id", together)
     if hosts is None:
-        raise InputError("--hosts", None, "missing beside --coordinator", together)
+        raise InputError("--hosts", None, "is required with --coordinator", together)
     if host_id is None:
-        raise InputError("--host-id", None, "missing beside --coordinator", together)
+        raise InputError("--host-id", None, "is required with --coordinator", together)
     if hosts < 1:
-        raise InputError("--hosts", hosts, "a run has at least one host", "give their number")
+        raise InputError("--hosts", hosts, "must be at least 1", "Give the number of hosts")
     if not 0 <= host_id < hosts + spare:
-        remedy = f"give each host its own id from 0 to {hosts - 1}"
-        raise InputError("--host-id", host_id, f"out of range for {hosts} hosts", remedy)
+        remedy = f"Give each host its own id from 0 to {hosts - 1}"
+        raise InputError("--host-id", host_id, f"is out of range for {hosts} hosts", remedy)
     return Place(host_id, hosts, parse_address("--coordinator", coordinator))
 
 

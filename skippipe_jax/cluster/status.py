@@ -79,15 +79,15 @@ def _presences(
         is_outside = directory.is_outside
     if is_outside:
         training.discard(own)
-    found: dict[int, HostState] = {}
+    presences: dict[int, HostState] = {}
     for host in hosts:
         if host == own or host in connected:
-            found[host] = "present" if host in training else "joining"
+            presences[host] = "present" if host in training else "joining"
         elif host in left:
-            found[host] = "left"
+            presences[host] = "left"
         else:
-            found[host] = "waited for" if host in members else "lost"
-    return found
+            presences[host] = "waited for" if host in members else "lost"
+    return presences
 
 
 def _serving(

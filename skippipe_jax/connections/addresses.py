@@ -13,7 +13,7 @@ from skippipe_jax.config.cluster import require_one_interface
 BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
 """Environment variable with the address on which all servers of this host listen."""
 
-_LONGEST = 64
+_MAX_CHARACTERS = 64
 """Maximum length of a numeric address, in characters."""
 
 
@@ -21,7 +21,7 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` into the host and the port; raise `InputError` for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InputError(field, text, "not an address", "write HOST:PORT, such as 10.0.0.1:1234")
+        raise InputError(field, text, "is not HOST:PORT", "Write it as in 10.0.0.1:1234")
     return host.strip("[]"), int(port)
 
 
@@ -31,12 +31,12 @@ def require_numeric(text: str) -> str:
     Raises:
         ValueError: if it is anything else.
     """
-    if len(text) > _LONGEST or not text.isascii():
-        raise ValueError("is no address")
+    if len(text) > _MAX_CHARACTERS or not text.isascii():
+        raise ValueError("address is not IP:PORT")
     host, _ = parse_address("address", text)
     address = ipaddress.ip_address(host)
     if isinstance(address, ipaddress.IPv6Address) and not (address.scope_id or "0").isalnum():
-        raise ValueError("is no address")  # Its lookup would raise no OSError.
+        raise ValueError("address is not IP:PORT")  # Its lookup would raise no OSError.
     return text
 
 
@@ -59,8 +59,9 @@ def chosen_address(configured: str | None) -> str | None:
     try:
         socket.create_server((address, 0), family=_family(address)).close()
     except OSError as error:
-        remedy = f"give one that this host has; where hosts differ, set {BIND_VARIABLE} on each"
-        raise InputError(field, address, f"not this host's address ({error})", remedy) from error
+        problem = f"is not an address of this host ({error})"
+        remedy = f"Set an address of this host; if the hosts differ, set {BIND_VARIABLE} on each"
+        raise InputError(field, address, problem, remedy) from error
     return address
 
 
@@ -71,12 +72,12 @@ def first_address(host: str) -> str:
         InputError: if the name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        remedy = "give a name that this host knows, or an address"
+        remedy = "Use a name that resolves on this host, or an IP address"
         kind = TemporaryError if error.errno == socket.EAI_AGAIN else InputError
-        raise kind("--coordinator", host, f"no address is known ({error})", remedy) from error
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+        raise kind("--coordinator", host, f"does not resolve ({error})", remedy) from error
+    return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def reachable_address(near: str, coordinator: str) -> str:
@@ -89,15 +90,15 @@ def reachable_address(near: str, coordinator: str) -> str:
     Raises:
         InputError: if this host has no such address.
     """
-    if not ipaddress.ip_address(near).is_loopback or _is_loopback_by_itself(coordinator):
+    if not ipaddress.ip_address(near).is_loopback or _is_written_as_loopback(coordinator):
         return near
     outward = _outward_address()
     if outward is None:
         raise InputError(
             "--coordinator",
             coordinator,
-            f"means {near} on this host, which no other machine can reach",
-            f"set {BIND_VARIABLE} to the address of this host that the others reach",
+            f"resolves to {near} on this host, which other machines cannot reach",
+            f"Set {BIND_VARIABLE} to an address at which the other hosts reach this one",
         )
     return outward
 
@@ -112,22 +113,25 @@ def listen_without_delay(host: str, port: int, backlog: int | None = None) -> so
     Raises:
         OSError: if this host cannot listen there.
     """
-    made = socket.create_server((host, port), family=_family(host), backlog=backlog)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
+    listener = socket.create_server((host, port), family=_family(host), backlog=backlog)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on an address for other hosts; raise `InputError` if that is not possible."""
+def listening_socket(host: str, port: int, field: str = "--coordinator") -> socket.socket:
+    """Listen on an address for other hosts; raise `InputError` if that is not possible.
+
+    `field` is the option or key that gives the address.
+    """
     try:
         return listen_without_delay(host, port)
     except OSError as error:
         raise kind_of(error)(
-            "--coordinator",
+            field,
             join_address(host, port),
-            f"host 0 cannot listen there ({error})",
-            "give an address of host 0 and a free port; where the others know host 0 by an address "
-            f"that is not its own, set {BIND_VARIABLE} to its own",
+            f"this host cannot listen on this address ({error})",
+            "Use an address of this host and a free port; if the other hosts reach it by another "
+            f"address, set {BIND_VARIABLE} to its own",
         ) from error
 
 
@@ -139,15 +143,15 @@ def require_free(field: str, host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
-        problem = f"{join_address(host, port)} cannot be listened on ({error})"
-        raise kind_of(error)(field, port, problem, "choose free ports, or null for any") from error
+        problem = f"this host cannot listen on {join_address(host, port)} ({error})"
+        raise kind_of(error)(field, port, problem, "Set free ports, or null for any") from error
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _is_loopback_by_itself(host: str) -> bool:
+def _is_written_as_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

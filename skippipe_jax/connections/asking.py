@@ -14,9 +14,9 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
-from skippipe_jax.connections.invitation import File, Invitation, piece_told
+from skippipe_jax.connections.invitation import File, Invitation, decode_piece
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.links import HELLO_S, SENT_NONSENSE, WANTS_SECRET, Link, open_link
+from skippipe_jax.connections.links import HELLO_S, REQUIRES_SECRET, SENT_NONSENSE, Link, open_link
 from skippipe_jax.connections.reception import ASKS_S, JOINING, NEWCOMER, OBSERVED, OBSERVER
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.waiting import why_unreachable
@@ -24,11 +24,11 @@ from skippipe_jax.connections.ways import Way, measured
 
 T = TypeVar("T")
 
-GIVE_ANOTHER = "Give an address at which a host of the run listens: its membership.jsonl has them"
+GIVE_ANOTHER = "Use the address of a host of the run, as listed in its membership.jsonl"
 
 GIVE_SECRET = (
-    "Name a file with the secret of the run by --set cluster.secret=FILE; or, if the run has none "
-    "and nobody else is in this network, write --set cluster.insecure=true"
+    "Use --set cluster.secret=FILE with the secret of the run, or --set cluster.insecure=true if "
+    "the run has no secret and the network is trusted"
 )
 
 
@@ -78,13 +78,13 @@ async def asking(
 
     def unanswered(why: str) -> TemporaryError:
         return TemporaryError(
-            field, address, f"no host of a run answers there ({why})", GIVE_ANOTHER
+            field, address, f"no host of a run answered at this address ({why})", GIVE_ANOTHER
         )
 
     try:
         link = await open_link(parse_address("ADDRESS", address), keys=keys)
     except ConnectionRefusedError as error:
-        problem = "nobody listens there: the connection was refused"
+        problem = "connection refused: no process listens at this address"
         raise NobodyListens(field, address, problem, GIVE_ANOTHER) from error
     except OSError as error:
         raise unanswered(why_unreachable(error)) from error
@@ -93,17 +93,17 @@ async def asking(
     (who, versions), (kind, read) = question, answer
     try:
         link.send(who, PROTOCOL, dict(versions))
-        said = await link.heard(timeout_s)
-        if (refusal := refusal_in(said)) is not None:
+        message = await link.heard(timeout_s)
+        if (refusal := refusal_in(message)) is not None:
             raise refusal
-        match said:
-            case [found, content] if found == kind:
+        match message:
+            case [name, content] if name == kind:
                 yield link, read(content)
-            case None if link.ending == WANTS_SECRET:
+            case None if link.ending == REQUIRES_SECRET:
                 error = keys.is_one_sided(parse_address("ADDRESS", address))
                 raise _with_own_remedy(error, keys)
             case _:
-                raise ValueError(link.ending if said is None else SENT_NONSENSE)
+                raise ValueError(link.ending if message is None else SENT_NONSENSE)
     except InputError:
         raise
     except (ValueError, OSError) as error:
@@ -195,8 +195,8 @@ class Newcomer:
             if content is None or not file.is_of(content):
                 # Stored at once, so that it is kept if the connection breaks.
                 self.contents[file.name] = await self._content(link, place, file)
-        there = {file.name for file in files}
-        self.contents = {name: own for name, own in self.contents.items() if name in there}
+        names = {file.name for file in files}
+        self.contents = {name: own for name, own in self.contents.items() if name in names}
 
     async def _content(self, link: Link, place: int, file: File) -> bytes:
         content = bytearray()
@@ -207,10 +207,10 @@ class Newcomer:
                     place,
                     number,
                 ):
-                    content += piece_told(piece)
+                    content += decode_piece(piece)
                 case _:
-                    raise ValueError(f"a piece of {file.name} did not come ({link.ending})")
+                    raise ValueError(f"a chunk of {file.name} was not received ({link.ending})")
         self.fetched += len(content)
         if not file.is_of(bytes(content)):
-            raise ValueError(f"{file.name} came otherwise than it was told")
+            raise ValueError(f"{file.name} does not match its announced digest")
         return bytes(content)

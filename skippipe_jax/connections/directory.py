@@ -5,7 +5,7 @@ Nothing here waits or sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class Directory:
         return sorted(everybody - {self.hello.host})
 
     @property
-    def never_taken(self) -> list[int]:
+    def unused_ids(self) -> list[int]:
         """Ids of extra hosts that have never been taken."""
         spare = range(self.hello.hosts, self.hello.places)
         return [host for host in spare if host != self.hello.host and host not in self.addresses]
@@ -61,16 +61,16 @@ class Directory:
         self.has_begun = self.outlives = self.is_outside = True
         self.hello = replace(self.hello, comes_back=True)
 
-    def told(self, received: int) -> dict[str, Any]:
+    def welcome(self, received: int) -> dict[str, Any]:
         """Return the welcome for an accepted host with `received` messages, as JSON."""
         own, addresses = self.hello, self.addresses | {self.hello.host: self.hello.address}
-        told = Welcome(own.host, own.name, own.start, addresses, own.process, received)
-        return told.to_json()
+        welcome = Welcome(own.host, own.name, own.start, addresses, own.process, received)
+        return welcome.to_json()
 
-    def learn(self, told: Welcome) -> None:
+    def learn(self, welcome: Welcome) -> None:
         """Add the start and the addresses of a welcome; known values are kept."""
-        self.hello = replace(self.hello, start=self.hello.start or told.start)
-        theirs = {host: own for host, own in told.addresses.items() if host != self.hello.host}
+        self.hello = replace(self.hello, start=self.hello.start or welcome.start)
+        theirs = {host: own for host, own in welcome.addresses.items() if host != self.hello.host}
         self.addresses = theirs | self.addresses
 
     def address(self, host: int) -> tuple[str, int]:
@@ -91,30 +91,34 @@ class Directory:
         # Two rejoining hosts do not make a run: neither of them has found it.
         are_both_outside = self.is_outside and hello.start == 0
         if knows_start and hello.start not in (0, own.start):
-            problem = "it is left of an earlier start of the run"
+            problem = "this process belongs to an earlier start of the run"
         elif hello.comes_back and (not self.outlives or are_both_outside):
-            problem = "no run has begun here that goes on without it"
+            problem = "the run has not started, or is not elastic"
         elif self.has_begun and not self.outlives:
-            problem = "the run has begun without this host, or is at its end"
+            problem = "the run started without this host, or is ending"
         if problem is not None:
-            return TemporaryError(HOST_ID, hello.host, problem, "End it, and start all hosts again")
+            return TemporaryError(HOST_ID, hello.host, problem, "Stop it, and restart all hosts")
         if hello.host == own.host or is_there:
-            problem = f"{self.names[hello.host]} has joined with this id"
-            return InputError(HOST_ID, hello.host, problem, "give every host its own id")
+            problem = f"{self.names[hello.host]} already uses this id"
+            return InputError(HOST_ID, hello.host, problem, "Give every host its own id")
         return None
 
     def waits_for(self, missing: Sequence[int]) -> str:
         """Describe which hosts this one waits for, and how many have connected."""
         count = len(self.others)
-        hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"waiting for {hosts} ({count - len(missing)} of {count} have come)"
+        return f"waiting for {_named(missing)} ({count - len(missing)} of {count} connected)"
 
-    def late(self, missing: Iterable[int], timeout_s: float) -> TemporaryError:
+    def late(self, missing: Sequence[int], timeout_s: float) -> TemporaryError:
         """Return the error about hosts that have not connected in time."""
+        limit = f"cluster.connect_timeout_s = {timeout_s:g} s"
         return TemporaryError(
             "--hosts",
             self.hello.hosts,
-            f"of these, {list(missing)} did not connect within {timeout_s:g} s",
-            "start every host with its own --host-id and the same --coordinator and --hosts, "
-            "or give them more time in cluster.connect_timeout_s",
+            f"{_named(missing)} did not connect within {limit}",
+            "Check that every host runs with its own --host-id and the same --coordinator and "
+            "--hosts, or increase cluster.connect_timeout_s",
         )
+
+
+def _named(hosts: Sequence[int]) -> str:
+    return f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"

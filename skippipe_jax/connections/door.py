@@ -1,8 +1,8 @@
 """Listener of a host: accepts and authenticates incoming connections.
 
 Until a peer has identified itself it may send one line within `HELLO_S`, after a TLS handshake if
-the run has a secret. There are at most `STRANGERS` such connections. One more replaces the oldest
-connection of the address that has the most.
+the run has a secret. There are at most `MAX_UNIDENTIFIED` of these connections. One more replaces
+the oldest connection of the address that has the most.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from skippipe_jax.connections.links import ALERT, IN_CLEAR, LINE_BYTES, Link, ea
 from skippipe_jax.connections.reception import GUESTS
 from skippipe_jax.errors import TlsMismatch
 
-STRANGERS = 32
+MAX_UNIDENTIFIED = 32
 """Maximum number of connections that have not identified themselves yet."""
 
 RELAYED_PER_HOST = 4
 """Relayed JAX connections allowed per host, more than JAX opens."""
 
-REFUSALS_TOLD = 100
+MAX_LOGGED_REJECTIONS = 100
 """Maximum number of refusals that are logged."""
 
 
@@ -41,25 +41,25 @@ class Door:
         self,
         own: Hello,
         refusal: Callable[[Hello], InputError | None],
-        come_in: Callable[[Hello, Link], Coroutine[None, None, None]],
+        serve_host: Callable[[Hello, Link], Coroutine[None, None, None]],
         receive: Callable[[str, Link, Sequence[Any]], Coroutine[None, None, InputError | None]],
         service: str | None,
         keys: Keys,
     ):
         """Create a listener of the host `own`; it listens nowhere yet.
 
-        `refusal` returns why the host of a hello is refused, or None. `come_in` serves an accepted
-        host until its connection ends. `receive` serves a newcomer or an observer, or returns why
-        it is refused. JAX connections are relayed to the unix socket `service`, if this process
-        has one. All connections use `keys`.
+        `refusal` returns why the host of a hello is refused, or None. `serve_host` serves an
+        accepted host until its connection ends. `receive` serves a newcomer or an observer, or
+        returns why it is refused. JAX connections are relayed to the unix socket `service`, if this
+        process has one. All connections use `keys`.
         """
         self._host, self._most_relayed = own.host, RELAYED_PER_HOST * own.hosts
-        self._refusal, self._come_in, self._service = refusal, come_in, service
+        self._refusal, self._serve_host, self._service = refusal, serve_host, service
         self._receive, self._keys = receive, keys
-        self._strangers: dict[Link, str] = {}
+        self._unidentified: dict[Link, str] = {}
         self._without_keys: set[tuple[str, str]] = set()
         self._relayed = 0
-        self._refusals = 0
+        self._rejections = 0
         self._servers: list[asyncio.Server] = []
 
     async def listen(self, addresses: Sequence[str], port: int) -> str:
@@ -73,9 +73,10 @@ class Door:
             self._keys.require_allowed(address)
             if (warning := self._keys.warning(address)) is not None:
                 log.warning(warning)
-            given = listening_socket(address, port)
-            port = given.getsockname()[1]
-            server = await asyncio.start_server(attend, sock=given, limit=LINE_BYTES)
+            field = "--coordinator" if self._host == 0 else "cluster.bind_address"
+            listener = listening_socket(address, port, field)
+            port = listener.getsockname()[1]
+            server = await asyncio.start_server(attend, sock=listener, limit=LINE_BYTES)
             self._servers.append(server)
         return join_address(addresses[0], port)
 
@@ -92,14 +93,14 @@ class Door:
         except TlsMismatch:
             link.writer.write(ALERT if self._keys.has_secret else IN_CLEAR)
             own, its = ("one", "no") if self._keys.has_secret else ("none", "a")
-            return self._say_once(link, f"it has {its} secret, and this run has {own}")
+            return self._log_once(link, f"it has {its} secret, and this run has {own}")
         except ssl.SSLError:
-            return self._say_once(link, "it does not have the secret of this run")
+            return self._log_once(link, "it does not have the secret of this run")
         match first:
-            case [{"protocol": protocol} as given]:
-                await self._meet(link, protocol, given)
-            case [str(who), *said] if who in GUESTS:
-                if (refusal := await self._receive(who, link, said)) is not None:
+            case [{"protocol": protocol} as raw]:
+                await self._accept_host(link, protocol, raw)
+            case [str(who), *request] if who in GUESTS:
+                if (refusal := await self._receive(who, link, request)) is not None:
                     self._refuse(link, GUESTS[who], refusal)
             case ["join", *_]:  # The first line of protocol 1.
                 self._refuse(link, "a host", other_protocol(1, self._host))
@@ -112,7 +113,7 @@ class Door:
             case None if reader.at_eof():
                 return  # Another host only probed whether this one listens.
             case _:
-                self._say_refused(link, "a connection", "it is no host of this run")
+                self._log_rejection(link, "a connection", "it is not a host of this run")
 
     async def _first_line(self, link: Link) -> object:
         """Read the first message of a stranger; None if it is not valid, or takes too long.
@@ -120,52 +121,52 @@ class Door:
         Raises:
             TlsMismatch, ssl.SSLError: if the stranger does not have this host's keys.
         """
-        if len(self._strangers) == STRANGERS:
+        if len(self._unidentified) == MAX_UNIDENTIFIED:
             # Hosts of the run send their hello at once, so they are not the oldest. A distant
             # host, whose handshake takes longer, is the only one at its address.
-            [(most, _)] = Counter(self._strangers.values()).most_common(1)
-            oldest = next(other for other, address in self._strangers.items() if address == most)
-            del self._strangers[oldest]
-            oldest.break_off("it has said nothing for too long")
-        self._strangers[link] = _address_of(link)
+            [(most, _)] = Counter(self._unidentified.values()).most_common(1)
+            oldest = next(other for other, address in self._unidentified.items() if address == most)
+            del self._unidentified[oldest]
+            oldest.break_off("it did not identify itself in time")
+        self._unidentified[link] = _address_of(link)
         try:
             return await link.hello(self._keys.listening)
         finally:
-            self._strangers.pop(link, None)
+            self._unidentified.pop(link, None)
 
-    async def _meet(self, link: Link, protocol: object, given: object) -> None:
+    async def _accept_host(self, link: Link, protocol: object, raw: object) -> None:
         """Accept the host of a hello, or refuse it with the reason."""
         if protocol != PROTOCOL:
             return self._refuse(link, "a host", other_protocol(protocol, self._host))
         try:
-            hello = Hello.parse(given)
+            hello = Hello.parse(raw)
         except ValueError as error:
-            return self._say_refused(link, "a connection", f"its hello {error}")
+            return self._log_rejection(link, "a connection", f"its hello is not valid: {error}")
         refusal = self._refusal(hello)
         if refusal is not None:
             return self._refuse(link, hello.name, refusal)
-        await self._come_in(hello, link)
+        await self._serve_host(hello, link)
 
     def _refuse(self, link: Link, who: str, error: InputError) -> None:
         """Send a host why it is refused; log it here unless a later attempt may succeed."""
         refuse(link, error)
         if not isinstance(error, TemporaryError):
-            self._say_refused(link, who, str(error))
+            self._log_rejection(link, who, str(error))
 
-    def _say_once(self, link: Link, why: str) -> None:
+    def _log_once(self, link: Link, why: str) -> None:
         """Log a peer without this host's keys, once for each address and reason."""
-        came = _address_of(link), why
-        if came not in self._without_keys and len(self._without_keys) < REFUSALS_TOLD:
-            self._without_keys.add(came)
-            self._say_refused(link, "a connection", why)
+        attempt = _address_of(link), why
+        if attempt not in self._without_keys and len(self._without_keys) < MAX_LOGGED_REJECTIONS:
+            self._without_keys.add(attempt)
+            self._log_rejection(link, "a connection", why)
 
-    def _say_refused(self, link: Link, who: str, why: str) -> None:
-        self._refusals += 1
-        if self._refusals <= REFUSALS_TOLD:
+    def _log_rejection(self, link: Link, who: str, why: str) -> None:
+        self._rejections += 1
+        if self._rejections <= MAX_LOGGED_REJECTIONS:
             peer = link.writer.get_extra_info("peername")
-            log.info(f"host {self._host} refused {who} from {peer}: {why}")
-        if self._refusals == REFUSALS_TOLD:
-            log.info(f"host {self._host} tells no more of whom it refuses")
+            log.info(f"host {self._host} rejected {who} from {peer}: {why}")
+        if self._rejections == MAX_LOGGED_REJECTIONS:
+            log.info(f"host {self._host}: further rejections are not logged")
 
 
 def _address_of(link: Link) -> str:

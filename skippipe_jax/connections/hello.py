@@ -18,7 +18,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import join_address, require_numeric
 from skippipe_jax.connections.keys import LOOPBACK_ONLY
-from skippipe_jax.connections.links import WANTS_SECRET, Link
+from skippipe_jax.connections.links import REQUIRES_SECRET, Link
 
 MOST_CHARACTERS = 4096
 """Maximum length of a text, such as a path, in characters."""
@@ -37,14 +37,14 @@ HostCount = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _UNPRINTABLE = {code: None for code in [*range(32), 127]}
 
 
-def number(given: Any, end: int) -> int:
-    """Return `given` if it is an integer from 0 to `end` - 1, else raise `ValueError`."""
-    return msgspec.convert(given, Annotated[int, Meta(ge=0, lt=end)])
+def number(raw: Any, end: int) -> int:
+    """Return `raw` if it is an integer from 0 to `end` - 1, else raise `ValueError`."""
+    return msgspec.convert(raw, Annotated[int, Meta(ge=0, lt=end)])
 
 
-def texts(given: Any) -> Mapping[str, str]:
-    """Return `given` if it is a small mapping of short texts, else raise `ValueError`."""
-    return msgspec.convert(given, Texts)
+def texts(raw: Any) -> Mapping[str, str]:
+    """Return `raw` if it is a small mapping of short texts, else raise `ValueError`."""
+    return msgspec.convert(raw, Texts)
 
 
 def printable(text: str) -> str:
@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 def require_below(end: int, *hosts: int) -> None:
     """Raise `ValueError` if one of these host ids is `end` or more."""
     if max(hosts) >= end:
-        raise ValueError(f"has host {max(hosts)}, where there are at most {end}")
+        raise ValueError(f"host {max(hosts)} is out of range for {end} hosts")
 
 
 PROTOCOL = 7
@@ -79,14 +79,14 @@ def versions() -> dict[str, str]:
     A development version is cut to its next release: an editable installation keeps the number of
     the commit at which it was made, whatever is pulled later.
     """
-    found = {}
+    installed = {}
     for package in VERSIONED:
         try:
             version = importlib.metadata.version(package)
-            found[package] = version.partition(".dev")[0] if package == OWN else version
+            installed[package] = version.partition(".dev")[0] if package == OWN else version
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"  # Run from a clone without installation.
-    return found
+            installed[package] = "not installed"  # Run from a clone without installation.
+    return installed
 
 
 ProcessNumber = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
@@ -149,20 +149,19 @@ class Hello:
         return {"protocol": PROTOCOL} | asdict(self)
 
     @classmethod
-    def parse(cls, given: Any) -> Hello:
+    def parse(cls, raw: Any) -> Hello:
         """Parse and validate a hello.
 
         Raises:
             ValueError: if it is not a hello of this protocol.
         """
-        match given:
+        match raw:
             case {"protocol": protocol, **own} if protocol == PROTOCOL:
-                told = msgspec.convert(own, cls)
-                require_below(told.places, told.host)
-                return replace(
-                    told, name=printable(told.name), address=require_numeric(told.address)
-                )
-        raise ValueError("is no hello")
+                hello = msgspec.convert(own, cls)
+                require_below(hello.places, hello.host)
+                name, address = printable(hello.name), require_numeric(hello.address)
+                return replace(hello, name=name, address=address)
+        raise ValueError("the protocol differs")
 
     def unlike(self, other: Hello) -> InputError | None:
         """Return the error if the other host belongs to another run, else None.
@@ -171,34 +170,35 @@ class Hello:
         """
         pairs = [
             ("", self.run.identity, other.run.identity, _OTHER_RUN),
-            ("the version of ", self.run.versions, other.run.versions, _OTHER_VERSION),
+            (" version", self.run.versions, other.run.versions, _OTHER_VERSION),
         ]
         if other.comes_back:
             pairs.append(("", self.run.settings, other.run.settings, _OTHER_SETTINGS))
-        for prefix, own, theirs, remedy in pairs:
+        for suffix, own, theirs, remedy in pairs:
             for part in sorted(own.keys() | theirs.keys()):
                 if own.get(part) != theirs.get(part):
                     problem = (
-                        f"that is host {other.host}'s, and host {self.host} has {own.get(part)!r}"
+                        f"host {other.host} has this, and host {self.host} has {own.get(part)!r}"
                     )
-                    return InputError(f"{prefix}{part}", theirs.get(part), problem, remedy)
+                    return InputError(f"{part}{suffix}", theirs.get(part), problem, remedy)
         if other.hosts != self.hosts:
             problem = f"host {self.host} was started with --hosts {self.hosts}"
-            return InputError("--hosts", other.hosts, problem, "give all hosts the same number")
+            return InputError("--hosts", other.hosts, problem, "Give all hosts the same number")
         if other.spare != self.spare:
-            problem = f"host {self.host} has {self.spare} places to spare"
+            problem = f"host {other.host} has this, and host {self.host} has {self.spare}"
             return InputError("join.places", other.spare, problem, _OTHER_SETTINGS)
         return None
 
 
 _OTHER_RUN = (
-    "Start all hosts of a run with the same configuration, and another run at an address of its own"
+    "Start all hosts of a run with the same configuration, and another run with another "
+    "--coordinator"
 )
 _OTHER_VERSION = "Install the same version on all hosts"
-_TOLD = 1000
-"""Maximum length of each text of an error from another host, in characters."""
+_OTHER_SETTINGS = "Restart the host with the configuration of the other hosts"
 
-_OTHER_SETTINGS = "Start the host again with the configuration that the others run by"
+_MAX_ERROR_CHARACTERS = 1000
+"""Maximum length of each text of an error from another host, in characters."""
 
 
 @dataclass(frozen=True)
@@ -226,23 +226,23 @@ class Welcome:
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
-    def parse(cls, given: Any, hosts: int) -> Welcome:
+    def parse(cls, raw: Any, hosts: int) -> Welcome:
         """Parse and validate a welcome in a run of at most `hosts` hosts.
 
         Raises:
             ValueError: if it is not a valid welcome.
         """
-        told = msgspec.convert(given, cls, str_keys=True)
-        require_below(hosts, told.host, *told.addresses)
-        for address in told.addresses.values():
+        welcome = msgspec.convert(raw, cls, str_keys=True)
+        require_below(hosts, welcome.host, *welcome.addresses)
+        for address in welcome.addresses.values():
             require_numeric(address)
-        return replace(told, name=printable(told.name))
+        return replace(welcome, name=printable(welcome.name))
 
 
 def other_protocol(theirs: Any, host: int) -> InputError:
     """Return the error for a peer with another version of the protocol."""
-    problem = f"host {host} speaks {PROTOCOL}"
-    return InputError("the protocol between hosts", theirs, problem, _OTHER_VERSION)
+    problem = f"host {host} has version {PROTOCOL}"
+    return InputError("protocol version", theirs, problem, _OTHER_VERSION)
 
 
 def refuse(link: Link, error: InputError) -> None:
@@ -254,9 +254,10 @@ def refuse(link: Link, error: InputError) -> None:
 def refusal_in(answer: Any) -> InputError | None:
     """Return the error in an answer, if it is a refusal."""
     match answer:
-        case ["refused", int(code), str(about), value, str(problem), str(remedy)]:
+        case ["refused", int(code), str(key), value, str(problem), str(remedy)]:
             kind = TemporaryError if code == TemporaryError.exit_code else InputError
-            return kind(about[:_TOLD], value, problem[:_TOLD], remedy[:_TOLD])
+            key, problem, remedy = (text[:_MAX_ERROR_CHARACTERS] for text in (key, problem, remedy))
+            return kind(key, value, problem, remedy)
     return None
 
 
@@ -275,49 +276,51 @@ async def admitted(
     is_admitted = False
     try:
         link.send(own.to_json())
-        told = await _welcome(link, own, address, timeout_s)
-        _require_called(own, told, host, address)
+        welcome = await _welcome(link, own, address, timeout_s)
+        _require_expected(own, welcome, host, address)
         is_admitted = True
     finally:
         if not is_admitted:
             link.writer.close()
-    return told
+    return welcome
 
 
 async def _welcome(link: Link, own: Hello, address: tuple[str, int], timeout_s: float) -> Welcome:
     try:
         answer = await asyncio.wait_for(link.receive(), timeout_s)
     except TimeoutError:
-        answer, link.ending = None, f"no answer in {timeout_s:g} s"
+        answer, link.ending = None, f"no answer within {timeout_s:g} s"
     if (refusal := refusal_in(answer)) is not None:
         raise refusal
     match answer:
-        case ["welcome", told]:
+        case ["welcome", raw]:
             try:
-                return Welcome.parse(told, own.places)
+                return Welcome.parse(raw, own.places)
             except ValueError as error:
-                link.ending = f"its welcome {error}"
-        case None if link.ending == WANTS_SECRET:
+                link.ending = f"its welcome is not valid: {error}"
+        case None if link.ending == REQUIRES_SECRET:
             raise LOOPBACK_ONLY.is_one_sided(link.writer.get_extra_info("peername")[:2])
     raise TemporaryError(
         "--coordinator",
         join_address(*address),
-        f"what listens there is not host 0 of a run, or ended the connection ({link.ending})",
-        "look at the output of host 0, and whether another program uses this port",
+        f"is not host 0 of a run, or closed the connection ({link.ending})",
+        "Check the output of host 0, and whether another program uses this port",
     )
 
 
-def _require_called(own: Hello, told: Welcome, host: int | None, address: tuple[str, int]) -> None:
+def _require_expected(
+    own: Hello, welcome: Welcome, host: int | None, address: tuple[str, int]
+) -> None:
     """Raise `TemporaryError` if a welcome is not from the expected host and start of the run."""
-    is_another = told.host == own.host if host is None else told.host != host
-    is_of_another_start = own.start and told.start and own.start != told.start
+    is_another = welcome.host == own.host if host is None else welcome.host != host
+    is_of_another_start = own.start and welcome.start and own.start != welcome.start
     # Host 0 welcomes hosts of a new start only when it has all addresses. A rejoining host
     # collects addresses from every host that it reaches.
     is_first = host == 0 and not own.start
-    if is_another or is_of_another_start or (is_first and len(told.addresses) < own.hosts):
+    if is_another or is_of_another_start or (is_first and len(welcome.addresses) < own.hosts):
         raise TemporaryError(
             "--coordinator",
             join_address(*address),
-            f"host {told.host} answers there, and not as one of this start of the run",
-            "look which processes of earlier starts are still running, and end them",
+            f"host {welcome.host} answered, but not as the expected host of this start of the run",
+            "Stop the processes of earlier starts that are still running",
         )

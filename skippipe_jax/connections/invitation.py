@@ -119,25 +119,31 @@ class Invitation(msgspec.Struct, frozen=True):
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
-    def parse(cls, given: Any) -> Invitation:
+    def parse(cls, raw: Any) -> Invitation:
         """Parse and validate an invitation.
 
         Raises:
             ValueError: if it is not a valid invitation.
         """
-        told = msgspec.convert(given, cls, str_keys=True)
-        places = (place.host for place in told.places)
-        require_below(told.hosts + told.spare, told.host, *told.addresses, *places, *told.members)
-        for address in told.addresses.values():
+        invitation = msgspec.convert(raw, cls, str_keys=True)
+        places = (place.host for place in invitation.places)
+        require_below(
+            invitation.hosts + invitation.spare,
+            invitation.host,
+            *invitation.addresses,
+            *places,
+            *invitation.members,
+        )
+        for address in invitation.addresses.values():
             require_numeric(address)
-        if sum(file.size for file in told.files) > MOST_BYTES:
-            raise ValueError("has too much to give")
-        names = {file.name for file in told.files}
-        if len(names) < len(told.files):
-            raise ValueError("has two files of one name")
+        if sum(file.size for file in invitation.files) > MOST_BYTES:
+            raise ValueError(f"the files exceed {MOST_BYTES} bytes")
+        names = {file.name for file in invitation.files}
+        if len(names) < len(invitation.files):
+            raise ValueError("two files have the same name")
         if any(name != printable(name) for name in names):
-            raise ValueError("has a file whose name cannot be printed")
-        return told
+            raise ValueError("the name of a file is not printable")
+        return invitation
 
 
 class Files:
@@ -163,15 +169,15 @@ class Files:
         return base64.b64encode(content[start : start + PIECE_BYTES]).decode()
 
 
-def piece_told(given: Any) -> bytes:
+def decode_piece(raw: Any) -> bytes:
     """Decode the piece of a file in a message.
 
     Raises:
         ValueError: if it is not a valid piece.
     """
-    if type(given) is not str or len(given) > 2 * PIECE_BYTES:
-        raise ValueError("is no piece of a file")
+    if type(raw) is not str or len(raw) > 2 * PIECE_BYTES:
+        raise ValueError("a chunk of a file is not valid")
     try:
-        return base64.b64decode(given, validate=True)
+        return base64.b64decode(raw, validate=True)
     except binascii.Error as error:
-        raise ValueError("is no piece of a file") from error
+        raise ValueError("a chunk of a file is not valid") from error

@@ -20,7 +20,7 @@ RELAYED = b'["jax"]\n'
 
 async def serve_jax(service: str, host: Link) -> None:
     """Relay a host's JAX client to JAX's service in this process, at the unix socket `service`."""
-    own = await _open_once_there(service)
+    own = await _open_when_available(service)
     there = asyncio.create_task(_pump(host, own))
     back = asyncio.create_task(_pump(own, host))
     try:
@@ -55,7 +55,7 @@ async def _relay(coordinator: tuple[str, int], keys: Keys, own: Link) -> None:
     await back
 
 
-async def _open_once_there(path: str) -> Link:
+async def _open_when_available(path: str) -> Link:
     while True:
         try:
             return Link(*await asyncio.open_unix_connection(path))

@@ -36,12 +36,12 @@ def detect(config: ClusterConfig) -> tuple[str, int, int]:
             cluster_detection_method=None,
             initialization_timeout=math.ceil(config.connect_timeout_s),
         )
-        problem = "JAX detects no cluster here"
+        problem = "JAX did not detect a cluster"
     except RuntimeError as error:
         address = count = index = None
         problem = f"JAX could not detect the cluster: {error}"
     if address is None or count is None or index is None:
-        remedy = "give --coordinator HOST:PORT, --hosts N and --host-id I"
+        remedy = "Set --coordinator HOST:PORT, --hosts N and --host-id I"
         raise InputError("--distributed", True, problem, remedy)
     return address, count, index
 

@@ -71,13 +71,11 @@ def make_secret(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        problem = "is there already, and hosts may have it as their secret"
-        raise InputError("FILE", str(path), problem, "Give another name") from error
+        problem = "already exists, and may be the secret of a run"
+        raise InputError("FILE", str(path), problem, "Choose another name") from error
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise kind_of(error)(
-            "FILE", str(path), problem, "Give a path in a folder of yours"
-        ) from error
+        raise kind_of(error)("FILE", str(path), problem, "Use a path that you can write") from error
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(f"{secrets.token_urlsafe(_BYTES)}\n")
 
@@ -95,9 +93,9 @@ def read_secret(configured: str | None) -> Secret | None:
     path, where = (named, FILE_VARIABLE) if named else (configured, "cluster.secret")
     if path is None:
         return None
-    found = _checked(where, path, fields.read_text(Path(path), where))
+    secret = _checked(where, path, fields.read_text(Path(path), where))
     _warn_of_readers(where, path)
-    return found
+    return secret
 
 
 @functools.cache  # Warn once.
@@ -105,25 +103,25 @@ def _warn_of_readers(where: str, path: str) -> None:
     """Warn if every user of this machine can read or change the secret file."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        told = f"{where} = {path!r}: every user of this machine can use this secret (mode {mode:o})"
-        log.warning(f"{told}. Run chmod 600 {shlex.quote(path)}")
+        named = f"{where} = {path!r}"
+        problem = f"every user of this machine can use this secret (mode {mode:o})"
+        log.warning(f"{named}: {problem}. Run chmod 600 {shlex.quote(path)}")
 
 
 def _checked(where: str, shown: str, text: str) -> Secret:
-    found = [line.strip() for line in text.strip().split("\n")]
-    for one in found:
-        if len(one) < FEWEST_CHARACTERS or not one.isprintable() or " " in one:
-            problem = (
-                f"holds no secret, which is one word of {FEWEST_CHARACTERS} characters or more"
-            )
-            raise InputError(where, shown, problem, "Make one by skippipe keygen FILE")
-    if len(found) > MOST_SECRETS:
-        problem = f"holds {len(found)} secrets, of which at most {MOST_SECRETS} are told apart"
-        raise InputError(where, shown, problem, "Keep the one that is shown and one that is taken")
-    return Secret(where, shown, *found)
+    lines = [line.strip() for line in text.strip().split("\n")]
+    for line in lines:
+        if len(line) < FEWEST_CHARACTERS or not line.isprintable() or " " in line:
+            problem = f"each line must be one word of {FEWEST_CHARACTERS} characters or more"
+            raise InputError(where, shown, problem, "Run skippipe keygen FILE to create a secret")
+    if len(lines) > MOST_SECRETS:
+        problem = f"has {len(lines)} secrets, more than {MOST_SECRETS}"
+        remedy = "Keep the one to present, and below it one to accept"
+        raise InputError(where, shown, problem, remedy)
+    return Secret(where, shown, *lines)
 
 
-MAKE_ONE = "make a secret by skippipe keygen FILE, and give all hosts of the run that file"
+CREATE_SECRET = "run skippipe keygen FILE and copy the file to all hosts of the run"
 
 PRIVATE = tuple(
     map(
@@ -209,21 +207,20 @@ class Keys:
             raise InputError(
                 "cluster.insecure_transfers",
                 False,
-                f"{address} is no private address, and what hosts transfer goes in clear, with a "
-                "secret or without",
-                "Make a private network by WireGuard and give hosts their addresses in it, as "
-                "experiments/launch/wireguard.sh and docs/cluster.md have it; or write "
-                "cluster.insecure_transfers: true, if a tunnel or a firewall keeps others from "
-                "this address",
+                f"{address} is not a private address, and transfers between hosts are not "
+                "encrypted, even with a secret",
+                "Connect the hosts by WireGuard and use their addresses in it "
+                "(experiments/launch/wireguard.sh, docs/cluster.md), or set "
+                "cluster.insecure_transfers: true if a tunnel or a firewall protects this address",
             )
         if not (self.has_secret or self._insecure or _is_loopback(address)):
             raise InputError(
                 "cluster.secret",
                 None,
-                f"{address} is no loopback address, and without a secret whoever can reach a host "
-                "is taken for one of the run",
-                f"{MAKE_ONE[:1].upper()}{MAKE_ONE[1:]}; or write cluster.insecure: true, if nobody "
-                "else is in this network",
+                f"required for non-loopback address {address}, as anyone who reaches it could join "
+                "the run",
+                f"{CREATE_SECRET[:1].upper()}{CREATE_SECRET[1:]}, or set cluster.insecure: true on "
+                "a trusted network",
             )
 
     def warning(self, address: str) -> str | None:
@@ -232,26 +229,24 @@ class Keys:
             return None
         self._has_warned = True
         return (
-            f"cluster.insecure: whoever reaches {address} can read along, end this run or "
-            f"be a host of it. If others are in this network, {MAKE_ONE}"
+            f"cluster.insecure: anyone who reaches {address} can read the messages of this run, "
+            f"stop it or join it. If the network is not trusted, {CREATE_SECRET}"
         )
 
     def differs(self, address: tuple[str, int]) -> InputError:
         """Return the error for a peer that has another secret."""
-        problem = f"what listens at {join_address(*address)} does not have this secret"
+        problem = f"TLS handshake with {join_address(*address)} failed: different secret"
         return InputError(*self._shown, problem, "Give all hosts of the run the same secret")
 
     def is_one_sided(self, address: tuple[str, int]) -> InputError:
         """Return the error for a connection of which only one end has a secret."""
-        where = f"what listens at {join_address(*address)}"
+        peer = join_address(*address)
         if not self.has_secret:
-            remedy = "Give this host the file with the secret that the others of its run have"
-            return InputError(*self._shown, f"{where} has a secret, and this host none", remedy)
-        remedy = (
-            "Give all hosts of the run the same secret, or none of them; or it is another program "
-            "that uses this port"
-        )
-        return InputError(*self._shown, f"{where} answers in clear, so it has none", remedy)
+            problem = f"{peer} requires a secret, and this host has none"
+            return InputError(*self._shown, problem, "Give this host the secret file of its run")
+        problem = f"{peer} does not use TLS: it has no secret, or is another program"
+        remedy = "Give all hosts of the run the same secret, or none, and check the port"
+        return InputError(*self._shown, problem, remedy)
 
 
 def _context(
@@ -287,8 +282,8 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         from cryptography.x509.oid import NameOID
     except ImportError as error:
-        problem = "needs the package cryptography, which is not installed here"
-        remedy = "Install it: pip install cryptography"
+        problem = "needs the package cryptography, which is not installed"
+        remedy = "Run pip install cryptography"
         raise InputError(secret.field, secret.shown, problem, remedy) from error
 
     seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(secret.text.encode())
@@ -335,11 +330,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_private(address: str) -> bool:
-    found = _unmapped(address)
-    return any(found in network for network in PRIVATE if network.version == found.version)
+    parsed = _unmapped(address)
+    return any(parsed in network for network in PRIVATE if network.version == parsed.version)
 
 
 def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return mapped or parsed

@@ -35,11 +35,11 @@ class Seal:
 
     def __init__(self, context: ssl.SSLContext):
         """Start as client or server, as the context says."""
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
-        self._tls = context.wrap_bio(self._came, self._goes, server_side=is_server)
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
 
-    def shake(self, came: bytes) -> bool:
+    def shake(self, data: bytes) -> bool:
         """Continue the handshake with bytes from the peer; return True once it is complete.
 
         Send the peer the bytes of `waiting` afterwards, also if this raises.
@@ -47,7 +47,7 @@ class Seal:
         Raises:
             ssl.SSLError: if the handshake fails.
         """
-        self._came.write(came)
+        self._incoming.write(data)
         with suppress(ssl.SSLWantReadError):
             self._tls.do_handshake()
             return True
@@ -55,24 +55,24 @@ class Seal:
 
     def waiting(self) -> bytes:
         """Return the bytes that are ready to be sent to the peer."""
-        return self._goes.read()
+        return self._outgoing.read()
 
-    def opened(self, came: bytes) -> bytes:
+    def opened(self, data: bytes) -> bytes:
         """Decrypt bytes from the peer; return nothing while a TLS record is incomplete.
 
         Raises:
             ssl.SSLError: if the bytes were altered or are not from the peer.
         """
-        self._came.write(came)
-        said = bytearray()
+        self._incoming.write(data)
+        plaintext = bytearray()
         with suppress(ssl.SSLWantReadError):
             while part := self._tls.read(_MOST_AT_ONCE):
-                said += part
-        return bytes(said)
+                plaintext += part
+        return bytes(plaintext)
 
-    def sealed(self, said: bytes) -> bytes:
+    def sealed(self, data: bytes) -> bytes:
         """Encrypt bytes for the peer."""
-        rest = memoryview(said)
+        rest = memoryview(data)
         while rest:
             rest = rest[self._tls.write(rest) :]
         return self.waiting()
@@ -88,13 +88,13 @@ with `MORE`. A message has at most `MESSAGE_BYTES`: JSON may write a character i
 ANSWER_S = 3.0
 """Timeout of a connection attempt to a host's last known address, in seconds."""
 
-SENT_NONSENSE = "it sent what no host sends"
+SENT_NONSENSE = "it sent an invalid message"
 """`Link.ending` after an invalid message."""
 
-WANTS_SECRET = "it speaks to those only that have its secret"
+REQUIRES_SECRET = "it requires a secret"
 """`Link.ending` of a connection in clear to a host that has a secret."""
 
-TAKES_NOTHING = "it takes nothing in any more"
+STOPPED_READING = "it stopped reading messages"
 """`Link.ending` of a connection to a host that does not read."""
 
 MORE = b"+"
@@ -121,8 +121,8 @@ class Link:
         """Wrap an open connection."""
         self.reader = reader
         self.writer = writer
-        self.ending = "its connection closed without a farewell"
-        self._came = bytearray()  # Received and decrypted, not read yet.
+        self.ending = "its connection closed unexpectedly"
+        self._unread = bytearray()  # Received and decrypted, not read yet.
         self._seal: Seal | None = None
 
     async def seal(self, context: ssl.SSLContext) -> None:
@@ -140,28 +140,28 @@ class Link:
         if await self.first_byte() not in (HANDSHAKE, ALERT[:1], b""):
             raise TlsMismatch
         while not is_through:
-            if not await self._more_came():
-                raise ConnectionResetError("it ended the connection in the handshake")
+            if not await self._wait_for_bytes():
+                raise ConnectionResetError("it closed the connection during the TLS handshake")
             try:
-                is_through = seal.shake(self._taken(len(self._came)))
+                is_through = seal.shake(self._take(len(self._unread)))
             finally:
                 self.writer.write(seal.waiting())
-        self._came += seal.opened(b"")
+        self._unread += seal.opened(b"")
         self._seal = seal
 
     async def first_byte(self) -> bytes:
         """Return the next byte without consuming it; nothing if the connection ends."""
-        await self._more_came()
-        return bytes(self._came[:1])
+        await self._wait_for_bytes()
+        return bytes(self._unread[:1])
 
     async def read(self) -> bytes:
         """Read the next bytes, as many as there are; nothing once the connection has ended."""
-        await self._more_came()
-        return self._taken(len(self._came))
+        await self._wait_for_bytes()
+        return self._take(len(self._unread))
 
-    def write(self, said: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Send bytes without waiting, encrypted if the link is sealed."""
-        self.writer.write(said if self._seal is None else self._seal.sealed(said))
+        self.writer.write(data if self._seal is None else self._seal.sealed(data))
 
     def send(self, *message: Any) -> None:
         """Send a message without waiting; do nothing if the connection is closing."""
@@ -172,7 +172,7 @@ class Link:
         if self.writer.is_closing():
             return
         if self.writer.transport.get_write_buffer_size() > MOST_WAITING:
-            return self.break_off(TAKES_NOTHING)
+            return self.break_off(STOPPED_READING)
         self.write(lines)
 
     def break_when_silent(self, timeout_s: float) -> None:
@@ -207,13 +207,13 @@ class Link:
             while (line := await self._line()).startswith(MORE):
                 text += line[len(MORE) : -1]
                 if not most or len(text) > most:
-                    raise ValueError("is no message of ours")
+                    raise ValueError("is not a valid message")
             if not line.endswith(b"\n"):
-                self.ending = WANTS_SECRET if line == ALERT else self.ending
+                self.ending = REQUIRES_SECRET if line == ALERT else self.ending
                 return None
             message = json.loads(text + line)
             if message is None or not _is_flat(message, DEPTH):
-                raise ValueError("is no message of ours")
+                raise ValueError("is not a valid message")
             return message
         except OSError as error:
             self.ending = f"its connection broke ({error})"
@@ -224,20 +224,20 @@ class Link:
     async def exactly(self, size: int) -> bytes | None:
         """Read `size` raw bytes that follow a message; None if the connection ends before."""
         try:
-            while len(self._came) < size:
-                if not await self._receives():
+            while len(self._unread) < size:
+                if not await self._read_more():
                     return None
         except OSError as error:
             self.ending = f"its connection broke ({error})"
             return None
-        return self._taken(size)
+        return self._take(size)
 
     async def heard(self, timeout_s: float) -> Any:
         """Read the next message; return None also if none arrives within `timeout_s`."""
         try:
             return await asyncio.wait_for(self.receive(), timeout_s)
         except TimeoutError:
-            self.ending = f"nothing came for {timeout_s:g} s"
+            self.ending = f"no message for {timeout_s:g} s"
             return None
 
     async def hello(self, context: ssl.SSLContext | None = None) -> Any:
@@ -270,7 +270,7 @@ class Link:
         try:
             await asyncio.wait_for(self.writer.drain(), timeout_s)
         except (OSError, TimeoutError):
-            self.ending = TAKES_NOTHING
+            self.ending = STOPPED_READING
 
     async def _line(self) -> bytes:
         """Read the next line, or its beginning if the connection ends.
@@ -278,30 +278,30 @@ class Link:
         Raises:
             ValueError: if the line is too long.
         """
-        while not (end := self._came.find(b"\n") + 1) and len(self._came) <= LINE_BYTES:
-            if not await self._receives():
-                return self._taken(len(self._came))
+        while not (end := self._unread.find(b"\n") + 1) and len(self._unread) <= LINE_BYTES:
+            if not await self._read_more():
+                return self._take(len(self._unread))
         if not 0 < end <= LINE_BYTES + 1:
             raise ValueError("is too long")
-        return self._taken(end)
+        return self._take(end)
 
-    async def _more_came(self) -> bool:
+    async def _wait_for_bytes(self) -> bool:
         """Wait for unread bytes; return False if the connection ends first."""
-        return bool(self._came) or await self._receives()
+        return bool(self._unread) or await self._read_more()
 
-    async def _receives(self) -> bool:
+    async def _read_more(self) -> bool:
         """Wait for new bytes; return False if the connection ends first."""
-        before = len(self._came)
-        while len(self._came) == before:
-            came = await self.reader.read(LINE_BYTES)
-            if not came:
+        before = len(self._unread)
+        while len(self._unread) == before:
+            data = await self.reader.read(LINE_BYTES)
+            if not data:
                 return False
-            self._came += came if self._seal is None else self._seal.opened(came)
+            self._unread += data if self._seal is None else self._seal.opened(data)
         return True
 
-    def _taken(self, size: int) -> bytes:
-        taken = bytes(self._came[:size])
-        del self._came[:size]
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._unread[:size])
+        del self._unread[:size]
         return taken
 
 
@@ -364,7 +364,7 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
     """
     clock = asyncio.get_running_loop()
     deadline, why, where = clock.time() + timeout_s, "no answer", join_address(*address)
-    with telling(lambda left_s: f"{where}: {why}; tried again for {left_s:.0f} s more", timeout_s):
+    with telling(lambda left_s: f"{where}: {why}; retrying for {left_s:.0f} s", timeout_s):
         while True:
             remaining = deadline - clock.time()
             try:
@@ -375,9 +375,9 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
                     raise TemporaryError(
                         "--coordinator",
                         where,
-                        f"no connection in {timeout_s:g} s (last: {why})",
-                        "check that this host is running with this address, that this machine can "
-                        "reach it, and that no firewall stops the port",
+                        f"no connection within {timeout_s:g} s (last error: {why})",
+                        "Check that a host of the run listens at this address, and that no "
+                        "firewall blocks the port",
                     ) from error
             await asyncio.sleep(min(0.5, max(remaining, 0)))
 

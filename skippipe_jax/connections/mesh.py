@@ -41,7 +41,7 @@ from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
     HELLO_S,
     SENT_NONSENSE,
-    TAKES_NOTHING,
+    STOPPED_READING,
     Link,
     Tasks,
     answered,
@@ -71,7 +71,7 @@ class Calls:
     def begin(self, host: int, *, comes_back: bool = False) -> None:
         """Call a host until that succeeds, unless it is being called already."""
         if host not in self._tasks or self._tasks[host].done():
-            task = self._tasks[host] = asyncio.create_task(self._go_on(host, comes_back))
+            task = self._tasks[host] = asyncio.create_task(self._keep_calling(host, comes_back))
             # No one awaits the task, so its error is raised to the event loop here.
             task.add_done_callback(lambda task: task.cancelled() or task.result())
 
@@ -85,14 +85,14 @@ class Calls:
         for host in [*self._tasks]:
             self.end(host)
 
-    async def _go_on(self, host: int, comes_back: bool) -> None:
+    async def _keep_calling(self, host: int, comes_back: bool) -> None:
         pause_s = FIRST_PAUSE_S
         while not await self._call(host, comes_back):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._longest_s)
 
 
-GONE = "its process is gone"
+PROCESS_ENDED = "its process has ended"
 
 
 class Mesh:
@@ -131,9 +131,9 @@ class Mesh:
         self._goes_on_without, self._reception, self._keys = goes_on_without, reception, keys
         self._links, self._pulse, self._tasks = dict[int, Link](), Pulse(), Tasks()
         self._channels, self._calls = dict[int, Channel](), Calls(self._call, heartbeat_timeout_s)
-        self._door = Door(hello, self._refusal, self._come_in, self._receive, service, keys)
+        self._door = Door(hello, self._refusal, self._serve_host, self._receive, service, keys)
         self._parted, self._is_closed = set[int](), False
-        self._everybody_came, self._everybody_parted = asyncio.Event(), asyncio.Event()
+        self._all_connected, self._all_parted = asyncio.Event(), asyncio.Event()
 
     @property
     def missed(self) -> frozenset[int]:
@@ -178,7 +178,7 @@ class Mesh:
             raise
         self.directory.begin()
         for host, link in self._links.items():
-            link.send("welcome", self.directory.told(self._channel(host).received))
+            link.send("welcome", self.directory.welcome(self._channel(host).received))
 
     async def join(self, coordinator: tuple[str, int], link: Link) -> None:
         """Send a hello to host 0 over a link, connect to smaller host ids, and wait for the rest.
@@ -189,16 +189,16 @@ class Mesh:
         """
         self.directory.addresses[0] = join_address(*link.writer.get_extra_info("peername")[:2])
 
-        def told(left_s: float) -> str:
-            reached = f"host 0 is reached at {join_address(*coordinator)}"
-            return f"{reached}; waiting for the others to reach it, {left_s:.0f} s left"
+        def message(left_s: float) -> str:
+            connected = f"connected to host 0 at {join_address(*coordinator)}"
+            return f"{connected}; waiting for the other hosts, {left_s:.0f} s left"
 
-        with telling(told, self._connect_timeout_s):
-            await self._greet(0, link, coordinator)
+        with telling(message, self._connect_timeout_s):
+            await self._shake_hands(0, link, coordinator)
         for host in range(1, self.directory.hello.host):
             address = self.directory.address(host)
             link = await reach(address, self._connect_timeout_s, self._keys)
-            await self._greet(host, link, address)
+            await self._shake_hands(host, link, address)
         await self._wait_for_all()
         self.directory.has_begun = True
 
@@ -213,7 +213,7 @@ class Mesh:
         """
         self.directory.come_back()
         try:
-            await self._greet(None, link, ("the run", 0), self._heartbeat_timeout_s)
+            await self._shake_hands(None, link, ("the run", 0), self._heartbeat_timeout_s)
         except InputError as error:
             if not self.directory.is_another_run(error):
                 raise
@@ -234,8 +234,8 @@ class Mesh:
             link.send_lines(lines)
         if channel.is_lost:
             if link is not None:
-                link.break_off(TAKES_NOTHING)
-            self._miss(host, TAKES_NOTHING)
+                link.break_off(STOPPED_READING)
+            self._miss(host, STOPPED_READING)
 
     def broadcast(self, *message: Any) -> None:
         """Send a message to all other hosts."""
@@ -253,14 +253,14 @@ class Mesh:
             if self._goes_on_without(host):
                 channel.forget()
             if host in self._links:
-                self._links[host].send("beat", channel.tell())
+                self._links[host].send("beat", channel.acknowledgment())
         others = set(self.directory.others) - self._parted
         to_call, silent = self._pulse.beat(others)
         for host in to_call if self.directory.outlives else ():
             if host in self._links:
-                self._links[host].break_off("nothing came over it")
+                self._links[host].break_off("no message arrived over it")
         for host in silent:
-            self._miss(host, f"nothing was heard from it for {self._heartbeat_timeout_s:g} s")
+            self._miss(host, f"no message for {self._heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until all send buffers have drained, at most `timeout_s`."""
@@ -270,7 +270,7 @@ class Mesh:
         """Send a farewell, wait for those of all other live hosts, and close."""
         self.broadcast("farewell")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._everybody_parted.wait(), timeout_s)
+            await asyncio.wait_for(self._all_parted.wait(), timeout_s)
         await self.drained(1.0)
         self.close()
 
@@ -287,16 +287,16 @@ class Mesh:
         def missing() -> list[int]:
             return [host for host in self.directory.others if host not in self._links]
 
-        def told(left_s: float) -> str:
+        def message(left_s: float) -> str:
             return f"{self.directory.waits_for(missing())}, {left_s:.0f} s left"
 
         try:
-            with telling(told, self._connect_timeout_s):
-                await asyncio.wait_for(self._everybody_came.wait(), self._connect_timeout_s)
+            with telling(message, self._connect_timeout_s):
+                await asyncio.wait_for(self._all_connected.wait(), self._connect_timeout_s)
         except TimeoutError:
             raise self.directory.late(missing(), self._connect_timeout_s) from None
 
-    async def _greet(
+    async def _shake_hands(
         self, host: int | None, link: Link, address: tuple[str, int], timeout_s: float | None = None
     ) -> None:
         """Send a hello over a connection that this host has opened, and start to read from it.
@@ -308,31 +308,33 @@ class Mesh:
             timeout_s = self._connect_timeout_s + 10.0
         hello = self.directory.hello
         if host is not None:
-            known = self._channel(host)
-            hello = replace(hello, met=known.process, received=known.received)
-        told = await admitted(link, hello, host, address, timeout_s)
-        self.directory.learn(told)
-        channel = self._channel(told.host, told.process)
-        self._tasks.start(self._read(told.host, told.name, link, channel, told.received))
+            channel = self._channel(host)
+            hello = replace(hello, met=channel.process, received=channel.received)
+        welcome = await admitted(link, hello, host, address, timeout_s)
+        self.directory.learn(welcome)
+        channel = self._channel(welcome.host, welcome.process)
+        self._tasks.start(
+            self._use_link(welcome.host, welcome.name, link, channel, welcome.received)
+        )
         for other in self.directory.others if self.directory.is_outside else ():
-            if other != told.host:  # Each may have more addresses.
+            if other != welcome.host:  # Each may have more addresses.
                 self._calls.begin(other, comes_back=True)
 
-    async def _come_in(self, hello: Hello, link: Link) -> None:
+    async def _serve_host(self, hello: Hello, link: Link) -> None:
         """Serve an accepted host until its connection ends."""
         self.directory.addresses[hello.host] = hello.address
         channel = self._channel(hello.host, hello.process)
         if self.directory.has_begun or self.directory.hello.host != 0:
-            link.send("welcome", self.directory.told(channel.received))
+            link.send("welcome", self.directory.welcome(channel.received))
         received = hello.received if hello.met == self.directory.hello.process else 0
-        await self._read(hello.host, hello.name, link, channel, received)
+        await self._use_link(hello.host, hello.name, link, channel, received)
 
-    async def _receive(self, who: str, link: Link, said: Sequence[Any]) -> InputError | None:
+    async def _receive(self, who: str, link: Link, request: Sequence[Any]) -> InputError | None:
         """Serve a newcomer or observer; `left` hosts are away too, though not missed."""
         if who == OBSERVER:
-            return self._reception.show(self.directory.hello, link, said)
+            return self._reception.show(self.directory.hello, link, request)
         away = self.missed | self.left
-        return await self._reception.attend(self.directory, away, link, said)
+        return await self._reception.attend(self.directory, away, link, request)
 
     def _refusal(self, hello: Hello) -> InputError | None:
         host, channel = hello.host, self._channels.get(hello.host)
@@ -340,26 +342,26 @@ class Mesh:
         if channel is not None and channel.process == hello.process:
             is_there = False  # It reconnects: only its end has detected the break.
             if channel.is_lost:
-                problem = "it has taken in too little of what it was told"
-                return TemporaryError(HOST_ID, host, problem, "The others go on without it")
+                problem = "this process left too many messages unacknowledged"
+                return TemporaryError(HOST_ID, host, problem, "Restart it")
         elif channel is not None and channel.process is not None and self._goes_on_without(host):
             # Of two processes with this host id, all hosts accept the same one, in any order.
             is_there &= channel.process < hello.process
         return self.directory.refusal(hello, is_there=is_there)
 
-    async def _read(
+    async def _use_link(
         self, host: int, name: str, link: Link, channel: Channel, received: int
     ) -> None:
         """Use a link for a host until it ends; the peer has messages up to `received` already."""
         if self._is_closed or self._channel(host) is not channel:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
-            before.break_off("another has taken its place")
+            before.break_off("a new connection replaced it")
         self._calls.end(host)
         link.break_when_silent(self._heartbeat_timeout_s)
         self._links[host], self.directory.names[host] = link, name
         link.send_lines(channel.resume(received))
-        self._look_who_is_there()
+        self._update_presence()
         self._parted.discard(host)
         try:
             await self._follow(host, link, channel)
@@ -392,19 +394,19 @@ class Mesh:
                     if asked in self._links and address is not None:
                         link.send("listens", asked, address)
                     continue
-                case ["listens", int(other), str(address)] if self._learns_where(other, address):
+                case ["listens", int(other), str(address)] if self._learn_address(other, address):
                     continue
-                case [int(number), *said] if 0 < number < MOST_MESSAGES:
+                case [int(number), *content] if 0 < number < MOST_MESSAGES:
                     if not channel.takes(number):
                         continue  # Received before, over another connection.
-                    if channel.has_to_tell:
-                        link.send("beat", channel.tell())
-                    message = said
+                    if channel.needs_acknowledgment:
+                        link.send("beat", channel.acknowledgment())
+                    message = content
             match message:
                 case ["farewell"]:  # The peer closes after this host's farewell.
                     self._parted.add(host)
-                    self._look_who_is_there()
-                case [*said] if self._received(host, said):
+                    self._update_presence()
+                case [*content] if self._received(host, content):
                     continue
                 case _:
                     link.ending = SENT_NONSENSE
@@ -425,10 +427,10 @@ class Mesh:
             try:
                 link = await open_link(address, keys=self._keys)
             except ConnectionRefusedError:
-                self._miss(host, GONE)
+                self._miss(host, PROCESS_ENDED)
                 raise
             if is_caller and not self._channel(host).is_lost:
-                await self._greet(host, link, address, HELLO_S)
+                await self._shake_hands(host, link, address, HELLO_S)
                 return True
             link.writer.close()
         # The host may have restarted at another address meanwhile, so ask the others for it.
@@ -436,7 +438,7 @@ class Mesh:
             link.send("where", host)
         return False
 
-    def _learns_where(self, host: int, address: str) -> bool:
+    def _learn_address(self, host: int, address: str) -> bool:
         """Call a disconnected host at this address from now on; return False for no address."""
         try:
             require_numeric(address)
@@ -449,16 +451,18 @@ class Mesh:
     def _miss(self, host: int, how: str) -> None:
         if self._pulse.miss(host):
             self._lost(host, how)
-            self._look_who_is_there()
+            self._update_presence()
 
-    def _look_who_is_there(self) -> None:
+    def _update_presence(self) -> None:
         if self._links.keys() >= set(self.directory.others):
-            self._everybody_came.set()
+            self._all_connected.set()
         if self._parted | self.missed >= set(self.directory.others):
-            self._everybody_parted.set()
+            self._all_parted.set()
 
 
-async def let_in(ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout_s: float) -> bool:
+async def retry_admission(
+    ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout_s: float
+) -> bool:
     """Repeat `ask` until a host accepts or refuses this one; return its result.
 
     A host refuses while it counts an earlier process with this host id as connected. That is
@@ -513,8 +517,8 @@ class Meeting:
             self.address = chosen or reachable_address(near, name)
             if self.address != near:
                 log.info(
-                    f"{name} is {near} here, so this host listens on {self.address} as well. "
-                    f"{BIND_VARIABLE} chooses another address."
+                    f"{name} resolves to {near} on this host, so it also listens on "
+                    f"{self.address}. Set {BIND_VARIABLE} to use another address."
                 )
             # Hosts on this machine may resolve the name of host 0 to its loopback address.
             await self.mesh.listen(list(dict.fromkeys([self.address, near])), port)
@@ -527,7 +531,7 @@ class Meeting:
             await self._listen()
             await self.mesh.join(self._coordinator, link)
 
-    async def with_those_left(self, last_addresses: Sequence[str]) -> bool:
+    async def with_remaining(self, last_addresses: Sequence[str]) -> bool:
         """Rejoin a run by the last addresses of its hosts; return False if none of them answers.
 
         Raises:
@@ -535,15 +539,14 @@ class Meeting:
         """
         heartbeat_timeout_s = self._config.heartbeat_timeout_s
         for address in last_addresses:
-            told = (
-                f"{address}: host {self.mesh.directory.hello.host} still counts as connected there"
-            )
-            with telling(lambda _, told=told: f"{told}; asked again", 2 * heartbeat_timeout_s):
-                if await let_in(partial(self._comes_back, address), heartbeat_timeout_s):
+            own = self.mesh.directory.hello.host
+            message = f"{address}: an earlier process of host {own} is still connected; retrying"
+            with telling(lambda _, message=message: message, 2 * heartbeat_timeout_s):
+                if await retry_admission(partial(self._rejoin_at, address), heartbeat_timeout_s):
                     return True
         return False
 
-    async def _comes_back(self, address: str) -> bool:
+    async def _rejoin_at(self, address: str) -> bool:
         if (link := await answered(address, self._keys)) is None:
             return False
         self.mesh.close()  # The mesh of an earlier attempt may be open.

@@ -80,7 +80,7 @@ NEWCOMER, OBSERVER = "newcomer", "observer"
 GUESTS = {NEWCOMER: "a newcomer", OBSERVER: "an observer"}
 """First word of a guest's first message, and the guest's name in log messages."""
 
-RUN_ENDED = "the run has ended: it is trained, or was stopped"
+RUN_ENDED = "the run has ended: it finished, or was stopped"
 """Reason for refusing newcomers at the end of a run."""
 
 OBSERVED = ("skippipe-jax",)
@@ -122,48 +122,48 @@ class Reception:
         self.inviting: Inviting | None = None
         self.has_ended = False
         self._status = status
-        self._there: dict[Link, None] = {}
+        self._served: dict[Link, None] = {}
 
     async def attend(
-        self, directory: Directory, away: Collection[int], link: Link, said: Sequence[Any]
+        self, directory: Directory, away: Collection[int], link: Link, request: Sequence[Any]
     ) -> InputError | None:
         """Serve a newcomer as long as it sends requests, or return why it is refused.
 
-        `said` is its protocol version and its package versions. `directory` has this host's hello
-        and all addresses. `away` are the hosts that are gone, silent or have left.
+        `request` is its protocol version and its package versions. `directory` has this host's
+        hello and all addresses. `away` are the hosts that are gone, silent or have left.
         """
-        inviting, refusal = self.inviting, _unlike(NEWCOMER, said, directory.hello)
+        inviting, refusal = self.inviting, _version_refusal(NEWCOMER, request, directory.hello)
         if refusal is None and inviting is None:
-            problem = "no run has begun here that goes on without lost hosts"
-            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Ask again later")
+            problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
+            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Retry later")
         elif refusal is None and self.has_ended:
-            remedy = "Join again once it is resumed"
+            remedy = "Join again after it is resumed"
             refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
         if refusal is not None or inviting is None:
             return refusal
-        if len(self._there) == MOST_NEWCOMERS:
-            longest = next(iter(self._there))
-            del self._there[longest]
-            longest.break_off("others ask as well")
-        self._there[link] = None
+        if len(self._served) == MOST_NEWCOMERS:
+            longest = next(iter(self._served))
+            del self._served[longest]
+            longest.break_off("a newer request replaced it")
+        self._served[link] = None
         try:
-            return await _give(inviting, directory, away, link)
+            return await _serve_newcomer(inviting, directory, away, link)
         finally:
-            self._there.pop(link, None)
+            self._served.pop(link, None)
 
-    def show(self, own: Hello, link: Link, said: Sequence[Any]) -> InputError | None:
+    def show(self, own: Hello, link: Link, request: Sequence[Any]) -> InputError | None:
         """Send an observer the status of the run, or return why it is refused.
 
-        `said` is the same as for newcomers.
+        `request` is the same as for newcomers.
         """
-        refusal = _unlike(OBSERVER, said, own, OBSERVED)
+        refusal = _version_refusal(OBSERVER, request, own, OBSERVED)
         if refusal is None:
             link.break_when_silent(HELLO_S)
             link.send("status", self._status().to_json())
         return refusal
 
 
-async def _give(
+async def _serve_newcomer(
     inviting: Inviting, directory: Directory, away: Collection[int], link: Link
 ) -> InputError | None:
     try:
@@ -172,11 +172,11 @@ async def _give(
     except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
     own = directory.hello
-    places = tuple(inviting.places({*directory.never_taken, *away}))
+    places = tuple(inviting.places({*directory.unused_ids, *away}))
     addresses = directory.addresses | {own.host: own.address}
     text = inviting.text
     members, placement = inviting.standing
-    told = Invitation(
+    invitation = Invitation(
         own.host,
         own.hosts,
         addresses,
@@ -187,7 +187,7 @@ async def _give(
         members,
         placement,
     )
-    link.send("invitation", told.to_json())
+    link.send("invitation", invitation.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):
             case ["piece", file, number]:
@@ -197,37 +197,34 @@ async def _give(
                     return None
                 link.send("piece", file, number, piece)
                 await link.drained(ASKS_S)
-            case ["take" | "give" as way, int(size)] if 0 <= size <= MOST_BYTES:
-                if not await answer(link, way, size):
+            case ["take" | "give" as direction, int(size)] if 0 <= size <= MOST_BYTES:
+                if not await answer(link, direction, size):
                     return None
             case _:
                 return None
 
 
-def _unlike(
-    who: str, said: Sequence[Any], own: Hello, packages: Collection[str] | None = None
+def _version_refusal(
+    who: str, request: Sequence[Any], own: Hello, packages: Collection[str] | None = None
 ) -> InputError | None:
     """Return the error if a newcomer or observer has another protocol or version, else None.
 
     The versions of `packages` are compared; by default, of all packages that either side names.
     """
-    match said:
+    match request:
         case [protocol, _] if protocol != PROTOCOL:
             return other_protocol(protocol, own.host)
-        case [_, dict(given)]:
+        case [_, dict(raw)]:
             try:
-                theirs = texts(given)
+                theirs = texts(raw)
             except ValueError:
                 theirs = {}
             versions = own.run.versions
             for part in sorted(packages or versions.keys() | theirs.keys()):
                 if versions.get(part) != theirs.get(part):
-                    problem = f"that is the {who}'s, and host {own.host} has "
-                    return InputError(
-                        f"the version of {part}",
-                        theirs.get(part),
-                        f"{problem}{versions.get(part)!r}",
-                        "Install the same version on all hosts",
-                    )
+                    problem = f"the {who} has this, and host {own.host} has {versions.get(part)!r}"
+                    remedy = "Install the same version on all hosts"
+                    return InputError(f"{part} version", theirs.get(part), problem, remedy)
             return None
-    return InputError(who, None, f"that is no {who}", "Install the same version on all hosts")
+    problem = f"is not a valid request of {GUESTS[who]}"
+    return InputError(who, None, problem, "Install the same version on all hosts")

@@ -21,8 +21,8 @@ def sever(addresses: Collection[tuple[str, int]]) -> None:
             # Closing a copy of a file's descriptor would release the file's locks.
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as found:
-                if found.type != socket.SOCK_STREAM:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.type != socket.SOCK_STREAM:
                     continue
-                if {found.getsockname()[:2], found.getpeername()[:2]} & {*addresses}:
-                    found.shutdown(socket.SHUT_RDWR)
+                if {connection.getsockname()[:2], connection.getpeername()[:2]} & {*addresses}:
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -137,10 +137,10 @@ class RunStatus(msgspec.Struct, frozen=True):
         return msgspec.to_builtins(self)
 
     @classmethod
-    def parse(cls, given: Any) -> RunStatus:
+    def parse(cls, raw: Any) -> RunStatus:
         """Parse and validate a status.
 
         Raises:
             ValueError: if it is not a valid status.
         """
-        return msgspec.convert(given, cls)
+        return msgspec.convert(raw, cls)

@@ -52,10 +52,10 @@ async def measured(link: Link, most_s: float) -> Way:
     round_trips = [await _asked(link, "take", 0) for _ in range(1 + ROUND_TRIPS)][1:]
     round_trip_s = min(round_trips)
     rates = []
-    for way in ("take", "give"):
+    for direction in ("take", "give"):
         size, until_s = LEAST_BYTES, time.monotonic() + most_s / 2
         while True:
-            seconds = max(_LEAST_S, await _asked(link, way, size) - round_trip_s)
+            seconds = max(_LEAST_S, await _asked(link, direction, size) - round_trip_s)
             # The next size would take `GROWTH` times as long.
             is_last = time.monotonic() + GROWTH * seconds > until_s
             if is_last or size == MOST_BYTES:
@@ -65,28 +65,28 @@ async def measured(link: Link, most_s: float) -> Way:
     return Way(round_trip_s / 2, *rates)
 
 
-async def _asked(link: Link, way: str, size: int) -> float:
+async def _asked(link: Link, direction: str, size: int) -> float:
     """Return the seconds until the host has received `size` bytes, or sent them."""
     began_s = time.perf_counter()
-    link.send(way, size)
+    link.send(direction, size)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            if way == "give":
+            if direction == "give":
                 await _received(link, size)
             else:
                 await _sent(link, size)
                 if await link.receive() != ["taken", size]:
-                    raise ValueError("did not take what was sent to measure the way")
+                    raise ValueError("a measurement was not confirmed")
     except TimeoutError as error:
-        raise ValueError(f"answered for {PATIENCE_S:g} s no more") from error
+        raise ValueError(f"no answer within {PATIENCE_S:g} s") from error
     return time.perf_counter() - began_s
 
 
-async def answer(link: Link, way: str, size: int) -> bool:
+async def answer(link: Link, direction: str, size: int) -> bool:
     """Receive `size` bytes from a newcomer, or send them; return False if that fails or is late."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            if way == "give":
+            if direction == "give":
                 await _sent(link, size)
             else:
                 await _received(link, size)
@@ -106,9 +106,9 @@ async def _sent(link: Link, size: int) -> None:
 
 async def _received(link: Link, size: int) -> None:
     while size > 0:
-        came = await link.read()
-        if not came:
+        data = await link.read()
+        if not data:
             raise ValueError(link.ending)
-        size -= len(came)
+        size -= len(data)
     if size:
-        raise ValueError("sent more than was asked for")
+        raise ValueError("more bytes arrived than requested")

@@ -29,7 +29,7 @@ def after_beat(complaints: Complaints, source: int, missed: Iterable[int]) -> Co
     return rest | of_source
 
 
-def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
+def excluded_by(complaints: Complaints, present: Collection[int]) -> frozenset[int]:
     """Choose the present hosts to exclude, so that no link between the others is broken.
 
     The host with the most broken links is excluded first; in a tie, the larger id.
@@ -37,7 +37,7 @@ def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
     cut = {
         frozenset(pair)
         for pair, heard in complaints.items()
-        if heard >= ENOUGH and set(pair) <= set(there)
+        if heard >= ENOUGH and set(pair) <= set(present)
     }
     without: set[int] = set()
     while cut:
@@ -48,6 +48,6 @@ def aside(complaints: Complaints, there: Collection[int]) -> frozenset[int]:
     return frozenset(without)
 
 
-def is_apart(complaints: Complaints, host: int, others: Collection[int]) -> bool:
+def has_broken_link(complaints: Complaints, host: int, others: Collection[int]) -> bool:
     """Return True if a host misses one of the others, or one of them misses it."""
     return any((host, other) in complaints or (other, host) in complaints for other in others)

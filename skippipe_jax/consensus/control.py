@@ -62,7 +62,7 @@ class Control:
         self._storing, self._stores = storing, dict[int, asyncio.Task[None]]()
         self._state, self._send, self._follow, self._store = state, send, follow, store
         self._loop = asyncio.get_running_loop()
-        self._ticking = self._loop.create_task(self._tick_for_ever())
+        self._ticking = self._loop.create_task(self._tick_forever())
         self._ticking.add_done_callback(_raise_its_error)
 
     def received(self, source: int, given: list[Any]) -> bool:
@@ -71,7 +71,7 @@ class Control:
             message = wire.parse(given)
         except ValueError:
             return False
-        self._happens(Received(source, message))
+        self._process(Received(source, message))
         return True
 
     def goes_on_without(self, host: int) -> bool:
@@ -80,17 +80,17 @@ class Control:
 
     def is_there(self, host: int) -> None:
         """Note that a host that was missed is present again."""
-        self._happens(Presence(host, is_there=True))
+        self._process(Presence(host, is_there=True))
 
     def is_missed(self, host: int) -> None:
         """Note that a host is gone, or has been silent for too long."""
-        self._happens(Presence(host, is_there=False))
-        self._loop.call_later(SOON_S, self._happens, Tick())
+        self._process(Presence(host, is_there=False))
+        self._loop.call_later(SOON_S, self._process, Tick())
 
     def tell(self, *events: Event) -> None:
         """Process events of the run. Any thread may call this."""
         for event in events:
-            self._loop.call_soon_threadsafe(self._happens, event)
+            self._loop.call_soon_threadsafe(self._process, event)
 
     def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
         """Start to leave the run; call `late` after `grace_s` seconds.
@@ -115,12 +115,12 @@ class Control:
         """Hosts that are in no generation and ask to join. For any thread."""
         return frozenset(self._state.waiting)
 
-    async def _tick_for_ever(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
-            self._happens(Tick())
+            self._process(Tick())
             await asyncio.sleep(TICK_S)
 
-    def _happens(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         self._state, effects = advance(self._state, event)
         for effect in effects:
             match effect:
@@ -141,11 +141,10 @@ class Control:
                 stored = await self._loop.run_in_executor(self._storing, self._store, generation)
                 break
             except OSError as error:
-                problem = f"the run's folder does not take generation {generation.number}"
-                log.warning(f"{problem}: {error}")
+                log.warning(f"cannot write generation {generation.number} to run_dir: {error}")
             await asyncio.sleep(STORES_AGAIN_S)
         del self._stores[generation.number]
-        self._happens(Stored(stored))
+        self._process(Stored(stored))
 
 
 def _raise_its_error(task: asyncio.Task[None]) -> None:

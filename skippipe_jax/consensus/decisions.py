@@ -63,7 +63,7 @@ from skippipe_jax.consensus.generations import (
     Writes,
 )
 from skippipe_jax.consensus.holders import entered_with, served
-from skippipe_jax.consensus.lost_stages import is_left_out_rightly
+from skippipe_jax.consensus.lost_stages import is_valid_bypass
 from skippipe_jax.consensus.next_generation import going, next_generation
 
 
@@ -83,8 +83,8 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
         case Presence(host, is_there):
             return _presence(state, host, is_there=is_there), []
         case Held(number, step, totals, copies):
-            is_here = number == state.number and state.takes_part
-            if not is_here or step != state.standing.applied + 1:
+            is_current = number == state.number and state.takes_part
+            if not is_current or step != state.standing.applied + 1:
                 return state, []  # The generation in which it was computed has ended.
             assert state.generation is not None, "a member's"
             # By now it has received the states that it lacked.
@@ -110,7 +110,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             ballot = state.highest[0] + 1, state.host
             return replace(state, promised=ballot, highest=ballot), []
         case Stored(generation):
-            return _tell_decided(state, generation)
+            return _announce(state, generation)
         case Tick():
             return _tick(state)
         case TextMissing():
@@ -130,12 +130,12 @@ def _received(state: State, source: int, message: Message) -> tuple[State, list[
         case Beat():
             return _beat(state, source, message)
         case Contribution(number, step, totals):
-            is_here = number == state.number and state.takes_part
-            return _contribution(state, source, step, totals) if is_here else (state, [])
+            is_current = number == state.number and state.takes_part
+            return _contribution(state, source, step, totals) if is_current else (state, [])
         case Counts(number, step, outcome):
-            is_here = number == state.number and state.takes_part
+            is_current = number == state.number and state.takes_part
             is_leader = state.generation is not None and source == state.generation.leader
-            return _count(state, step, outcome) if is_here and is_leader else (state, [])
+            return _count(state, step, outcome) if is_current and is_leader else (state, [])
         case Ask():
             return _asked(state, source, message)
         case Promise() | Accepted():
@@ -159,7 +159,7 @@ def _is_of_run(state: State, message: Message) -> bool:
     is_of_number = generation.number == number > 0
     is_ours = is_of_start and is_of_number and has_hosts and rules.fits(generation.placement)
     is_whole = is_ours and len(generation.holders) in (0, rules.stages)
-    return is_whole and is_left_out_rightly(rules, generation)
+    return is_whole and is_valid_bypass(rules, generation)
 
 
 def _presence(state: State, host: int, *, is_there: bool) -> State:
@@ -175,7 +175,7 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
     missed = tuple(sorted(state.suspected))
     leaves = state.host in state.leaving
     if leaves:
-        state = _hears_leaving(state, state.host)
+        state = _count_leaving_beat(state, state.host)
     is_apart = state.rules.is_apart
     lacks_text = state.host in state.textless
     beat = Beat(state.number, state.process, state.promised, missed, leaves, is_apart, lacks_text)
@@ -184,14 +184,14 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
         state, more = _contribute(state)
         effects += more
     cut_off = state.cut_off
-    left = [host for host in state.members if state.is_left(host) and host not in cut_off]
+    remaining = [host for host in state.members if state.is_remaining(host) and host not in cut_off]
     # Hosts that only wait to join do not end it before the next commit (see `_count`).
-    has_to_end = state.highest > NO_BALLOT or len(left) < len(state.members)
+    has_to_end = state.highest > NO_BALLOT or len(remaining) < len(state.members)
     generation = state.generation
-    if generation is not None and reading_without_text(state, left, generation.placement):
+    if generation is not None and reading_without_text(state, remaining, generation.placement):
         has_to_end = True  # It cannot complete a step.
-    goes_on = generation is not None and not generation.is_last
-    if state.number and goes_on and has_to_end and state.host == min(left, default=None):
+    continues = generation is not None and not generation.is_last
+    if state.number and continues and has_to_end and state.host == min(remaining, default=None):
         state, more = _propose(state)
         effects += more
     return state, effects
@@ -207,7 +207,7 @@ def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
         textless=others | {source} if beat.lacks_text else others,
     )
     if beat.leaves:
-        state = _hears_leaving(state, source)
+        state = _count_leaving_beat(state, source)
     elif source in state.leaving:  # It has restarted.
         state = replace(state, leaving={h: n for h, n in state.leaving.items() if h != source})
     if not state.number or beat.number > state.number:
@@ -222,7 +222,7 @@ def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
     return state, [Send(source, Decided(state.generation))]
 
 
-def _hears_leaving(state: State, host: int) -> State:
+def _count_leaving_beat(state: State, host: int) -> State:
     return replace(state, leaving={**state.leaving, host: state.leaving.get(host, 0) + 1})
 
 
@@ -251,9 +251,9 @@ def _contribution(state: State, source: int, step: int, totals: Any) -> tuple[St
     if len(state.heard) < len(state.members):
         return state, []
     outcome = state.rules.add_up(state.heard)
-    told = state.to_others(Counts(number, step, outcome), state.members)
+    commits = state.to_others(Counts(number, step, outcome), state.members)
     state, effects = _count(state, step, outcome)
-    return state, told + effects
+    return state, commits + effects
 
 
 def _count(state: State, step: int, outcome: Any) -> tuple[State, list[Effect]]:
@@ -280,7 +280,7 @@ def _propose(state: State) -> tuple[State, list[Effect]]:
     """Propose with a greater ballot than any known one, or continue the current proposal."""
     # A host that does not reach enough members to decide would only outbid one that does.
     if not (
-        asks_store(state) or can_decide(state.generation, filter(state.is_left, state.members))
+        asks_store(state) or can_decide(state.generation, filter(state.is_remaining, state.members))
     ):
         return state, []
     proposal, number = state.proposal, state.number + 1
@@ -349,7 +349,7 @@ def _answered(state: State, source: int, answer: Promise | Accepted) -> tuple[St
     state = replace(state, proposal=replace(proposal, accepted_by=accepted_by))
     if proposal.generation is None or not can_decide(state.generation, accepted_by):
         return state, []
-    return _tell_decided(state, proposal.generation)
+    return _announce(state, proposal.generation)
 
 
 def _promised(state: State) -> tuple[State, list[Effect]]:
@@ -358,7 +358,7 @@ def _promised(state: State) -> tuple[State, list[Effect]]:
     assert proposal is not None, "is under way"
     promises = proposal.promises
     awaited = [host for host in state.members if host not in proposal.without]
-    everybody = all(host in promises for host in awaited if state.is_left(host))
+    everybody = all(host in promises for host in awaited if state.is_remaining(host))
     if not everybody or not (asks_store(state) or can_decide(state.generation, promises)):
         return state, []
     if asks_store(state):
@@ -370,11 +370,11 @@ def _promised(state: State) -> tuple[State, list[Effect]]:
     return _ask_members(state, Ask(state.number + 1, proposal.ballot, generation))
 
 
-def _tell_decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:
+def _announce(state: State, generation: Generation) -> tuple[State, list[Effect]]:
     """Enter a generation, and announce it to all others."""
-    told = state.to_others(Decided(generation), state.rules.hosts)
+    messages = state.to_others(Decided(generation), state.rules.hosts)
     state, effects = _decided(state, generation)
-    return state, told + effects
+    return state, messages + effects
 
 
 def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from skippipe_jax.consensus.complaints import Complaints, aside, is_apart
+from skippipe_jax.consensus.complaints import Complaints, excluded_by, has_broken_link
 
 MOST_NUMBERS = 1 << 14
 """Maximum length of a list in a message: totals, nodes of a stage, hosts."""
@@ -491,26 +491,26 @@ class State:
         """True if this host is the leader of its last generation."""
         return self.generation is not None and self.generation.leader == self.host
 
-    def is_left(self, host: int) -> bool:
+    def is_remaining(self, host: int) -> bool:
         """Return True if a member is present, and is still the process that became a member."""
         return host == self.host or not (host in self.suspected or host in self.waiting)
 
     @property
     def cut_off(self) -> frozenset[int]:
         """Live members to exclude because of broken links, unless too few would be left."""
-        left = [host for host in self.members if self.is_left(host)]
-        without = aside(self.complaints, left)
-        is_enough = 2 * (len(left) - len(without)) > len(self.members)
+        remaining = [host for host in self.members if self.is_remaining(host)]
+        without = excluded_by(self.complaints, remaining)
+        is_enough = 2 * (len(remaining) - len(without)) > len(self.members)
         return without if is_enough else frozenset()
 
     @property
     def joining(self) -> Mapping[int, int]:
         """Waiting hosts that have working links in both directions to all remaining members."""
-        left = [host for host in self.members if self.is_left(host)]
+        remaining = [host for host in self.members if self.is_remaining(host)]
         return {
             host: process
             for host, process in self.waiting.items()
-            if host not in self.leaving and not is_apart(self.complaints, host, left)
+            if host not in self.leaving and not has_broken_link(self.complaints, host, remaining)
         }
 
     def to_others(self, message: Message, hosts: Iterable[int]) -> list[Effect]:

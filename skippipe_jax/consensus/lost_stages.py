@@ -39,9 +39,11 @@ def remade(
     members = frozenset(following.members)
     placement = rules.placed(following.placement, members, following.apart, ())
     if placement is None or not covers(rules, placement, members):
-        raise RebuildImpossible("; too few hosts are left to serve all stages")
+        raise RebuildImpossible("; too few hosts remain to serve all stages")
     if following.step == max(own.standing.saved for own in promises.values()):
-        raise RebuildImpossible(f"; step {following.step} is saved, so nothing is lost")
+        raise RebuildImpossible(
+            f"; step {following.step} has a checkpoint, so a rollback loses no step"
+        )
     copies = {host: own.standing.copies for host, own in promises.items()}
     made = rules.remakes(held, copies, following.step)
     holders = holders_of(rules, held)
@@ -54,7 +56,7 @@ def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tu
     return tuple(stage for stage in last.left_out if stage not in served)
 
 
-def is_left_out_rightly(rules: Rules, generation: Generation) -> bool:
+def is_valid_bypass(rules: Rules, generation: Generation) -> bool:
     """Return True if a generation leaves out only stages that it may, and no member serves."""
     if not generation.left_out:
         return True
@@ -71,16 +73,16 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
     """
     lost, placement = following.lost, following.placement
     if DATA_STAGE in lost:
-        why = f"; stage {DATA_STAGE} cannot be left out: it alone has embedding and head"
+        why = f"; stage {DATA_STAGE} cannot be bypassed: only it has embedding and head"
         raise RebuildImpossible(why)
     if not following.saved:
-        raise RebuildImpossible(f"; nothing is saved yet, so stage {lost[0]} could never come back")
+        raise RebuildImpossible(f"; no checkpoint exists to restore stage {lost[0]} from later")
     members = frozenset(following.members)
     if not all(serving_under(rules, placement, members).values()):
         # Extra hosts serve no stage under this placement; they get stages that others hold.
         placement = rules.placed(placement, members, following.apart, lost)
         if placement is None:
-            raise RebuildImpossible("; too few hosts are left to serve the other stages")
+            raise RebuildImpossible("; too few hosts remain to serve the other stages")
     served = _served(rules, placement, members)
     made = tuple(
         Remade(stage, SKIP, following.saved, (_reader(rules, following, stage),))

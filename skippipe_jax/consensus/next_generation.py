@@ -32,25 +32,25 @@ def going(state: State) -> frozenset[int]:
     """Return the members that leave, once others hold the states of their stages."""
     if is_the_end(state):
         return frozenset()
-    return frozenset(host for host in _told(state) if state.leaving[host] >= ENOUGH)
+    return frozenset(host for host in _asked_to_leave(state) if state.leaving[host] >= ENOUGH)
 
 
 def is_the_end(state: State) -> bool:
     """Return True if so many members were asked to leave that the run has to end."""
-    told = _told(state)
-    if not told or state.generation is None:
+    asked = _asked_to_leave(state)
+    if not asked or state.generation is None:
         return False
-    staying = frozenset(state.members) - told
+    staying = frozenset(state.members) - asked
     apart = {*state.generation.apart, *state.textless}
-    most_go = 2 * len(told) > len(state.members)
+    most_leave = 2 * len(asked) > len(state.members)
     # Members that are apart could not save checkpoints.
-    if most_go or staying <= {*state.generation.apart}:
+    if most_leave or staying <= {*state.generation.apart}:
         return True
     left_out = state.generation.left_out
     return covering(state.rules, state.generation.placement, staying, apart, left_out) is None
 
 
-def _told(state: State) -> frozenset[int]:
+def _asked_to_leave(state: State) -> frozenset[int]:
     return frozenset(state.leaving) & frozenset(state.members)
 
 
@@ -63,13 +63,13 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     last, rules = state.generation, state.rules
     assert last is not None, "a member's"
     before = last.placement
-    going_on = frozenset(promises)
-    new = {host: process for host, process in state.joining.items() if host not in going_on}
+    promised = frozenset(promises)
+    new = {host: process for host, process in state.joining.items() if host not in promised}
     furthest = max((own.standing for own in promises.values()), key=lambda own: own.applied)
     held = held_after(rules, last, {host: own.standing for host, own in promises.items()})
     wish = state.wish if state.wish is not None and state.wish.number == last.number else None
     leaving = going(state)
-    everybody = going_on | new.keys()
+    everybody = promised | new.keys()
     apart = apart_of(state, sorted(everybody), new)
     without_text = state.textless & everybody
     if reading := reading_without_text(state, everybody, last.placement):
@@ -84,14 +84,14 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     without = frozenset() if state.proposal is None else state.proposal.without
     apart = tuple(host for host in apart if host in everybody)
     lacks_some = any(own.standing.applied < furthest.applied for own in promises.values())
-    holding = frozenset(host for host in going_on & everybody if held[host])
+    holding = frozenset(host for host in promised & everybody if held[host])
     leading = holding - leaving - {*apart}
     saved = max(own.standing.saved for own in promises.values())
     following = Generation(
         last.number + 1,
         members,
         tuple(process_of[host] for host in members),
-        leader=leader_of(members, leading or holding or going_on, apart),
+        leader=leader_of(members, leading or holding or promised, apart),
         step=furthest.applied,
         outcome=furthest.outcome if lacks_some else None,
         fresh=tuple(host for host in members if host not in holding),
@@ -109,7 +109,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
             plan=choice.plan,
             left_out=left_out,
         )
-    following = replace(following, cause=_cause(last, following, new, without, leaving, reading))
+    following = replace(following, cause=_cause(state, following, new, without, leaving, reading))
     if set(apart) == set(members):
         return replace(following, is_last=True)  # No member could save a checkpoint.
     # The last generation may not have read its checkpoint yet, so its members may have no states
@@ -127,7 +127,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
                 return lost_stages.remade(rules, following, held, promises)
         except RebuildImpossible as error:
             following = replace(following, cause=f"{following.cause}{error}")
-    leader = leader_of(members, going_on, apart)
+    leader = leader_of(members, promised, apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
     reaching = frozenset(members).difference(apart)
     placement = rules.placed(last.placement, reaching, without_text, ()) if rules.rewinds else None
@@ -142,36 +142,41 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
 
 
 def _cause(
-    last: Generation,
+    state: State,
     following: Generation,
     new: Collection[int],
     cut_off: Collection[int],
     going: Collection[int],
     without_text: Collection[int] = (),
 ) -> str:
-    """Describe why the last generation ends: which hosts are lost, leave, join or rejoin.
+    """Describe why the last generation ends: which hosts failed, left, joined or rejoined.
 
     `cut_off` are members excluded because of broken links, `going` members that were asked to
     leave, and `without_text` hosts of the data stage that lack the text.
     """
 
+    last, rules = state.generation, state.rules
+    assert last is not None, "a member's"
+
     def how(host: int) -> str:
         if host in going:
-            return "was told to leave"
-        return "was cut off from others" if host in cut_off else "was lost"
+            return "left"
+        return "was partitioned from other hosts" if host in cut_off else "failed"
+
+    def how_new(host: int) -> str:
+        # Placements keep the nodes of failed hosts, and have none of an extra host that is new.
+        is_new = host in following.apart or not rules.serves(last.placement, host)
+        return "joined" if is_new else "rejoined"
 
     gone = [host for host in last.members if host not in following.members]
     causes = [f"host {host} {how(host)}" for host in gone]
-    causes += [
-        f"host {host} {'joined' if host in following.apart else 'came back'}"
-        for host in sorted(new)
-    ]
-    causes += [f"host {host} has not the text of the run" for host in sorted(without_text)]
+    causes += [f"host {host} {how_new(host)}" for host in sorted(new)]
+    causes += [f"host {host} lacks the training text" for host in sorted(without_text)]
     if causes:
         return ", ".join(causes)
     if going:
         leaving = ", ".join(f"host {host}" for host in sorted(going))
-        return f"others take over what {leaving} alone holds, as it was told to leave"
+        return f"state transfer from {leaving} before leaving"
     if following.plan != last.plan and following.plan:
-        return "a quicker plan was found"
-    return "transfers failed, or a host was thought to be lost"
+        return "a faster plan was found"
+    return "transfers failed, or a false suspicion of a host"

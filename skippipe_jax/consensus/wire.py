@@ -29,23 +29,23 @@ def to_json(message: Message) -> list[Any]:
     return [type(message).__name__, *map(msgspec.to_builtins, values)]
 
 
-def parse(given: Any) -> Message:
+def parse(raw: Any) -> Message:
     """Parse and validate a message from another host.
 
     Raises:
         ValueError: if it is not a valid message.
     """
-    match given:
+    match raw:
         case [str(name), *values] if name in KINDS:
             names = [field.name for field in fields(KINDS[name])]
             message = msgspec.convert(dict(zip(names, values, strict=True)), KINDS[name])
             match message:
-                case Ask(generation=Generation() as told) | Decided(generation=told):
-                    return replace(message, generation=_checked(told))
-                case Promise(accepted=(ballot, told)):
-                    return replace(message, accepted=(ballot, _checked(told)))
+                case Ask(generation=Generation() as generation) | Decided(generation=generation):
+                    return replace(message, generation=_checked(generation))
+                case Promise(accepted=(ballot, generation)):
+                    return replace(message, accepted=(ballot, _checked(generation)))
             return message
-    raise ValueError("is no message of ours")
+    raise ValueError("is not a valid message")
 
 
 def generation_to_json(generation: Generation) -> dict[str, Any]:
@@ -53,13 +53,13 @@ def generation_to_json(generation: Generation) -> dict[str, Any]:
     return msgspec.to_builtins(generation)
 
 
-def parse_generation(given: Any) -> Generation:
+def parse_generation(raw: Any) -> Generation:
     """Parse and validate a generation from storage.
 
     Raises:
         ValueError: if it is not a valid generation.
     """
-    return _checked(msgspec.convert(given, Generation))
+    return _checked(msgspec.convert(raw, Generation))
 
 
 def _checked(generation: Generation) -> Generation:
@@ -70,12 +70,12 @@ def _checked(generation: Generation) -> Generation:
     named |= {host for own in generation.holders for host in own}
     named |= {source for one in generation.remade for source in one.sources}
     if sorted(set(members)) != [*members] or len(generation.processes) != len(members):
-        raise ValueError("are no members")
+        raise ValueError("the members are not sorted, or do not match the processes")
     if not named <= set(members):
-        raise ValueError("names hosts that are no members")
+        raise ValueError("a named host is not a member")
     remade = [one.stage for one in generation.remade]
     if any(stage >= len(placement) for stage in (*generation.lost, *generation.left_out, *remade)):
-        raise ValueError("is no stage")
+        raise ValueError("a stage is out of range")
     if any(len(one.sources) != SOURCES.get(one.by) for one in generation.remade):
-        raise ValueError("are not so many as it takes")
+        raise ValueError("a lost stage has the wrong number of sources")
     return replace(generation, placement=placement)

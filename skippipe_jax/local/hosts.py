@@ -81,15 +81,15 @@ class LocalHosts:
         most = max_restarts
         self._tries = None if most is None else {index: Tries(most) for index in indices}
         self._grace_s, self._outlives_hosts = grace_s, outlives_hosts
-        self._to_pass_on: list[int] = []
-        self._told: int | None = None
+        self._pending_signals: list[int] = []
+        self._forwarded: int | None = None
         self._failed_at_s: float | None = None
         self._first_code = 0
 
     def told(self, number: int) -> None:
         """Forward a signal to all hosts soon; safe in a signal handler."""
         # Not at once: a host may be about to start.
-        self._to_pass_on.append(number)
+        self._pending_signals.append(number)
 
     def run(self) -> int:
         """Start all hosts and wait until all have ended for good.
@@ -99,10 +99,10 @@ class LocalHosts:
         """
         try:
             while any(host.code is None for host in self._hosts):
-                self._pass_signals_on()
+                self._forward_signals()
                 for host in self._hosts:
-                    self._look_after(host)
-                self._kill_the_late()
+                    self._update(host)
+                self._kill_after_grace()
                 time.sleep(POLL_S)
         finally:  # If this process fails, no other would stop the running hosts.
             until_s = time.monotonic() + self._grace_s
@@ -113,23 +113,23 @@ class LocalHosts:
         for host in self._hosts:
             host.show_the_rest()
         codes = [host.code for host in self._hosts]
-        if 0 in codes and self._can_go_on():
+        if 0 in codes and self._can_continue():
             return 0
         return shell_exit_code(self._first_code)
 
-    def _pass_signals_on(self) -> None:
-        while self._to_pass_on:
-            self._told = number = self._to_pass_on.pop(0)
+    def _forward_signals(self) -> None:
+        while self._pending_signals:
+            self._forwarded = number = self._pending_signals.pop(0)
             for host in self._hosts:
                 host.send_signal(number)
 
-    def _look_after(self, host: LocalHost) -> None:
+    def _update(self, host: LocalHost) -> None:
         """Start a host that is due, or handle the end of its process."""
         if host.code is not None:
             return
         if host.starts_at_s is not None:
             if self._is_ending:
-                self._ends(host, host.last_code if self._told is None else -self._told)
+                self._ends(host, host.last_code if self._forwarded is None else -self._forwarded)
             elif time.monotonic() >= host.starts_at_s:
                 host.start()
             return
@@ -148,11 +148,11 @@ class LocalHosts:
             return None
         misses_others = any(other.code for other in self._hosts)
         pause_s = self._tries[host.index].pause_s(code, host.lived_s, misses_others=misses_others)
-        what = "it is not started again"
+        what = "not restarted"
         if pause_s is not None:
             at = time.strftime("%H:%M:%S", time.localtime(time.time() + pause_s))
-            what = f"it is started again in {pause_s:g} s, at {at}"
-        print(f"host {host.index} {_in_words(code)}: {what}", flush=True)
+            what = f"restart in {pause_s:g} s, at {at}"
+        print(f"host {host.index} {_describe_exit(code)}; {what}", flush=True)
         return pause_s
 
     def _ends(self, host: LocalHost, code: int) -> None:
@@ -163,19 +163,23 @@ class LocalHosts:
     def _is_ending(self) -> bool:
         """True if hosts are no longer restarted."""
         is_trained = any(host.code == 0 for host in self._hosts)
-        return is_trained or self._told is not None or self._failed_at_s is not None
+        return is_trained or self._forwarded is not None or self._failed_at_s is not None
 
-    def _can_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         """Return whether the others can continue without the hosts that have ended for good."""
         failed = (host.code for host in self._hosts if host.code is not None and host.code > 0)
         have_left = all(code == HAS_LEFT for code in failed)
         return (have_left or self._tries is not None) and self._outlives_hosts()
 
-    def _kill_the_late(self) -> None:
+    def _kill_after_grace(self) -> None:
         """Kill hosts that still run `grace_s` after one has failed, or after a forwarded signal."""
         now_s = time.monotonic()
         has_failed = any(host.code for host in self._hosts)
-        if has_failed and self._failed_at_s is None and (self._told or not self._can_go_on()):
+        if (
+            has_failed
+            and self._failed_at_s is None
+            and (self._forwarded or not self._can_continue())
+        ):
             self._failed_at_s = now_s
         if self._failed_at_s is not None and now_s - self._failed_at_s > self._grace_s:
             for host in self._hosts:
@@ -215,7 +219,7 @@ class LocalHost:
             start_new_session=True,
         )
         self._reader = threading.Thread(
-            target=_show, args=(self.index, self._process.stdout), daemon=True
+            target=_print_output, args=(self.index, self._process.stdout), daemon=True
         )
         self._reader.start()
         self._started_at_s, self.starts_at_s = time.monotonic(), None
@@ -253,14 +257,14 @@ class LocalHost:
             self._reader.join()
 
 
-def _in_words(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"exited with code {code}"
     names = {number.value: number.name for number in signal.Signals}
-    return f"was ended by {names.get(-code, f'signal {-code}')}"
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-def _show(host: int, output: IO[str]) -> None:
+def _print_output(host: int, output: IO[str]) -> None:
     for line in output:
         print(f"[host {host}] {line}", end="", flush=True)
 

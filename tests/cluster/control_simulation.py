@@ -495,7 +495,7 @@ def simulated(
     simulation = ControlSimulation(hosts, seed, **options)
     errors = simulation.loop.errors
 
-    def listening_socket(address: str, port: int) -> Any:
+    def listening_socket(address: str, port: int, _: str) -> Any:
         own = simulation.network.free_address(OWN.get().host)
         own.address = (address, port or own.address[1])
         return own

@@ -46,9 +46,7 @@ def test_where_host_0_fails_all_others_name_its_error():
     assert isinstance(own, InputError)
     for error in others:
         assert isinstance(error, PeerFailed)
-        assert str(error) == (
-            "host 0 has failed at 'it': InputError: field = 0: is wrong. Mend it."
-        )
+        assert str(error) == "host 0 failed at 'it': InputError: field = 0: is wrong. Mend it."
 
 
 def test_what_json_cannot_hold_is_an_error_for_all():
@@ -77,7 +75,7 @@ def test_where_one_of_many_fails_the_others_name_it():
     assert isinstance(failed, InputError)
     for error in (first, last):
         assert isinstance(error, PeerFailed)
-        assert "host 1 has failed at 'it': InputError: field = 1" in str(error)
+        assert "host 1 failed at 'it': InputError: field = 1" in str(error)
 
 
 def test_hosts_agree_or_those_that_differ_say_so():

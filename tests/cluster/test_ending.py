@@ -48,7 +48,7 @@ def test_a_fault_on_the_event_loop_says_where_to_resume(
     assert codes == [1]
     told = capfd.readouterr().err
     assert "ZeroDivisionError: by nothing" in told
-    assert told.endswith(f"{host.name} stops, exit code 1. {WORDS}\n")
+    assert told.endswith(f"{host.name} exits with code 1. {WORDS}\n")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pyte
     held = threading.Event()
     words = told_in_time(lambda: str(held.wait(20.0)), LOST_HOST_EXIT_CODE)
     held.set()
-    assert words == "What to resume from could not be told within 0.5 s."
+    assert words == "Last checkpoint unknown (storage did not answer within 0.5 s)."
 
 
 @pytest.mark.parametrize("outlives", [False, True])

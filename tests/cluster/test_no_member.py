@@ -132,7 +132,7 @@ def test_whoever_is_no_member_ends_nobody(
     asyncio.run(live())
     assert ended == []
     told = capfd.readouterr().err
-    assert told.count("host 2 failed: its input. The others go on.") == 1
+    assert told.count("host 2 failed: its input; remaining hosts continue") == 1
     assert "Traceback" not in told
 
 
@@ -187,7 +187,7 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
         with pytest.raises(InputError, match="is another here"):
             await joining
         told = ""
-        while told.count("is another here. Mend that.. The others go on.") < 2:
+        while told.count("is another here. Mend that; remaining hosts continue") < 2:
             told += capfd.readouterr().err
             assert ended in ([], [2]), "its own process alone"
             await asyncio.sleep(0.05)
@@ -202,7 +202,7 @@ def test_a_newcomer_begins_no_run():
     config = ClusterConfig(heartbeat_timeout_s=0.5, connect_timeout_s=60.0)
     address = f"127.0.0.1:{free_port()}"
     with (
-        pytest.raises(TemporaryError, match="nobody goes on there with a run"),
+        pytest.raises(TemporaryError, match="no host at these addresses has a running job"),
         joined(config, address, 3, 2, False, [address], RUN, is_newcomer=True),
     ):
         pass

@@ -75,7 +75,7 @@ def test_a_host_that_a_signal_has_ended_is_started_again_alone(
     assert machine.hosts().run() == 0
     assert machine.started == [0, 1, 0]
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0].startswith("host 0 was ended by SIGKILL: it is started again in 0.01 s, at ")
+    assert lines[0].startswith("host 0 was killed by SIGKILL; restart in 0.01 s, at ")
     assert lines[1:] == ["[host 0] here"]
 
 
@@ -106,7 +106,7 @@ def test_the_others_go_on_without_one_that_has_too_many_faults(
     machine = shells(["echo $$ >> faults; exit 1"] * faults, [others])
     assert machine.hosts(grace_s=0.0).run() == 0
     assert machine.started.count(0) == faults
-    assert "host 0 ended with exit code 1: it is not started again" in capfd.readouterr().out
+    assert "host 0 exited with code 1; not restarted" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("outlives", "code"), [(True, 0), (False, 128 + signal.SIGKILL)])

@@ -351,7 +351,7 @@ def test_hosts_that_make_no_cluster_are_refused(
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"HOSTS": "2"}, ["--coordinator", "missing beside --hosts"]),
+        ({"HOSTS": "2"}, ["--coordinator", "is required with --hosts"]),
         ({"COORDINATOR": "127.0.0.1:1", "HOSTS": "2", "HOST_ID": "2"}, ["--host-id = 2"]),
         ({"HOSTS": "two"}, ["SKIPPIPE_HOSTS = 'two'", "whole number"]),
     ],

@@ -28,8 +28,8 @@ STATUS = RunStatus(
     leader=1,
     progress=Progress(step=40, steps=100, loss=2.5, seconds_per_iteration=2.0, left_s=120.0),
     hosts=(
-        HostPresence(0, "present", (0,), "Iowa", "10.0.0.1:8476", "host 0 (process 7 on a)"),
-        HostPresence(1, "present", (0,), "Tokyo", "10.0.0.2:4001", "host 1 (process 8 on b)"),
+        HostPresence(0, "present", (0,), "Iowa", "10.0.0.1:8476", "host 0 (pid 7 on a)"),
+        HostPresence(1, "present", (0,), "Tokyo", "10.0.0.2:4001", "host 1 (pid 8 on b)"),
         HostPresence(2, "lost", (1,), None, None, None),
     ),
     stages=((0, 1), ()),

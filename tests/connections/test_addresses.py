@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from skippipe_sched.errors import InputError
 
 from skippipe_jax.connections.addresses import listening_socket
 from skippipe_jax.serving.server import listen
@@ -33,3 +34,9 @@ def test_connections_send_each_message_at_once(made: Callable[[], socket.socket]
             return found
 
     assert asyncio.run(ends()) == [1, 1]
+
+
+def test_an_address_that_is_not_of_this_host_is_refused_by_the_key_that_gives_it():
+    problem = r"cluster\.bind_address = '192\.0\.2\.1:1': this host cannot listen on this address"
+    with pytest.raises(InputError, match=problem):
+        listening_socket("192.0.2.1", 1, "cluster.bind_address")

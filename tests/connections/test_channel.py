@@ -15,7 +15,7 @@ from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections import channel
 from skippipe_jax.connections.channel import Channel
-from skippipe_jax.connections.links import TAKES_NOTHING, Link, reach
+from skippipe_jax.connections.links import STOPPED_READING, Link, reach
 from skippipe_jax.connections.mesh import Calls
 from skippipe_jax.connections.pulse import BEATS, BEATS_OF_LINK
 from tests.connections.meshes import (
@@ -77,7 +77,7 @@ def test_a_thousand_resets_lose_nothing_and_double_nothing():
             case "hear" if ways is not None and ways[side]:
                 own.hear(ways[side].popleft())
             case "beat" if ways is not None:
-                ways[1 - side].append(line(["beat", own.channel.tell()]))
+                ways[1 - side].append(line(["beat", own.channel.acknowledgment()]))
             case "old":
                 deliver_old()
             case "cut" if ways is not None:
@@ -123,7 +123,7 @@ def test_a_process_that_was_met_before_is_told_nothing_twice():
 def test_who_takes_in_too_little_is_lost_until_the_others_go_on_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(channel, "MOST_KEPT", 1 << 20)
+    monkeypatch.setattr(channel, "MAX_UNACKNOWLEDGED_BYTES", 1 << 20)
 
     async def meet() -> None:
         async with gathered(3) as (first, second, third):
@@ -132,8 +132,8 @@ def test_who_takes_in_too_little_is_lost_until_the_others_go_on_without_it(
             first.mesh._door.close()  # So that it does not come back.
             for _ in range(30):
                 first.mesh.send(2, "put", "key", "x" * (1 << 16))
-            assert first.lost == [(2, TAKES_NOTHING)]
-            assert sum(len(own[1]) for own in first.mesh._channels[2]._kept) == 0
+            assert first.lost == [(2, STOPPED_READING)]
+            assert sum(len(own[1]) for own in first.mesh._channels[2]._unacknowledged) == 0
             refusal = first.mesh._refusal(third.mesh.directory.hello)
             assert isinstance(refusal, TemporaryError)
             first.mesh._goes_on_without = {2}.__contains__
@@ -269,7 +269,7 @@ def test_silence_counts_for_a_connection_before_it_counts_for_its_host():
             assert first.mesh._links[1] is link
             assert first.lost == []
             first.mesh.beat()
-            assert first.lost == [(1, "nothing was heard from it for 10 s")]
+            assert first.lost == [(1, "no message for 10 s")]
             assert second.lost == []
 
     asyncio.run(meet())
@@ -305,7 +305,7 @@ def test_a_process_whose_end_of_a_connection_broke_takes_its_place_at_once(
             assert answer[:3] == ["refused", 2, "--host-id"]
 
     asyncio.run(meet())
-    assert "host 0 refused" in capfd.readouterr().err.splitlines()[0]
+    assert "host 0 rejected" in capfd.readouterr().err.splitlines()[0]
 
 
 def test_of_two_that_come_for_one_place_every_host_lets_the_same_one_in():

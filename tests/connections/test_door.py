@@ -91,8 +91,8 @@ def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
         (replace(RUN, identity={**RUN.identity, "run_dir": "runs/b"}), "run_dir = 'runs/b'"),
         (replace(RUN, identity={**RUN.identity, "model": "other"}), "model = 'other'"),
         (replace(RUN, identity={}), "model = None"),
-        (replace(RUN, versions={"jax": "0.9"}), "the version of jax = '0.9'"),
-        (replace(RUN, versions={}), "the version of jax = None"),
+        (replace(RUN, versions={"jax": "0.9"}), "jax version = '0.9'"),
+        (replace(RUN, versions={}), "jax version = None"),
     ],
 )
 def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_it(
@@ -105,7 +105,7 @@ def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_it(
         with pytest.raises(InputError) as caught:
             await foreign.join(first)
         assert type(caught.value) is InputError
-        assert str(caught.value).startswith(f"{named}: that is host 1's, and host 0 has ")
+        assert str(caught.value).startswith(f"{named}: host 1 has this, and host 0 has ")
         assert not gathering.done()
         # In its place comes the right one.
         await asyncio.gather(gathering, second.join(first))
@@ -116,7 +116,7 @@ def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_it(
     asyncio.run(meet())
     told = capfd.readouterr().err
     assert told.count("\n") == 1
-    assert told.startswith("host 0 refused host 1 from ")
+    assert told.startswith("host 0 rejected host 1 from ")
     assert named in told
 
 
@@ -130,7 +130,7 @@ def test_settings_are_compared_with_a_host_that_comes_back():
             await until(lambda: 2 in first.mesh.missed)
             again = Host(2, 3, other)
             await again.listen()
-            with pytest.raises(InputError, match="train = 'other': that is host 2's, and host 0"):
+            with pytest.raises(InputError, match="train = 'other': host 2 has this, and host 0"):
                 await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
             again.end()
             again = Host(2, 3)
@@ -194,7 +194,7 @@ def test_a_host_that_is_left_of_an_earlier_start_is_not_taken_for_one_of_this():
             hello = second.mesh.directory.hello
             [refused] = await answer_to(first, line([hello.to_json()]))
             assert refused[:3] == ["refused", TemporaryError.exit_code, "--host-id"]
-            assert "left of an earlier start" in refused[4]
+            assert "belongs to an earlier start" in refused[4]
             gathering.cancel()
             first.end()
 
@@ -213,12 +213,12 @@ def test_another_protocol_is_answered_in_words_that_all_understand(
         await first.listen()
         [answer] = await answer_to(first, line(first_line))
         theirs = 1 if first_line[0] == "join" else first_line[0]["protocol"]
-        assert answer[:4] == ["refused", 2, "the protocol between hosts", theirs]
-        assert answer[4] == f"host 0 speaks {PROTOCOL}"
+        assert answer[:4] == ["refused", 2, "protocol version", theirs]
+        assert answer[4] == f"host 0 has version {PROTOCOL}"
         first.end()
 
     asyncio.run(meet())
-    assert f"host 0 speaks {PROTOCOL}" in capfd.readouterr().err
+    assert f"host 0 has version {PROTOCOL}" in capfd.readouterr().err
 
 
 WELCOME = {"host": 0, "name": "host 0", "start": 1000, "addresses": {}}
@@ -272,11 +272,11 @@ def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.MonkeyP
         first, second = Host(0, 2), Host(1, 2)
         await first.listen()
         gathering = asyncio.create_task(first.mesh.gather())
-        silent = [await stranger(first) for _ in range(3 * door.STRANGERS)]
-        for link in silent[: 2 * door.STRANGERS]:
+        silent = [await stranger(first) for _ in range(3 * door.MAX_UNIDENTIFIED)]
+        for link in silent[: 2 * door.MAX_UNIDENTIFIED]:
             assert await link.reader.read() == b""  # The oldest are closed.
             link.writer.close()
-        assert not any(link.reader.at_eof() for link in silent[2 * door.STRANGERS :])
+        assert not any(link.reader.at_eof() for link in silent[2 * door.MAX_UNIDENTIFIED :])
         await asyncio.gather(gathering, second.join(first))
         await assert_all_connected([first, second])
         for link in silent:
@@ -345,7 +345,7 @@ def test_what_strangers_send_is_closed_and_leaves_nothing(content: bytes):
 def test_strangers_are_refused_without_a_word_in_the_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(door, "REFUSALS_TOLD", 5)
+    monkeypatch.setattr(door, "MAX_LOGGED_REJECTIONS", 5)
 
     async def meet() -> None:
         first = Host(0, 2)
@@ -357,7 +357,7 @@ def test_strangers_are_refused_without_a_word_in_the_end(
     asyncio.run(meet())
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 6
-    assert told[-1] == "host 0 tells no more of whom it refuses"
+    assert told[-1] == "host 0: further rejections are not logged"
 
 
 def test_what_a_stranger_calls_itself_does_nothing_to_a_terminal(
@@ -413,7 +413,7 @@ def test_a_host_that_takes_nothing_in_holds_up_so_much_and_no_more(
             for _ in range(400):  # Without a pause, in which it could be sent.
                 first.mesh.send(1, "put", "key", "x" * (1 << 16))
                 assert link.writer.transport.get_write_buffer_size() < 2 << 20
-            assert link.ending == "it takes nothing in any more"
+            assert link.ending == "it stopped reading messages"
 
     asyncio.run(meet())
 

@@ -104,7 +104,7 @@ def test_what_is_no_secret_is_refused_and_not_shown(
     path = written(tmp_path / "secret", content)
     with pytest.raises(InputError) as caught:
         read_secret(path)
-    assert str(caught.value).startswith(f"cluster.secret = '{path}': holds no secret")
+    assert str(caught.value).startswith(f"cluster.secret = '{path}': each line must be one word ")
     monkeypatch.setenv(SECRET_VARIABLE, content)
     with pytest.raises(InputError, match=SECRET_VARIABLE) as caught:
         read_secret(None)

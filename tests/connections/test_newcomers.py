@@ -105,11 +105,11 @@ def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addres
     closed = f"127.0.0.1:{free_port()}"
 
     async def live() -> None:
-        problem = rf"join = '{closed}': nobody listens there: the connection was refused\. Give an "
+        problem = rf"join = '{closed}': connection refused: no process listens at "
         with pytest.raises(NobodyListens, match=problem):
             await Newcomer().ask([closed, closed])
         async with listening() as host:  # Its run has not begun.
-            with pytest.raises(TemporaryError, match="no run has begun here") as caught:
+            with pytest.raises(TemporaryError, match="the run has not started") as caught:
                 await Newcomer().ask([closed, address_of(host)])
             assert not isinstance(caught.value, NobodyListens)
 
@@ -158,8 +158,8 @@ def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
         async with listening(KEYS) as first:
             first.reception.inviting = run = Run()
             for keys, why in (
-                (LOOPBACK_ONLY, "has a secret, and this host none"),
-                (OTHER_KEYS, "does not have this secret"),
+                (LOOPBACK_ONLY, "requires a secret, and this host has none"),
+                (OTHER_KEYS, "different secret"),
             ):
                 with pytest.raises(InputError, match=why) as caught:
                     await Newcomer(keys).ask([address_of(first)])
@@ -169,7 +169,7 @@ def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
             await asking.ask([address_of(first)])
             assert asking.contents == CONTENTS
         async with listening() as first:
-            with pytest.raises(InputError, match="answers in clear, so it has none"):
+            with pytest.raises(InputError, match="does not use TLS: it has no secret"):
                 await Newcomer(KEYS).ask([address_of(first)])
 
     asyncio.run(live())
@@ -193,7 +193,7 @@ def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest
             monkeypatch.setattr(run, "files", Forged)
             first.reception.inviting = run
             asking = Newcomer()
-            with pytest.raises(TemporaryError, match=r"plan\.json came otherwise than it was told"):
+            with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
                 await asking.ask([address_of(first)])
             assert asking.contents == {"config.yaml": b"1"}
             second.reception.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
@@ -207,14 +207,14 @@ def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest
 def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
     async def live() -> None:
         async with listening() as first:
-            with pytest.raises(TemporaryError, match="no run has begun here that goes on"):
+            with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
                 await Newcomer().ask([address_of(first)])
             first.reception.inviting, first.reception.has_ended = Run({"config.yaml": b"1"}), True
-            with pytest.raises(TemporaryError, match="the run has ended: it is trained, or"):
+            with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
                 await Newcomer().ask([address_of(first)])
             gone = address_of(first)
             first.end()
-            with pytest.raises(TemporaryError, match="nobody listens there"):
+            with pytest.raises(TemporaryError, match="connection refused"):
                 await Newcomer().ask([gone])
 
     asyncio.run(live())
@@ -223,12 +223,12 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ([PROTOCOL + 1, {"jax": "1.0"}], f"the protocol between hosts = {PROTOCOL + 1}: host 0"),
-        ([PROTOCOL, {"jax": "0.9"}], "the version of jax = '0.9': that is the newcomer's, and"),
-        ([PROTOCOL, {}], "the version of jax = None: that is the newcomer's, and host 0 has '1.0'"),
-        ([PROTOCOL, {"jax": 1}], "the version of jax = None"),
-        ([PROTOCOL], "newcomer = None: that is no newcomer"),
-        ([PROTOCOL, 3], "newcomer = None: that is no newcomer"),
+        ([PROTOCOL + 1, {"jax": "1.0"}], f"protocol version = {PROTOCOL + 1}: host 0"),
+        ([PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the newcomer has this, and"),
+        ([PROTOCOL, {}], "jax version = None: the newcomer has this, and host 0 has '1.0'"),
+        ([PROTOCOL, {"jax": 1}], "jax version = None"),
+        ([PROTOCOL], "newcomer = None: is not a valid request of a newcomer"),
+        ([PROTOCOL, 3], "newcomer = None: is not a valid request of a newcomer"),
     ],
 )
 def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
@@ -243,7 +243,7 @@ def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
 
     asyncio.run(live())
     told = capfd.readouterr().err
-    assert told.startswith("host 0 refused a newcomer from ")
+    assert told.startswith("host 0 rejected a newcomer from ")
     assert named in told
     assert told.count("\n") == 1
 
@@ -267,7 +267,7 @@ def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
                 link.send("piece", 0, 0)
                 assert (await link.receive())[:3] == ["piece", 0, 0]
                 link.writer.close()
-            await until(lambda: not first.reception._there)
+            await until(lambda: not first.reception._served)
 
     asyncio.run(live())
 

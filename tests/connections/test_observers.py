@@ -63,7 +63,7 @@ def test_of_several_addresses_the_first_is_asked_at_which_a_host_answers():
     closed = f"127.0.0.1:{free_port()}"
 
     async def live() -> None:
-        with pytest.raises(NobodyListens, match=rf"status = '{closed}': nobody listens there"):
+        with pytest.raises(NobodyListens, match=rf"status = '{closed}': connection refused"):
             await observe([closed])
         async with gathered(2) as (first, _):
             assert (await observe([closed, address_of(first)]))[0] == address_of(first)
@@ -80,7 +80,7 @@ def test_what_is_no_host_of_a_run_is_told_from_one():
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         address = join_address(*server.sockets[0].getsockname()[:2])
-        with pytest.raises(TemporaryError, match="no host of a run answers there") as caught:
+        with pytest.raises(TemporaryError, match="no host of a run answered at this") as caught:
             await observe([address])
         assert not isinstance(caught.value, NobodyListens)
         server.close()
@@ -91,12 +91,12 @@ def test_what_is_no_host_of_a_run_is_told_from_one():
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ([PROTOCOL + 1, {}], f"the protocol between hosts = {PROTOCOL + 1}: host 0 speaks"),
+        ([PROTOCOL + 1, {}], f"protocol version = {PROTOCOL + 1}: host 0 has"),
         (
             [PROTOCOL, {"skippipe-jax": "0.1"}],
-            "the version of skippipe-jax = '0.1': that is the observer's, and host 0 has None",
+            "skippipe-jax version = '0.1': the observer has this, and host 0 has None",
         ),
-        ([PROTOCOL], "observer = None: that is no observer"),
+        ([PROTOCOL], "observer = None: is not a valid request of an observer"),
     ],
 )
 def test_an_observer_of_another_version_is_refused_and_both_sides_name_it(
@@ -109,7 +109,7 @@ def test_an_observer_of_another_version_is_refused_and_both_sides_name_it(
 
     asyncio.run(live())
     told = capfd.readouterr().err
-    assert told.startswith("host 0 refused an observer from ")
+    assert told.startswith("host 0 rejected an observer from ")
     assert named in told
 
 
@@ -159,19 +159,19 @@ def test_the_command_shows_the_status_to_those_alone_that_have_the_secret(
         assert "run runs/a: training, as host 0 tells it" in capfd.readouterr().out
         assert main([*own[:-1], f"cluster.secret={tmp_path / 'other'}"]) == 2
         told = capfd.readouterr()
-        assert (told.out, "does not have this secret" in told.err) == ("", True)
+        assert (told.out, "different secret" in told.err) == ("", True)
         assert main(own[:2]) == 2
         told = capfd.readouterr().err
-        assert "has a secret, and this host none. Name a file with the secret of the run by" in told
+        assert "requires a secret, and this host has none. Use --set cluster.secret=FILE" in told
         assert main(["status", "10.77.0.1:8476"]) == 2
         told = capfd.readouterr().err
-        assert "10.77.0.1 is no loopback address" in told
-        assert "by --set cluster.secret=FILE" in told
+        assert "required for non-loopback address 10.77.0.1" in told
+        assert "--set cluster.secret=FILE" in told
         assert "keygen" not in told, "a secret that is made now is not the run's"
         assert main([*own, "--watch", "soon"]) == 2
         assert "error: --watch = 'soon': must be a time" in capfd.readouterr().err
     assert main(own) == 75
-    assert "nobody listens there" in capfd.readouterr().err
+    assert "connection refused: no process listens" in capfd.readouterr().err
 
 
 def test_a_run_is_watched_until_ctrl_c(capfd: pytest.CaptureFixture[str]):

@@ -81,9 +81,9 @@ def test_hosts_that_have_the_secret_meet_and_come_back():
 @pytest.mark.parametrize(
     ("there", "here", "told_here", "told_there"),
     [
-        (KEYS, OTHER_KEYS, "does not have this secret", "it does not have the secret of this run"),
-        (KEYS, LOOPBACK_ONLY, "has a secret, and this host", "it has no secret, and this run has"),
-        (LOOPBACK_ONLY, KEYS, "answers in clear, so it has", "it has a secret, and this run has"),
+        (KEYS, OTHER_KEYS, "different secret", "it does not have the secret of this run"),
+        (KEYS, LOOPBACK_ONLY, "requires a secret, and this", "it has no secret, and this run has"),
+        (LOOPBACK_ONLY, KEYS, "does not use TLS", "it has a secret, and this run has"),
     ],
     ids=["another secret", "no secret", "a secret where there is none"],
 )
@@ -124,14 +124,14 @@ def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     asyncio.run(meet())
     told = capfd.readouterr().err
     assert told.count("\n") == 1
-    assert told.startswith("host 0 refused a connection from ('127.0.0.1', ")
+    assert told.startswith("host 0 rejected a connection from ('127.0.0.1', ")
     assert told_there in told
 
 
 def test_strangers_are_told_of_for_so_many_addresses_only(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(door, "REFUSALS_TOLD", 3)
+    monkeypatch.setattr(door, "MAX_LOGGED_REJECTIONS", 3)
 
     async def meet() -> None:
         first = Host(0, 2, keys=KEYS)
@@ -147,7 +147,7 @@ def test_strangers_are_told_of_for_so_many_addresses_only(
     asyncio.run(meet())
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 4
-    assert told[-1] == "host 0 tells no more of whom it refuses"
+    assert told[-1] == "host 0: further rejections are not logged"
 
 
 # Time, and how many at once.
@@ -184,13 +184,13 @@ def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
         first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
         await first.listen()
         gathering = asyncio.create_task(first.mesh.gather())
-        waiting = [await stranger(first) for _ in range(3 * door.STRANGERS)]
+        waiting = [await stranger(first) for _ in range(3 * door.MAX_UNIDENTIFIED)]
         for link in waiting:
             link.writer.write(said)
-        await until(lambda: len(first.mesh._door._strangers) == door.STRANGERS)
+        await until(lambda: len(first.mesh._door._unidentified) == door.MAX_UNIDENTIFIED)
         await asyncio.gather(gathering, second.join(first))
         await assert_all_connected([first, second])
-        assert len(first.mesh._door._strangers) <= door.STRANGERS
+        assert len(first.mesh._door._unidentified) <= door.MAX_UNIDENTIFIED
         for link in waiting:
             link.writer.transport.abort()
         for host in (first, second):
@@ -212,8 +212,8 @@ def test_strangers_at_one_address_take_the_place_of_each_other(monkeypatch: pyte
                 *first.address, limit=LINE_BYTES, local_addr=("127.0.0.2", 0)
             )
         )
-        near = [await stranger(first) for _ in range(2 * door.STRANGERS)]
-        for link in near[: door.STRANGERS]:
+        near = [await stranger(first) for _ in range(2 * door.MAX_UNIDENTIFIED)]
+        for link in near[: door.MAX_UNIDENTIFIED]:
             assert await link.reader.read() == b""
         assert KEYS.calling is not None
         await far.seal(KEYS.calling)
@@ -235,7 +235,7 @@ def test_a_host_that_is_called_and_does_not_go_on_is_given_up_in_time():
         server = await asyncio.start_server(attend, "127.0.0.1", 0)
         address = server.sockets[0].getsockname()[:2]
         before = descriptors()
-        with pytest.raises(TemporaryError, match=r"no connection in 0\.1 s"):
+        with pytest.raises(TemporaryError, match=r"no connection within 0\.1 s"):
             await reach(address, 0.1, KEYS)
         await until(lambda: descriptors() <= before)
         server.close()
@@ -253,7 +253,7 @@ def test_another_program_at_the_address_is_not_taken_for_a_host():
         address = server.sockets[0].getsockname()[:2]
         with pytest.raises(InputError) as caught:
             await reach(address, PATIENCE_S, KEYS)
-        assert "another program" in caught.value.remedy
+        assert "another program" in caught.value.problem
         server.close()
 
     asyncio.run(meet())

@@ -77,5 +77,5 @@ def test_storage_that_fails_is_asked_again(
     network.lose(1)
     assert entered.get(timeout=20.0).generation.members == (0,)
     network.close()
-    said = "the run's folder does not take generation 2: [Errno 116] Stale file handle"
+    said = "cannot write generation 2 to run_dir: [Errno 116] Stale file handle"
     assert said in capfd.readouterr().err

@@ -188,7 +188,7 @@ def test_a_lost_host_is_left_out_and_its_step_is_run_again():
     second = simulation.decided[2]
     assert (second.members, second.leader, second.step) == ((0, 1, 2), 0, 1)
     assert second.outcome is None
-    assert second.cause == "host 3 was lost"
+    assert second.cause == "host 3 failed"
     for host in (0, 1, 2):
         simulation.hold(host)
     run(simulation)
@@ -217,6 +217,7 @@ def test_hosts_beside_those_of_the_start_come_and_go():
     simulation.start(2)
     simulation.calm(10)
     assert simulation.decided[4].members == (0, 2, 3)
+    assert simulation.decided[4].cause == "host 2 joined", "it reaches the run folder, and is new"
     assert generations(simulation) == {4}
     assert len(simulation.live[2].applied) > simulation.decided[4].step
 
@@ -573,7 +574,7 @@ def test_who_hears_nobody_is_left_out_and_not_those_whom_it_misses():
         simulation.tell(1, Presence(other, is_there=False))
     tick_without(simulation, [(other, 1) for other in (0, 2, 3, 4)], rounds=8)
     assert simulation.decided[2].members == (0, 2, 3, 4)
-    assert simulation.decided[2].cause == "host 1 was cut off from others"
+    assert simulation.decided[2].cause == "host 1 was partitioned from other hosts"
 
 
 def test_who_is_told_to_leave_goes_after_a_step_if_others_hold_what_it_does():
@@ -583,7 +584,7 @@ def test_who_is_told_to_leave_goes_after_a_step_if_others_hold_what_it_does():
     step(simulation)
     second = simulation.decided[2]
     assert (second.members, second.leader, second.step) == ((1, 2, 3), 1, 2)
-    assert second.cause == "host 0 was told to leave"
+    assert second.cause == "host 0 left"
     assert 0 not in simulation.live, "it has gone"
     step(simulation)
     assert {len(own.applied) for own in simulation.live.values()} == {3}
@@ -611,14 +612,14 @@ def test_what_only_one_that_leaves_holds_others_take_first():
     step(simulation)
     second = simulation.decided[2]
     assert (second.members, second.leader) == ((0, 1, 2), 0)
-    assert second.cause == "others take over what host 1 alone holds, as it was told to leave"
+    assert second.cause == "state transfer from host 1 before leaving"
     assert second.holders == ((0, 2), (1,))
     assert serves(second.placement, 2) == {1}
     assert second.fresh == (), "all hold something"
     step(simulation)
     third = simulation.decided[3]
     assert (third.members, third.holders) == ((0, 2), ((0,), (2,)))
-    assert third.cause == "host 1 was told to leave"
+    assert third.cause == "host 1 left"
     step(simulation)
     assert {len(own.applied) for own in simulation.live.values()} == {4}
     assert not any(generation.is_rewound for generation in simulation.decided.values())
@@ -643,7 +644,7 @@ def test_what_a_host_has_given_up_it_has_until_a_step_is_made_without_it():
     step(simulation)
     second = simulation.decided[2]
     assert (second.placement, second.plan) == (placement, "a plan")
-    assert second.cause == "a quicker plan was found"
+    assert second.cause == "a faster plan was found"
     assert second.holders == ((0, 2), (1, 3))
     lose(simulation, 3)
     tick(simulation)

@@ -161,7 +161,7 @@ def test_a_stage_without_its_like_on_both_sides_takes_all_back(
     simulation = after_steps(AVERAGE, 2, *layers)
     second = lose_all(simulation, *lost)
     assert (second.step, second.is_rewound, second.remade) == (0, True, ())
-    assert second.cause.startswith(f"host {lost[0]} was lost, ")
+    assert second.cause.startswith(f"host {lost[0]} failed, ")
     assert second.cause.endswith(why)
 
 
@@ -195,7 +195,7 @@ def test_where_no_copy_is_left_all_go_back():
         own.state = replace(own.state, standing=standing)
     second = lose_all(simulation, 1, 4)
     assert (second.step, second.is_rewound, second.remade) == (0, True, ())
-    assert second.cause == "host 1 was lost, host 4 was lost; no copy of stage 1 is left"
+    assert second.cause == "host 1 failed, host 4 failed; no copy of stage 1 is left"
 
 
 def test_to_go_back_to_the_last_step_itself_costs_nothing():
@@ -203,7 +203,7 @@ def test_to_go_back_to_the_last_step_itself_costs_nothing():
     simulation.save(0)
     second = lose_all(simulation, 1, 4)
     assert (second.step, second.is_rewound, second.lost) == (3, True, (1,))
-    assert second.cause.endswith("; step 3 is saved, so nothing is lost")
+    assert second.cause.endswith("; step 3 has a checkpoint, so a rollback loses no step")
 
 
 def test_a_stage_is_made_again_if_hosts_are_lost_while_it_is_made():
@@ -309,13 +309,13 @@ def test_without_the_first_stage_all_go_back():
     step(simulation)
     second = lose_all(simulation, 0, 3, 6)
     assert (second.step, second.is_rewound, second.left_out) == (2, True, ())
-    assert second.cause.endswith("; stage 0 cannot be left out: it alone has embedding and head")
+    assert second.cause.endswith("; stage 0 cannot be bypassed: only it has embedding and head")
 
 
 def test_before_the_first_checkpoint_all_go_back():
     second = lose_all(after_steps(SKIP, 2), 1, 4)
     assert (second.step, second.is_rewound) == (0, True)
-    assert second.cause.endswith("; nothing is saved yet, so stage 1 could never come back")
+    assert second.cause.endswith("; no checkpoint exists to restore stage 1 from later")
 
 
 def test_who_alone_holds_a_stage_hands_it_on_while_another_is_left_out():

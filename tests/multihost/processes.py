@@ -141,4 +141,4 @@ def started_processes(folder: Path, really: bool = False) -> Iterator[Processes]
 
 
 def name_of_host(host: int, process: int) -> str:
-    return f"host {host} (process {process} on {socket.gethostname()})"
+    return f"host {host} (pid {process} on {socket.gethostname()})"

@@ -69,7 +69,7 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
     """The host has ended by one message with the verdict, and by nothing else."""
     assert run.exit_code(host, timeout_s) == LOST_HOST_EXIT_CODE, run.output(host)
     output = run.output(host)
-    assert output.count("stops, exit code 75. Resume from step ") == 1, output
+    assert output.count("exits with code 75. Resume from step ") == 1, output
     assert verdict in output
     assert "Traceback" not in output
     assert "Check failure" not in output
@@ -85,7 +85,7 @@ def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
     for host in range(4):
         assert run.exit_code(host, START_S) == 0, run.output(host)
         assert "ended well" in run.output(host)
-        assert "lost" not in run.output(host)
+        assert "failed" not in run.output(host)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow:
     run.wait_until_summing()
     run.processes[victim].send_signal(blow)
     struck = time.monotonic()
-    verdict = f"{run.name(victim)} is lost: "
+    verdict = f"{run.name(victim)} failed: "
     for host in {0, 1, 2} - {victim}:
         remaining = HEARTBEAT_TIMEOUT_S + SLACK_S - (time.monotonic() - struck)
         assert_stopped_by(run, host, verdict, remaining)
@@ -123,7 +123,7 @@ def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: R
     run.processes[0].kill()
     time.sleep(6)
     run.processes[1].send_signal(signal.SIGCONT)
-    assert_stopped_by(run, 1, f"{run.name(1)} is lost: its connection", SLACK_S)
+    assert_stopped_by(run, 1, f"{run.name(1)} failed: its connection", SLACK_S)
 
 
 def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
@@ -158,7 +158,7 @@ def test_others_end_like_a_host_that_ends_for_all(
     assert [run.exit_code(host, START_S) for host in range(2)] == [code] * 2, run.outputs()
     assert own_words in run.output(1)
     assert f"{run.name(1)} {what}" in run.output(0)
-    assert f"stops, exit code {code}." in run.output(0)
+    assert f"exits with code {code}." in run.output(0)
     assert ("Resume" in run.output(0)) == (code != 2)
     assert "Traceback" not in run.outputs()
 
@@ -190,10 +190,10 @@ def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_s
     for host, secret in enumerate([right, wrong, {}]):
         run.start(*command, *PATIENT, "--seconds", "0.5", "--host-id", str(min(host, 1)), **secret)
     expected = [
-        f"error: {SECRET_VARIABLE} = '(not shown)': what listens at {address} does not have this "
-        "secret. Give all hosts of the run the same secret.\n",
-        f"error: cluster.secret = None: what listens at {address} has a secret, and this host none."
-        " Give this host the file with the secret that the others of its run have.\n",
+        f"error: {SECRET_VARIABLE} = '(not shown)': TLS handshake with {address} failed: "
+        "different secret. Give all hosts of the run the same secret.\n",
+        f"error: cluster.secret = None: {address} requires a secret, and this host has "
+        "none. Give this host the secret file of its run.\n",
     ]
     for host in (1, 2):
         assert run.exit_code(host, START_S) == INPUT_ERROR_EXIT_CODE
@@ -201,7 +201,7 @@ def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_s
     run.start(*command, *PATIENT, "--seconds", "0.5", "--host-id", "1", **right)
     assert [run.exit_code(host, START_S) for host in (0, 3)] == [0, 0], run.outputs()
     assert "host 1 of 2, one JAX" in run.output(3)
-    refused = [line for line in run.output(0).splitlines() if "refused a connection from" in line]
+    refused = [line for line in run.output(0).splitlines() if "rejected a connection from" in line]
     assert len(refused) == 2
     assert sum("it does not have the secret of this run" in line for line in refused) == 1
     assert sum("it has no secret, and this run has one" in line for line in refused) == 1
@@ -298,7 +298,7 @@ def test_what_strangers_send_to_open_ports(run: Run):
         for open_port in (coordinator, messages, arrays):
             send(open_port, content)
     # A host of this run that comes when it has begun is to try again.
-    with pytest.raises(TemporaryError, match="the run has begun without this host"):
+    with pytest.raises(TemporaryError, match="the run started without this host"):
         enter(ClusterConfig(connect_timeout_s=60.0), f"127.0.0.1:{coordinator}", 2, 1)
     assert [process.poll() for process in run.processes] == [None, None], run.outputs()
     assert "Traceback" not in run.outputs()
@@ -314,7 +314,7 @@ def test_four_zero_bytes_end_a_transfer_server(run: Run):
     _, requests, _ = two_summing(run)
     send(requests, bytes(4))
     assert run.exit_code(1, START_S) == -signal.SIGABRT, run.output(1)
-    assert_stopped_by(run, 0, f"{run.name(1)} is lost: its connection ", START_S)
+    assert_stopped_by(run, 0, f"{run.name(1)} failed: its connection ", START_S)
 
 
 @pytest.mark.nightly
@@ -396,7 +396,7 @@ def test_an_address_of_no_machine_cannot_be_listened_on(capfd: pytest.CaptureFix
         enter(ClusterConfig(insecure=True), "192.0.2.1:1234", 2, 0)
     assert caught.value.exit_code == INPUT_ERROR_EXIT_CODE
     warned = capfd.readouterr().err
-    assert warned.startswith("warning: cluster.insecure: whoever reaches 192.0.2.1 can ")
+    assert warned.startswith("warning: cluster.insecure: anyone who reaches 192.0.2.1 can ")
     assert warned.count("\n") == 1
 
 
@@ -404,17 +404,17 @@ def test_a_host_with_a_secret_listens_on_no_public_address(tmp_path: Path):
     """Before it is found out that the address is of no machine, which stands for such a one."""
     (tmp_path / "secret").write_text("theSecretThatBothHostsOfThisRunHave")
     config = ClusterConfig(secret=str(tmp_path / "secret"))
-    with pytest.raises(InputError, match=r"192\.0\.2\.1 is no private address") as caught:
+    with pytest.raises(InputError, match=r"192\.0\.2\.1 is not a private address") as caught:
         enter(config, "192.0.2.1:1234", 2, 0)
     assert caught.value.field == "cluster.insecure_transfers"
-    with pytest.raises(InputError, match="host 0 cannot listen there"):
+    with pytest.raises(InputError, match="this host cannot listen on this address"):
         enter(replace(config, insecure_transfers=True), "192.0.2.1:1234", 2, 0)
 
 
 def test_a_port_of_host_0_that_is_taken_may_be_free_later():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(TemporaryError, match=f"{address}.*host 0 cannot listen there"):
+        with pytest.raises(TemporaryError, match=f"{address}.*this host cannot listen on"):
             enter(ClusterConfig(), address, 2, 0)
 
 
@@ -423,7 +423,7 @@ def test_hosts_that_would_run_jax_in_unlike_ways_are_refused(run: Run):
     # Host 0 waits for the others in JAX by then, as it would for long.
     run.start_workers(2, "--runtime", "distributed", *PATIENT, last=("--runtime", "independent"))
     assert [run.exit_code(host, START_S) for host in (1, 0)] == [2, 2], run.outputs()
-    problem = "cluster.runtime = 'independent': host 1 is independent by that, and host 0 is not"
+    problem = "cluster.runtime = 'independent': selects independent on host 1, and not on host 0"
     assert f"InputError: {problem}" in run.output(0)
     assert "Traceback" not in run.outputs()
 
@@ -522,7 +522,7 @@ def test_timeouts_are_positive(field: str, value: float):
 def test_an_unreachable_coordinator_is_reported_in_time():
     address = f"127.0.0.1:{free_port()}"
     began = time.monotonic()
-    with pytest.raises(TemporaryError, match=f"{address}.*no connection in 1 s"):
+    with pytest.raises(TemporaryError, match=f"{address}.*no connection within 1 s"):
         enter(ClusterConfig(connect_timeout_s=1.0), address, 2, 1)
     assert time.monotonic() - began < 10.0
 
@@ -556,7 +556,7 @@ def test_missing_and_doubled_hosts_are_named():
     for host in hosts:
         host.start()
     time.sleep(1.5)
-    with pytest.raises(InputError, match=r"--host-id = 1: host 1 \(.*\) has joined") as caught:
+    with pytest.raises(InputError, match=r"--host-id = 1: host 1 \(.*\) already uses") as caught:
         enter(ClusterConfig(connect_timeout_s=3.0), address, 4, 1)
     assert caught.value.exit_code == INPUT_ERROR_EXIT_CODE
     with pytest.raises(InputError, match="--hosts = 3: host 0 was started with") as caught:
@@ -565,4 +565,4 @@ def test_missing_and_doubled_hosts_are_named():
     for host in hosts:
         host.join()
     for host in (0, 1):
-        assert "[2, 3] did not connect within 3 s" in problems[host]
+        assert "hosts 2, 3 did not connect within cluster.connect_timeout_s = 3 s" in problems[host]

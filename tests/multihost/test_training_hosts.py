@@ -448,7 +448,7 @@ def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_thei
         assert processes.exit_code(0, HEARTBEAT_TIMEOUT_S) != 0
         output = processes.output(0)
         # Its process, where the launcher started one that stands in for it.
-        lost = re.search(r"host 0 \(process \d+ on [^)]*\)", output)
+        lost = re.search(r"host 0 \(pid \d+ on [^)]*\)", output)
         assert lost
         for host in range(1, HOSTS):
             lines = [line for line in output.splitlines() if line.startswith(f"[host {host}] ")]
@@ -472,8 +472,8 @@ def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_thei
 
 def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
     """The output of a host says who was lost and from where to resume, once, and nothing worse."""
-    assert output.count(f"{lost} is lost: ") == 1, output
-    endings = re.findall(r"stops, exit code 75\. .* from step (\d+) in (\S+)\.$", output, re.M)
+    assert output.count(f"{lost} failed: ") == 1, output
+    endings = re.findall(r"exits with code 75\. .* from step (\d+) in (\S+)\.$", output, re.M)
     assert len(endings) == 1, output
     assert Path(endings[0][1]) == run_dir
     assert (run_dir / "checkpoints" / f"{int(endings[0][0]):08d}").exists()

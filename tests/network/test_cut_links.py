@@ -114,7 +114,7 @@ def assert_stopped(processes: Processes, run_dir: Path) -> None:
     for host in range(HOSTS):
         output = processes.output(host)
         step = latest_step(run_dir)
-        ending = f"{processes.name(host)} stops, exit code {LOST_HOST_EXIT_CODE}. "
+        ending = f"{processes.name(host)} exits with code {LOST_HOST_EXIT_CODE}. "
         assert output.count(f"{ending}Start it again with --resume to go on from step {step}") == 1
         assert not CRASHES.search(output), output
 
@@ -132,11 +132,11 @@ def test_a_host_cut_off_for_good_is_gone_on_without(
         network.set_link(2, up=False)
         codes = processes.exit_codes(LONGER_DEADLINE_S + REJOIN_S + SLACK_S)
         assert codes == [0, 0, LOST_HOST_EXIT_CODE], processes.outputs()
-        assert "host 2 was lost: 2 of 3 hosts go on from step" in processes.output(0)
+        assert "host 2 failed: 2 of 3 hosts go on from step" in processes.output(0)
         # A minority goes on with nothing, and waits for the others.
         told = rf"this host has waited for .*cluster\.rejoin_s is {REJOIN_S:g}\b"
         assert re.search(told, processes.output(2)), processes.output(2)
-        assert f"stops, exit code {LOST_HOST_EXIT_CODE}. " in processes.output(2)
+        assert f"exits with code {LOST_HOST_EXIT_CODE}. " in processes.output(2)
         assert not CRASHES.search(processes.outputs()), processes.outputs()
     assert losses(run_dir) == pytest.approx(uncut, rel=2e-5)
 
@@ -154,7 +154,7 @@ def test_a_host_cut_off_for_good_ends_one_jax_and_the_run_goes_on_once_it_is_bac
         codes = processes.exit_codes(HEARTBEAT_TIMEOUT_S + SLACK_S)
         assert codes == [LOST_HOST_EXIT_CODE] * HOSTS, processes.outputs()
         assert_stopped(processes, run_dir)
-        silence = f"is lost: nothing was heard from it for {HEARTBEAT_TIMEOUT_S:g} s."
+        silence = f"failed: no message for {HEARTBEAT_TIMEOUT_S:g} s."
         # Those that are left lose the one that was cut off, which loses either of them first.
         for host, others in enumerate([[2], [2], [0, 1]]):
             names = [processes.name(other) for other in others]

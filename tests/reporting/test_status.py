@@ -15,8 +15,8 @@ generation 3, host 1 leads
 stages lost: 1; hosts lost: 2
 
 host  state    stages  location  address        name
-0     present  0       Iowa      10.0.0.1:8476  host 0 (process 7 on a)
-1     present  0       Tokyo     10.0.0.2:4001  host 1 (process 8 on b)
+0     present  0       Iowa      10.0.0.1:8476  host 0 (pid 7 on a)
+1     present  0       Tokyo     10.0.0.2:4001  host 1 (pid 8 on b)
 2     lost     1
 
 stage  hosts

@@ -236,7 +236,7 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
     for writer in writers:
         with pytest.raises(CheckpointFailed, match=r"ValueError.*already exists") as caught:
             writer.wait()
-        named = f"host {broken} has failed at 'checkpoint/3/part'" in str(caught.value)
+        named = f"host {broken} failed at 'checkpoint/3/part'" in str(caught.value)
         assert named == (writer is not writers[broken])
     assert latest_step(tmp_path) is None
     for stage, writer in enumerate(writers):  # and the next checkpoint is none the worse

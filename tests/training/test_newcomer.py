@@ -212,14 +212,14 @@ def test_it_waits_longer_each_time_where_it_does_not_pay_to_come(
 
 
 def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts: Hosts):
-    silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answers there", "Ask again")
+    silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answered", "Ask again")
     hosts.answers = [silent, silent, [INNER]]
     with hosts.seeking(has_text).fetch():
         assert hosts.now_s == 2 * newcomer.AGAIN_S
         assert hosts.asked[-1] == ["10.0.0.1:1", "10.0.0.1:1"]
     hosts.answers = [silent]
     with (
-        pytest.raises(TemporaryError, match="no host of a run answers"),
+        pytest.raises(TemporaryError, match="no host of a run answered"),
         hosts.seeking(has_text).fetch(),
     ):
         pass
@@ -233,7 +233,7 @@ def test_it_says_whom_it_asks_in_vain_and_why(
     monkeypatch.setattr(waiting, "FIRST_S", 0.0)
     monkeypatch.setattr(waiting.log, "info", lambda line: (print(line), said.set()))
     monkeypatch.setattr(waiting, "EACH_S", 0.01)
-    silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answers there", "Ask again")
+    silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answered", "Ask again")
     hosts.answers = [silent, [INNER]]
 
     def sleep(seconds: float) -> None:
@@ -243,17 +243,17 @@ def test_it_says_whom_it_asks_in_vain_and_why(
     monkeypatch.setattr(hosts, "sleep", sleep)
     with hosts.seeking(has_text).fetch():
         pass
-    why = "10.0.0.1:1: no host of a run answers there; asked again for 30 s more"
+    why = "10.0.0.1:1: no host of a run answered; asked again for 30 s more"
     assert why in capsys.readouterr().out
 
 
 def test_it_says_that_the_run_has_ended(hosts: Hosts):
-    ended = TemporaryError("join", "host 0", RUN_ENDED, "Join again once it is resumed")
-    gone = NobodyListens("join", "10.0.0.1:1", "nobody listens there", "Give another")
+    ended = TemporaryError("join", "host 0", RUN_ENDED, "Join again after it is resumed")
+    gone = NobodyListens("join", "10.0.0.1:1", "connection refused", "Give another")
     hosts.answers = [[INNER], [INNER], ended]
     seeking = hosts.seeking(has_text)
     with seeking.fetch():
-        with pytest.raises(TemporaryError, match="the run has ended: it is trained, or"):
+        with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
             seeking.is_free(INNER)
         assert hosts.now_s == 0.0, "it asks nobody again"
         # Or it asks when the hosts have gone.
@@ -263,7 +263,7 @@ def test_it_says_that_the_run_has_ended(hosts: Hosts):
 
 
 def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp_path: Path):
-    gone = NobodyListens("join", "10.0.0.1:1", "nobody listens there", "Give another")
+    gone = NobodyListens("join", "10.0.0.1:1", "connection refused", "Give another")
     hosts.answers = [gone]
     with pytest.raises(NobodyListens), hosts.seeking(has_text).fetch():
         pass

@@ -156,7 +156,7 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
     lost_after(hosts[0], 2, network)
     train(hosts, PATIENCE_S)
     lines = [json.loads(line) for line in (tmp_path / "run/membership.jsonl").open()]
-    assert [line["cause"] for line in lines] == ["", "host 1 has not the text of the run"]
+    assert [line["cause"] for line in lines] == ["", "host 1 lacks the training text"]
     assert [own["nodes"] for own in lines[-1]["members"]] == [[1], [2]]
     plan = load_plan(tmp_path / "run/generations/plan-3.json")
     assert plan.stages == ((1,), (0,)), "host 2 reads"
