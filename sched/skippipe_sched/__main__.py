@@ -22,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skippipe_sched",
-        description="Plans which node serves which stage and which way every microbatch goes.",
+        description="Plan which node serves which stage, and the path of each microbatch.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():

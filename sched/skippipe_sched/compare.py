@@ -155,7 +155,7 @@ def table(rows: Sequence[Row | Refusal]) -> str:
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
     late = [
-        f"{row.method}: a ring is {row.late_s:.2f} s longer than its delay allows"
+        f"{row.method}: a ring exceeds its delay by {row.late_s:.2f} s"
         for row in rows
         if isinstance(row, Row) and row.late_s
     ]
@@ -231,7 +231,7 @@ def _draw_legend(svg: Element) -> None:
     for sample, label, room in (
         ("pipeline", "pipeline", 84),
         ("rest", "averaging after it", 138),
-        ("bound", "lower bound; the gap is what lies above it", 0),
+        ("bound", "lower bound; gap: the excess over it", 0),
     ):
         if sample == "bound":
             add_line(svg, sample, (x + 10, LEGEND_Y - 12), (x + 10, LEGEND_Y + 4))

@@ -136,7 +136,7 @@ def as_input_error(error: BaseException) -> InputError | None:
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         where = error.filename or "a file"
         problem = f"cannot be written: {error.strerror}"
-        return TemporaryError("disk", str(where), problem, "Make room there, and start again")
+        return TemporaryError("file", str(where), problem, "Free disk space, and start again")
     return None
 
 
@@ -148,7 +148,7 @@ def _stdout_is_read() -> bool:
 
 
 def run_command(
-    command: Callable[[], int], interrupted: str = "interrupted; nothing is kept"
+    command: Callable[[], int], interrupted: str = "interrupted; nothing was saved"
 ) -> int:
     """Run a command and return its exit code; an `InputError` becomes one line and its code.
 

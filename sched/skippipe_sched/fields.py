@@ -28,13 +28,9 @@ def read_text(path: Path, field: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(
-            field, str(path), f"cannot read this file: {reason}", "Check the path"
-        ) from error
+        raise InputError(field, str(path), f"cannot be read: {reason}", "Check the path") from error
     except UnicodeDecodeError as error:
-        raise InputError(
-            field, str(path), "the file is not UTF-8 text", "Give a text file"
-        ) from error
+        raise InputError(field, str(path), "is not UTF-8 text", "Give a text file") from error
 
 
 def load_yaml(path: Path, field: str) -> Any:
@@ -54,9 +50,9 @@ def parse_yaml(text: str, field: str, origin: str) -> Any:
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it cannot be read"
+        problem = getattr(error, "problem", None) or "cannot be parsed"
         raise InputError(
-            field, origin, f"not valid YAML{where}: {problem}", "Mend the syntax there"
+            field, origin, f"is not valid YAML{where}: {problem}", "Correct the syntax"
         ) from error
 
 
@@ -67,7 +63,10 @@ def load_json(path: Path, field: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            field, str(path), f"not valid JSON: {error}", "Write the file again or mend it there"
+            field,
+            str(path),
+            f"is not valid JSON: {error}",
+            "Correct the file, or write it again",
         ) from error
 
 
@@ -155,7 +154,7 @@ def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
     if not isinstance(value, str) or not value:
         raise InputError(field, value, "must be text", "Write a name, in quotes")
     if not value.isprintable():
-        raise InputError(field, value, "holds a control character", "Write it without")
+        raise InputError(field, value, "contains a control character", "Remove it")
     if choices is not None and value not in choices:
         remedy = f"{guess(value, choices)}Use one of: {', '.join(choices)}"
         raise InputError(field, value, "unknown name", remedy)

@@ -33,7 +33,7 @@ class StrictLoader(yaml.SafeLoader):
             sizes: dict[int, float] = {}
             size = _unfolded(node, sizes)
             if size > MOST_REPEATED * len(sizes) + FEW_VALUES:
-                problem = f"its aliases make {size:.3g} values of {len(sizes)}"
+                problem = f"its aliases expand {len(sizes)} values to {size:.3g}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 

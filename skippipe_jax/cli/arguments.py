@@ -69,9 +69,9 @@ def config_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> C
         raise InputError(
             "--config",
             str(DEFAULT_CONFIG),
-            "there is no such file here, and no other is named",
-            "Write one by skippipe init, name one by --config FILE, or train on your text by "
-            "skippipe train --data PATH",
+            "does not exist",
+            "Write it with skippipe init, give another file with --config, or train on your text "
+            "with skippipe train --data PATH",
         )
     return Config.from_dict({}, overrides)
 
@@ -286,11 +286,11 @@ class ModelSpec:
         """
         named = arguments.run or arguments.hf
         if len(named) > 1:
-            told, problem = OF_ONE, "is of one model, and several are named"
-            remedy = "Name one, or leave it out"
+            told, problem = OF_ONE, "applies to one model, but several are given"
+            remedy = "Give one model, or omit this option"
         else:
-            told, problem = OF_SEVERAL, "is of several models, and one is named"
-            remedy = "Name another, or leave it out"
+            told, problem = OF_SEVERAL, "applies to several models, but one is given"
+            remedy = "Give more models, or omit this option"
         for name in told:
             value = getattr(arguments, name, None)
             if value is not None and value is not False:
@@ -389,7 +389,7 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
     stages.add_argument(
         "--keep-fraction",
         type=float,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="run this fraction of the stages, drawn at random with --seed",
     )
     accept_former(parser, stages="--stage-order", keep="--keep-fraction")

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     partial.add_argument(
         "--keep-fraction",
-        metavar="SHARES",
+        metavar="FRACTIONS",
         help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets of that size that "
         "include the data stage",
     )
@@ -110,8 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     sequences = DEFAULT_SEQUENCES if asked is None else fields.integer(asked, "--sequences", 1)
     spec = ModelSpec.of(arguments)
     if arguments.api_key_file is not None and arguments.url is None:
-        problem = "only a service takes a key"
-        raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Name it by --url")
+        problem = "applies only to a service"
+        raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Add --url")
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
     shares = _shares(arguments)
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in [*what_is_too_long(data), *fewer]:
         log.info(line)
     if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
-        log.info("for your own text: --set data.source=text --set data.path=PATH")
+        log.info("to use your own text, add --set data.source=text --set data.path=PATH")
     others = [own for own in (by_domain, served) if own is not None]
     if arguments.json:
         print(json.dumps({k: v for own in (found, *others) for k, v in own.to_json().items()}))
@@ -160,8 +160,8 @@ def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[Remot
     given["--set"] = next((one for one in spec.overrides if not one.startswith("data.")), None)
     for option, value in given.items():
         if value is not None:
-            problem = "is about a model that is read here, and that of --url is served"
-            raise InputError(option, value, problem, "Leave it out, or give it to skippipe serve")
+            problem = "does not apply to the model of --url, which a server runs"
+            raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
     hf = spec.hf[0] if spec.hf else None
     source = open_source(spec.run, hf, overrides=spec.overrides)
     data = in_large_batches(source.config.data)
@@ -189,17 +189,19 @@ def _shares(arguments: argparse.Namespace) -> list[float]:
             raise InputError(
                 "--plot",
                 str(arguments.plot),
-                "draws what --keep-fraction finds",
+                "requires --keep-fraction",
                 "Add --keep-fraction 1.0,0.75,0.5",
             )
         if not arguments.plot.parent.is_dir():
-            raise InputError("--plot", str(arguments.plot), "there is no such folder", "Create it")
+            raise InputError(
+                "--plot", str(arguments.plot), "its folder does not exist", "Create it"
+            )
         if arguments.plot.suffix != ".svg":
             raise InputError(
-                "--plot", str(arguments.plot), "is no name of an SVG file", "Write shares.svg, say"
+                "--plot", str(arguments.plot), "must end in .svg", "Write a name such as plot.svg"
             )
         if arguments.plot.is_dir():
-            raise InputError("--plot", str(arguments.plot), "is a folder", "Give another name")
+            raise InputError("--plot", str(arguments.plot), "is a folder", "Give a file")
     if arguments.keep_fraction is None:
         return []
     return [fields.number(share, "--keep-fraction") for share in arguments.keep_fraction.split(",")]
@@ -215,7 +217,7 @@ def _questions(
     questions = [kept(stages, share, limit, arguments.seed) for share in shares]
     if arguments.paths:
         if run is None:
-            raise InputError("--paths", True, "only a run has a plan", "Leave it out")
+            raise InputError("--paths", True, "requires --run: only a run has a plan", "Omit it")
         questions.append(along_paths(RunDir(run).plan(), stages))
     if arguments.swaps:
         questions.append(swapped(stages))

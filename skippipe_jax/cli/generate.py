@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=int,
         default=100,
+        metavar="N",
         help="maximum number of sampled tokens (default: %(default)s)",
     )
     parser.add_argument(
@@ -82,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
     model, data = open_language_model(ModelSpec.of(arguments))
     tokenizer, has_learnt = model.tokenizer, learns_answers(data)
     if arguments.chat and not has_learnt and tokenizer.chat_template is None:
-        problem = "the model has learnt no conversations, and its tokenizer has no chat template"
-        raise InputError("--chat", True, problem, "Leave it out")
+        problem = "the model was not trained on conversations, and has no chat template"
+        raise InputError("--chat", True, problem, "Omit this option")
     if has_learnt and not arguments.chat:
-        log.info("the run has learnt conversations: --chat asks for the answer to the prompt")
+        log.info("the model was trained on conversations: add --chat to get an answer")
     today = data.today or datetime.date.today().isoformat()
     turn_end = end_of_turn(tokenizer, today) if arguments.chat or has_learnt else None
     ends = {tokenizer.end} | ({turn_end[1]} if turn_end else set())
@@ -142,5 +143,5 @@ def _prompt(argument: str) -> str:
         text = sys.stdin.read() if argument == "-" else argument
         text.encode()  # Bytes that are not text appear as lone surrogates.
     except UnicodeError as error:
-        raise InputError("--prompt", argument, "is not UTF-8 text", "Give text") from error
+        raise InputError("--prompt", argument, "is not UTF-8 text", "Give UTF-8 text") from error
     return text

@@ -54,7 +54,7 @@ Details of a command: skippipe COMMAND --help. Exit codes: 0 done; 2 wrong input
 failure, retry; 130 and 143 stopped by SIGINT and SIGTERM; others: an unexpected error.
 """
 SHELLS = ("bash", "zsh", "fish")
-INTERRUPTED = "interrupted; nothing is kept"
+INTERRUPTED = "interrupted; nothing was saved"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -112,7 +112,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--drain-timeout",
         type=float,
         default=30.0,
-        metavar="S",
+        metavar="SECONDS",
         help="time to finish answers after SIGTERM, in seconds (default: %(default)s)",
     )
 
@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
         server.answer(listening)
-    log.info("no answer is left; the service ends")
+    log.info("service stopped")
     return 0
 
 
@@ -227,8 +227,8 @@ def _over_hosts(
 
     count, cluster = arguments.hosts, source.config.cluster
     if source.stages == 1:
-        problem = "the model has one stage, which is on the first host"
-        raise InputError("--hosts", count, problem, "Write 1, or name more stages by --num-stages")
+        problem = "the model has a single stage, which the first host runs"
+        raise InputError("--hosts", count, problem, "Write 1, or set --num-stages to 2 or more")
     groups = min(source.stages, count, sequences)
     length = length_of(source.config.model.context, arguments.max_model_len)
     each = -(-sequences // groups)
@@ -309,7 +309,7 @@ def hold_stages(
     cluster = config.cluster
     own = source, cluster.bind_address, name, most_stages
     asyncio.run(StageHost(coordinator, _keys(cluster), *own).serve())
-    log.info("the service has ended")
+    log.info("the service has stopped")
     return 0
 
 
@@ -372,7 +372,7 @@ def _run_and_step(text: str) -> tuple[Path, int | str | None]:
     if not at or Path(text).is_dir():
         return Path(text), None
     if not (step.isdecimal() or step == "best"):
-        raise InputError("--run", text, f"{step!r} is no step", "Write DIR@STEP, or DIR@best")
+        raise InputError("--run", text, f"{step!r} is not a step", "Write DIR@STEP or DIR@best")
     return Path(folder), int(step) if step.isdecimal() else step
 
 

@@ -21,7 +21,7 @@ SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It does not become a host and does not 
 run on a single host does not listen and has no status.
 
 With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service: the
-stages of each host, lost hosts and stages, and the numbers of running and waiting sequences.
+stages of each host, failed hosts, lost stages, and the numbers of running and waiting sequences.
 """
 
 WATCH_S = "2s"
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         nargs="?",
         const=WATCH_S,
-        metavar="SECONDS",
-        help=f"repeat at this interval until Ctrl-C (without a value: {WATCH_S}); place it after "
-        "ADDRESS",
+        metavar="TIME",
+        help=f"repeat at this interval, such as 5s, until Ctrl-C (without a value: {WATCH_S}); "
+        "place it after ADDRESS",
     )
     parser.add_argument(
         "--api-key-file",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(parser, "set a key of section cluster, such as cluster.secret; repeatable")
     add_log_level(parser)
-    parser.set_defaults(interrupted="interrupted; the run goes on")
+    parser.set_defaults(interrupted="interrupted; the run continues")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out",
         type=float,
         default=0.05,
+        metavar="FRACTION",
         help="fraction of documents held out for evaluation (default: %(default)s)",
     )
     parser.add_argument(
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of the hash that selects held-out documents (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-workers", type=int, help="number of processes (default: one per core)"
+        "--num-workers", type=int, metavar="N", help="number of processes (default: one per core)"
     )
     accept_former(parser, processes="--num-workers")
 
@@ -104,10 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
     held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:
-        raise InputError("--held-out", held_out, "must be below 1", "Write a share such as 0.05")
+        raise InputError("--held-out", held_out, "must be below 1", "Write a fraction such as 0.05")
     if arguments.tokenizer_only and arguments.train_bpe is None and arguments.tokenizer == BYTES:
         raise InputError(
-            "--tokenizer-only", True, "bytes need no tokenizer", "Give --train-bpe or --tokenizer"
+            "--tokenizer-only", True, "requires a tokenizer", "Add --train-bpe or --tokenizer"
         )
     if arguments.today is not None:
         require_day(arguments.today, "--today")
@@ -143,8 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
                 raise InputError(
                     "INPUT",
                     " ".join(arguments.input),
-                    f"holds {documents} documents, and none with text to train on",
-                    "Name other files, or say by --source what they hold",
+                    f"has {documents} documents, none with training text",
+                    "Give other files, or their format with --source",
                 )
             written = ", ".join(
                 f"{part.tokens:,} tokens of {part.documents:,} documents ({kind.replace('_', ' ')})"
@@ -164,10 +165,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _by_which(arguments: argparse.Namespace) -> str:
     """Return a phrase that names the tokenizer of the tokens."""
     if arguments.train_bpe is not None:
-        return "by a tokenizer of their own"
+        return "with a new BPE tokenizer"
     if arguments.tokenizer == BYTES:
-        return "as bytes; for a given model, name its --tokenizer"
-    return f"by the tokenizer {arguments.tokenizer}"
+        return "as bytes; for a pretrained model, give its --tokenizer"
+    return f"with the tokenizer {arguments.tokenizer}"
 
 
 def _keep_template(

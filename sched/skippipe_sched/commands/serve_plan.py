@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from skippipe_sched.serving.simulate import Prediction
 
 
+DESCRIPTION = """\
+Plan a service: choose the stages that each host holds, and the routes of sequences through the
+hosts. Print both, and predictions of tokens per second and of seconds per token, each with a bound
+that no placement can beat.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("case", type=Path, help="case of a service, a YAML file")
     add(

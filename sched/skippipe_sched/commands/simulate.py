@@ -15,8 +15,16 @@ if TYPE_CHECKING:
     from skippipe_sched.timing.timeline import Timeline
 
 
+DESCRIPTION = """\
+Simulate one iteration of a plan. Print its duration, the longest gradient averaging, the lower
+bound, the idle time of nodes, and the rules of the case that the plan breaks. With --jitter, also
+print the durations of replays with random delays.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("plan", type=Path, help="plan, a JSON file")
     add(
@@ -26,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "case of the plan)",
     )  # fmt: skip
     add(
-        "--jitter", type=float, metavar="SHARE",
+        "--jitter", type=float, metavar="FRACTION",
         help="replay with random durations: each hop and operation takes longer by an "
         "exponentially distributed fraction with this mean; print median and 95th percentile",
     )  # fmt: skip
@@ -108,11 +116,11 @@ def summary(plan: Plan, timeline: Timeline) -> str:
     averaging = f"longest averaging {told['averaging_s']:.2f} s"
     if plan.case.averaging.is_outer:
         in_time = f"{timeline.late_s:.2f} s late" if timeline.late_s else "in time"
-        averaging = f"longest ring {told['averaging_s']:.2f} s behind it, {in_time}"
+        averaging = f"longest ring {told['averaging_s']:.2f} s in the background, {in_time}"
     better = ""
     if "placement_bound_s" in told:
         gap = told["iteration_s"] / told["placement_bound_s"] - 1.0
-        better = f", over placements {told['placement_bound_s']:.2f} s (gap {gap:z.0%})"
+        better = f", placement bound {told['placement_bound_s']:.2f} s (gap {gap:z.0%})"
     return (
         f"{plan.method}: iteration {told['iteration_s']:.2f} s "
         f"(pipeline {told['pipeline_s']:.2f} s, {averaging}), "

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     time.add_argument(
         "--seeds", type=int, default=3, metavar="N",
-        help="number of draws of the faults, with seeds from --seed on (default: %(default)s)",
+        help="number of random draws of the faults, the first with --seed (default: %(default)s)",
     )  # fmt: skip
     costs = parser.add_argument_group("costs")
     _add_time(costs, "--heartbeat", "30s", "time until a failure is detected")
@@ -127,15 +127,15 @@ def run(arguments: argparse.Namespace) -> int:
     _require_few_faults(len(plan.case.nodes), mtbfs_s[-1], churn)
     costs = replace(costs, planning_s=planning_s(plan))
     runs = len(mtbfs_s) * len(churn.seeds) * len(POLICIES)
-    with tqdm(total=runs, desc="churn", unit="run", leave=False, disable=None) as bar:
+    with tqdm(total=runs, desc="simulate-faults", unit="run", leave=False, disable=None) as bar:
         times = IterationTimes(
             plan, most or affordable(plan), lambda planned: bar.set_postfix(planned=planned)
         )
         points = sweep(plan, mtbfs_s, churn, costs, times, bar.update)
     print(
-        f"{len(plan.case.nodes)} nodes, {times(plan.stages):.2f} s an iteration, "
-        f"{arguments.days:g} days, {len(churn.seeds)} times; planned for {times.planned} sets of "
-        f"live nodes, {times.likened} likened to those"
+        f"{len(plan.case.nodes)} nodes, {times(plan.stages):.2f} s per iteration, "
+        f"{arguments.days:g} days, {len(churn.seeds)} draws; {times.planned} sets of live nodes "
+        f"planned, {times.likened} estimated from similar sets"
     )
     print(f"\n{goodputs(points)}")
     print(f"\n{causes(points, mtbf_s, churn.end_s)}")
@@ -208,6 +208,6 @@ def _require_few_faults(nodes: int, mtbf_s: float, churn: Churn) -> None:
     if faults > MOST_FAULTS:
         raise InputError(
             "--mtbf", duration_text(mtbf_s),
-            f"is in the sweep, and there would be {faults:.3g} faults",
-            f"Give a longer time, fewer days or a smaller --sweep: {MOST_FAULTS} faults at most",
+            f"causes {faults:.3g} faults in the sweep, but at most {MOST_FAULTS} are simulated",
+            "Set a longer --mtbf, fewer --days or a smaller --sweep",
         )  # fmt: skip
