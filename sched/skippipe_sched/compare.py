@@ -220,15 +220,15 @@ def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
         if isinstance(row, Row):
             _draw_row(svg, row, left, top, scale)
         else:
-            room = int((WIDTH - MARGIN - left) / CHARACTER)
-            reason = shortened(row.reason, room)
+            characters = int((WIDTH - MARGIN - left) / CHARACTER)
+            reason = shortened(row.reason, characters)
             add_tip(add_text(svg, "refused", left, top + BAR_TOP + 12, reason), row.reason)
     return svg_text(svg)
 
 
 def _draw_legend(svg: Element) -> None:
     x = float(MARGIN)
-    for sample, label, room in (
+    for sample, label, width in (
         ("pipeline", "pipeline", 84),
         ("rest", "averaging after it", 138),
         ("bound", "lower bound; gap: the excess over it", 0),
@@ -238,7 +238,7 @@ def _draw_legend(svg: Element) -> None:
         else:
             add_rect(svg, sample, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
         add_text(svg, "", x + 26, LEGEND_Y, label)
-        x += room
+        x += width
 
 
 def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> None:

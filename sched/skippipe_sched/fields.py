@@ -49,10 +49,10 @@ def parse_yaml(text: str, field: str, origin: str) -> Any:
         return yaml.load(text, Loader=StrictLoader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise InputError(
-            field, origin, f"is not valid YAML{where}: {problem}", "Correct the syntax"
+            field, origin, f"is not valid YAML{position}: {problem}", "Correct the syntax"
         ) from error
 
 
@@ -87,14 +87,14 @@ def mapping(
     return value
 
 
-def guess(given: Any, known: Collection[str]) -> str:
+def guess(value: Any, known: Collection[str]) -> str:
     """Return the start of a remedy with the nearest known name; "" if none is near."""
     names = list(known)
-    close = difflib.get_close_matches(str(given), names, n=1)
+    close = difflib.get_close_matches(str(value), names, n=1)
     # The given text may contain the name, as llama3-8b contains 8b.
-    words = re.split(r"[^\w.]+", str(given).lower())
-    found = close or [name for name in names if name.lower() in words]
-    return f"Did you mean {found[0]}? " if found else ""
+    words = re.split(r"[^\w.]+", str(value).lower())
+    matches = close or [name for name in names if name.lower() in words]
+    return f"Did you mean {matches[0]}? " if matches else ""
 
 
 def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = False) -> float:

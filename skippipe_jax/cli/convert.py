@@ -103,14 +103,14 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
     output = arguments.output
     export = to_huggingface(run, output, step, arguments.dtype, scales)
     print(f"exported step {export.step} of {run} to {output} in {export.dtype} (--dtype)")
-    tried = "--prompt TEXT"
+    options = "--prompt TEXT"
     if export.end_of_turn is not None:
         text, token = export.end_of_turn
         print(f"an answer ends with {text}; eos_token_id includes its token {token}")
-        tried = "--chat"
+        options = "--chat"
     print(
         f'load it with AutoModelForCausalLM.from_pretrained("{output}"), or try it: skippipe '
-        f"generate --hf {output} {tried}"
+        f"generate --hf {output} {options}"
     )
     return 0
 

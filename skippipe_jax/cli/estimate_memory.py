@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; return the exit code."""
     if arguments.devices is not None or arguments.model is not None:
-        return _tell_cut(arguments)
+        return _print_fit(arguments)
     config = config_of(arguments)
     with loading():
         from skippipe_jax.models.estimate import is_for_one_host, table, to_json, what_is_planned
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_cut(arguments: argparse.Namespace) -> int:
+def _print_fit(arguments: argparse.Namespace) -> int:
     """Print whether a model fits on devices; return the exit code."""
     from skippipe_jax.config import Config, parse_config
     from skippipe_jax.config.parsing import ConfigFiles, read_files

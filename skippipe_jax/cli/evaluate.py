@@ -106,15 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_jax.inference.evaluation import evaluate, subsets, table
         from skippipe_jax.reporting.line_chart import perplexity_plot
 
-    asked = arguments.sequences
-    sequences = DEFAULT_SEQUENCES if asked is None else fields.integer(asked, "--sequences", 1)
+    requested = arguments.sequences
+    sequences = (
+        DEFAULT_SEQUENCES if requested is None else fields.integer(requested, "--sequences", 1)
+    )
     spec = ModelSpec.of(arguments)
     if arguments.api_key_file is not None and arguments.url is None:
         problem = "applies only to a service"
         raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Add --url")
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
-    shares = _shares(arguments)
+    shares = _fractions(arguments)
     step = scaling = served = None
     if arguments.url is not None:
         served, data = _open_service(arguments, spec)
@@ -124,24 +126,26 @@ def run(arguments: argparse.Namespace) -> int:
         _ = model.tokenizer  # Report an unusable tokenizer before the evaluation.
     questions = _questions(arguments, spec.run, shares, model.stages)
     part = arguments.part or "all"
-    found = evaluate(model, step, data, sequences, questions, scaling, part)
+    evaluation = evaluate(model, step, data, sequences, questions, scaling, part)
     by_domain = None
     if data.mixture is not None:
         by_domain = evaluate_domains(model, data, part, sequences)
     if arguments.plot is not None:
-        scaled = None if found.scaled is None else subsets(found.scaled)
-        plot = perplexity_plot(subsets(found), model.stages, found.perplexity, scaled)
+        scaled = None if evaluation.scaled is None else subsets(evaluation.scaled)
+        plot = perplexity_plot(subsets(evaluation), model.stages, evaluation.perplexity, scaled)
         write("--plot", arguments.plot, plot)
-    fewer = [] if asked is None else fewer_than_asked(data, asked, part)
+    fewer = [] if requested is None else fewer_than_asked(data, requested, part)
     for line in [*what_is_too_long(data), *fewer]:
         log.info(line)
     if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
         log.info("to use your own text, add --set data.source=text --set data.path=PATH")
-    others = [own for own in (by_domain, served) if own is not None]
+    others = [each for each in (by_domain, served) if each is not None]
     if arguments.json:
-        print(json.dumps({k: v for own in (found, *others) for k, v in own.to_json().items()}))
+        print(
+            json.dumps({k: v for each in (evaluation, *others) for k, v in each.to_json().items()})
+        )
     else:
-        print("\n".join([table(found, model, data), *(own.table() for own in others)]))
+        print("\n".join([table(evaluation, model, data), *(each.table() for each in others)]))
     return 0
 
 
@@ -156,9 +160,11 @@ def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[Remot
         from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.inference.remote_model import RemoteModel, in_large_batches
 
-    given = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
-    given["--set"] = next((one for one in spec.overrides if not one.startswith("data.")), None)
-    for option, value in given.items():
+    options = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
+    options["--set"] = next(
+        (override for override in spec.overrides if not override.startswith("data.")), None
+    )
+    for option, value in options.items():
         if value is not None:
             problem = "does not apply to the model of --url, which a server runs"
             raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
@@ -175,14 +181,14 @@ def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
         from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 
     ensemble, data, steps, prior = open_mixture(spec, CACHED, PRIORS)
-    found = evaluate_ensemble(ensemble, steps, data, sequences, prior)
+    evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)
     for line in what_is_too_long(data):
         log.info(line)
-    print(json.dumps(found.to_json()) if as_json else found.table())
+    print(json.dumps(evaluation.to_json()) if as_json else evaluation.table())
     return 0
 
 
-def _shares(arguments: argparse.Namespace) -> list[float]:
+def _fractions(arguments: argparse.Namespace) -> list[float]:
     """Return the shares of --keep-fraction, after the checks of --plot."""
     if arguments.plot is not None:
         if arguments.keep_fraction is None:

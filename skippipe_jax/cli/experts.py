@@ -86,7 +86,10 @@ def _probe(place: Place) -> int:
     with loading():
         from skippipe_jax.experts import difficulty, work
 
-    arm = next((own for own in place.config.arms.values() if isinstance(own.steps, int)), None)
+    arm = next(
+        (candidate for candidate in place.config.arms.values() if isinstance(candidate.steps, int)),
+        None,
+    )
     steps = 100 if arm is None else arm.steps
     assert isinstance(steps, int)
     print(difficulty.told(place.config, work.probe(place), steps))

@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     for address in arguments.address:
         parse_address("ADDRESS", address)
-    given = arguments.address, arguments.run_dir, arguments.set
+    request = arguments.address, arguments.run_dir, arguments.set
     with ExitStack() as stack:
         try:
-            joined = stack.enter_context(joined_by_address(*given, anyway=arguments.anyway))
+            joined = stack.enter_context(joined_by_address(*request, anyway=arguments.anyway))
         except InputError as error:
             if error.problem != SERVICE_THERE:
                 raise
@@ -80,16 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
         config, host = joined
         host.last_words = lambda: "Join again if the run continues."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
-    log.output(how_it_ended(Path(config.run_dir), host.leader_named, result))
+    log.output(result_message(Path(config.run_dir), host.leader_named, result))
     # Threads may still wait for messages from failed hosts, and an ordinary exit would end them
     # within JAX.
     exit_at_once(result.exit_code)
 
 
-def how_it_ended(own: Path, leader: str, result: RunResult) -> str:
+def result_message(local_folder: Path, leader: str, result: RunResult) -> str:
     """Return a sentence on how a run ended, for a host that joined it.
 
-    `own` is the run directory of this host, `leader` the last leader with its address.
+    `local_folder` is the run directory of this host, `leader` the last leader with its address.
     """
     from skippipe_jax.config.parsing import saved_config
     from skippipe_jax.storage.recording import TIMELINES
@@ -99,12 +99,13 @@ def how_it_ended(own: Path, leader: str, result: RunResult) -> str:
         return (
             f"this host left; the run continues from step {result.step}. Rejoin with skippipe join"
         )
-    where = f"on {leader}, in {saved_config(own, 'run_dir').run_dir}"
-    recorded = [str(own / name) for name in (TIMELINES, PROFILE) if (own / name).exists()]
-    here = f". Recorded by this host: {', '.join(recorded)}" if recorded else ""
+    where = f"on {leader}, in {saved_config(local_folder, 'run_dir').run_dir}"
+    paths = [local_folder / name for name in (TIMELINES, PROFILE)]
+    recorded = [str(path) for path in paths if path.exists()]
+    local_files = f". Recorded by this host: {', '.join(recorded)}" if recorded else ""
     if result.stopped_by is not None:
         return (
             f"{result.who_was_stopped}: all hosts stop after step {result.step}. The checkpoint is "
-            f"{where}. After the run is resumed there, this host can join again{here}"
+            f"{where}. After the run is resumed there, this host can join again{local_files}"
         )
-    return f"finished {result.step} steps; the run is {where}{here}"
+    return f"finished {result.step} steps; the run is {where}{local_files}"

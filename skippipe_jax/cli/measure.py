@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             require_writable("--output", arguments.output)
         say(f"{host.count} hosts connected")
         # Each host represents a node.
-        here = {host.index: sharding_of((jax.local_devices()[0],))}
-        links = open_transfers(host).links(here)
+        local_devices = {host.index: sharding_of((jax.local_devices()[0],))}
+        links = open_transfers(host).links(local_devices)
         say("links opened")
         profile = measure(config, host, links, say)
         if profile is not None:

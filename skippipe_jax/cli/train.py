@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Check this before waiting for other hosts.
         RunDir(config.run_dir).require_new()
     with connect_from_args(arguments, config) as host:
-        host.last_words = lambda: where_to_resume(config)
+        host.last_words = lambda: resume_hint(config)
         trainer = Trainer(
             config, host=host, resume=arguments.resume, config_folder=arguments.config.parent
         )
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             "Rejoin with skippipe train --resume"
         )
     else:
-        _say_how_it_ended(config, host, result)
+        _print_result(config, host, result)
     if host.generation_number not in (0, 1):
         # Threads may still wait for messages from failed hosts, and an ordinary exit would end them
         # within JAX.
@@ -175,7 +175,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         log.warning(sentence)
 
 
-def where_to_resume(config: Config) -> str:
+def resume_hint(config: Config) -> str:
     """Return a sentence on how to continue a run that ended early."""
     from skippipe_jax.config.parsing import is_run
     from skippipe_jax.storage.checkpoint import latest_step
@@ -190,12 +190,12 @@ def where_to_resume(config: Config) -> str:
     return f"Restart with --resume; last checkpoint: step {step} in {config.run_dir}."
 
 
-def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> None:
+def _print_result(config: Config, host: Membership, result: RunResult) -> None:
     if result.stopped_by is not None:
         stopped = f"stopped by {result.stopped_by.name}"
         if host.count > 1:
             stopped = f"{result.who_was_stopped}: all hosts stop"
-        log.output(f"{stopped} after step {result.step}. {where_to_resume(config)}")
+        log.output(f"{stopped} after step {result.step}. {resume_hint(config)}")
     elif not host.leads:
         early = f"stopped early (validation.patience = {config.validation.patience}) after"
         how = early if result.step < config.train.steps else "finished"
@@ -216,8 +216,8 @@ def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> No
             )
         best = run_dir.best()
         if best is not None:
-            told = f"step {best['step']}, validation loss {best['validation_loss']:.4f}"
-            log.output(f"best checkpoint (--step best): {told}")
+            best_text = f"step {best['step']}, validation loss {best['validation_loss']:.4f}"
+            log.output(f"best checkpoint (--step best): {best_text}")
         log.output(
             f"finished {result.step} steps; run directory {config.run_dir}. Evaluate: "
             f"skippipe evaluate --run {config.run_dir}"

@@ -136,7 +136,7 @@ def _searched(cases: tuple[Case, ...], search: Search, arguments: argparse.Names
     print(f"wrote {output}, a first plan with {first_s:.2f} s per iteration", file=sys.stderr)
     search.end.cut_short = search.end.interpreted = False
     plan = plan_best(cases, method, replace(search, waits_for_compiler=True))
-    quicker = min(first, plan, key=lambda own: own.predicted.iteration_s)
+    quicker = min(first, plan, key=lambda candidate: candidate.predicted.iteration_s)
     return quicker if search.end.interpreted else plan
 
 

@@ -44,13 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
         "paths": lambda: paths_picture(plan),
         "trace": lambda: json.dumps(chrome_trace(plan, timeline)) + "\n",
     }
-    asked = [name for name in pictures if getattr(arguments, name) is not None]
-    if not asked:
+    requested = [name for name in pictures if getattr(arguments, name) is not None]
+    if not requested:
         raise InputError(
             "--output", None, "is required unless another output is given",
             "Add -o, --flows, --paths or --trace, with a file",
         )  # fmt: skip
-    for name in asked:
+    for name in requested:
         path = getattr(arguments, name)
         write(f"--{name}", path, pictures[name]())
         print(f"wrote {path}")

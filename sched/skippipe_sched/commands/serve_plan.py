@@ -49,16 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.serving.simulate import simulate
     case = load_case(arguments.case)
     placement = place(case, arguments.objective, seed=arguments.seed)
-    found = routes(case, placement, seed=arguments.seed)
+    chosen_routes = routes(case, placement, seed=arguments.seed)
     alone = routes(replace(case, groups=1), placement)
     seconds_per_token = simulate(case, alone).seconds_per_token
-    predicted = replace(simulate(case, found), seconds_per_token=seconds_per_token)
+    predicted = replace(simulate(case, chosen_routes), seconds_per_token=seconds_per_token)
     bound = bounds(case)
     if arguments.json:
-        told = {"placement": placement, "routes": found}
-        print(json.dumps(told | asdict(predicted) | {"bounds": asdict(bound)}))
+        chosen = {"placement": placement, "routes": chosen_routes}
+        print(json.dumps(chosen | asdict(predicted) | {"bounds": asdict(bound)}))
     else:
-        print(_table(placement, found))
+        print(_table(placement, chosen_routes))
         print(_summary(case, predicted, bound))
     return 0
 
