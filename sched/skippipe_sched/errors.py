@@ -157,7 +157,7 @@ def run_command(
     more, as after `| head`, the command ends with code 141.
     """
     try:
-        with _signals_that_raise():
+        with _raise_on_signals():
             code = command()
             print(end="", flush=True)
             return code
@@ -178,7 +178,7 @@ def run_command(
 
 
 @contextmanager
-def _signals_that_raise() -> Iterator[None]:
+def _raise_on_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM raise, unless they have another handler."""
     if not _is_main_thread():
         yield
