@@ -111,8 +111,8 @@ def test_the_planner_with_a_table_in_a_file(tmp_path: Path):
 def test_the_pod_on_processes_of_this_machine(tmp_path: Path):
     hosts = {"HOSTS": 2, "CHIPS": 2, "HOSTS_AFTERWARDS": 1, "STAGES": 2, "PATH_LENGTH": 2}
     ran = execute(load("tpu_pod"), tmp_path, {**SMALL, **hosts, "STEPS": 4})
-    assert "trained to step 2" in printed(ran, "train-model")
-    assert "trained to step 4" in printed(ran, "resume-run")
+    assert "finished 2 steps" in printed(ran, "train-model")
+    assert "finished 4 steps" in printed(ran, "resume-run")
     assert "host 1 to host 0" in printed(ran, "draw-plan")
     run = tmp_path / "runs" / "pod"
     assert [line["step"] for line in Run(run).metrics] == [1, 2, 3, 4]

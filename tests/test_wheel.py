@@ -57,5 +57,5 @@ def test_the_wheel_trains_on_text_in_an_empty_folder(tmp_path: Path):
     assert "skippipe train" in skippipe("init")
     small = ("model.width=16", "model.layers=1", "train.steps=2", "validation.every=1")
     settings = [word for one in small for word in ("--set", one)]
-    assert "trained to step 2" in skippipe("train", *settings)
+    assert "finished 2 steps" in skippipe("train", *settings)
     assert "</html>" in (folder / "runs/first/report.html").read_text()

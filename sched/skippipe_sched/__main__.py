@@ -22,16 +22,16 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skippipe_sched",
-        description="Plans which node serves which stage and which way every microbatch goes.",
+        description="Plan which node serves which stage, and the path of each microbatch.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
         module = import_module(f"skippipe_sched.commands.{name.replace('-', '_')}")
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        module.add_arguments(own)
-        own.set_defaults(command=module.run)
+        module.add_arguments(subparser)
+        subparser.set_defaults(command=module.run)
     return parser
 
 

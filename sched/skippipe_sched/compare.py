@@ -155,7 +155,7 @@ def table(rows: Sequence[Row | Refusal]) -> str:
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
     late = [
-        f"{row.method}: a ring is {row.late_s:.2f} s longer than its delay allows"
+        f"{row.method}: a ring exceeds its delay by {row.late_s:.2f} s"
         for row in rows
         if isinstance(row, Row) and row.late_s
     ]
@@ -220,25 +220,25 @@ def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
         if isinstance(row, Row):
             _draw_row(svg, row, left, top, scale)
         else:
-            room = int((WIDTH - MARGIN - left) / CHARACTER)
-            reason = shortened(row.reason, room)
+            characters = int((WIDTH - MARGIN - left) / CHARACTER)
+            reason = shortened(row.reason, characters)
             add_tip(add_text(svg, "refused", left, top + BAR_TOP + 12, reason), row.reason)
     return svg_text(svg)
 
 
 def _draw_legend(svg: Element) -> None:
     x = float(MARGIN)
-    for sample, label, room in (
+    for sample, label, width in (
         ("pipeline", "pipeline", 84),
         ("rest", "averaging after it", 138),
-        ("bound", "lower bound; the gap is what lies above it", 0),
+        ("bound", "lower bound; gap: the excess over it", 0),
     ):
         if sample == "bound":
             add_line(svg, sample, (x + 10, LEGEND_Y - 12), (x + 10, LEGEND_Y + 4))
         else:
             add_rect(svg, sample, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
         add_text(svg, "", x + 26, LEGEND_Y, label)
-        x += room
+        x += width
 
 
 def _draw_row(svg: Element, row: Row, left: float, top: float, scale: float) -> None:

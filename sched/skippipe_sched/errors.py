@@ -24,7 +24,7 @@ UNREAD_EXIT_CODE = 128 + 13
 """Exit code of a process that ends by SIGPIPE, which not all platforms have."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_PASSING = (
+_TEMPORARY = (
     *FULL_DISK,
     errno.EADDRINUSE,
     errno.ECONNREFUSED,
@@ -58,7 +58,7 @@ class _Shown(reprlib.Repr):
         """Write a mapping in its own order."""
         first = itertools.islice(x.items(), self.maxdict)
         parts = [
-            f"{self.repr1(key, level - 1)}: {self.repr1(own, level - 1)}" for key, own in first
+            f"{self.repr1(key, level - 1)}: {self.repr1(item, level - 1)}" for key, item in first
         ]
         return "{" + ", ".join(parts) + "}"
 
@@ -125,7 +125,7 @@ def code_of_interrupt(error: KeyboardInterrupt) -> int:
 
 def kind_of(error: BaseException) -> type[InputError]:
     """Return `TemporaryError` for system errors that may be over on a retry, else `InputError`."""
-    passes = isinstance(error, OSError) and error.errno in _PASSING
+    passes = isinstance(error, OSError) and error.errno in _TEMPORARY
     return TemporaryError if passes else InputError
 
 
@@ -134,9 +134,9 @@ def as_input_error(error: BaseException) -> InputError | None:
     if isinstance(error, InputError):
         return error
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        where = error.filename or "a file"
+        path = error.filename or "a file"
         problem = f"cannot be written: {error.strerror}"
-        return TemporaryError("disk", str(where), problem, "Make room there, and start again")
+        return TemporaryError("file", str(path), problem, "Free disk space, and start again")
     return None
 
 
@@ -148,7 +148,7 @@ def _stdout_is_read() -> bool:
 
 
 def run_command(
-    command: Callable[[], int], interrupted: str = "interrupted; nothing is kept"
+    command: Callable[[], int], interrupted: str = "interrupted; nothing was saved"
 ) -> int:
     """Run a command and return its exit code; an `InputError` becomes one line and its code.
 
@@ -157,7 +157,7 @@ def run_command(
     more, as after `| head`, the command ends with code 141.
     """
     try:
-        with _signals_that_raise():
+        with _raise_on_signals():
             code = command()
             print(end="", flush=True)
             return code
@@ -166,11 +166,11 @@ def run_command(
             # The interpreter writes the rest of the buffer when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return UNREAD_EXIT_CODE
-        told = as_input_error(error)
-        if told is None:
+        input_error = as_input_error(error)
+        if input_error is None:
             raise
-        print(f"error: {told}", file=sys.stderr)
-        return told.exit_code
+        print(f"error: {input_error}", file=sys.stderr)
+        return input_error.exit_code
     except KeyboardInterrupt as error:
         by = "SIGTERM: " if isinstance(error, Terminated) else ""
         print(by + interrupted, file=sys.stderr)
@@ -178,7 +178,7 @@ def run_command(
 
 
 @contextmanager
-def _signals_that_raise() -> Iterator[None]:
+def _raise_on_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM raise, unless they have another handler."""
     if not _is_main_thread():
         yield
@@ -234,14 +234,14 @@ def end_quietly_on_interrupt() -> None:
 
 def _end_by(handled: Mapping[signal.Signals, Any]) -> list[signal.Signals]:
     """Let signals with these handlers end the process at once; return those signals."""
-    found = [
+    replaced = [
         number
         for number, handler in handled.items()
         if _is_main_thread() and signal.getsignal(number) is handler
     ]
-    for number in found:
+    for number in replaced:
         signal.signal(number, _end_at_once)
-    return found
+    return replaced
 
 
 def _end_at_once(number: int, _: Any) -> NoReturn:

@@ -28,13 +28,9 @@ def read_text(path: Path, field: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(
-            field, str(path), f"cannot read this file: {reason}", "Check the path"
-        ) from error
+        raise InputError(field, str(path), f"cannot be read: {reason}", "Check the path") from error
     except UnicodeDecodeError as error:
-        raise InputError(
-            field, str(path), "the file is not UTF-8 text", "Give a text file"
-        ) from error
+        raise InputError(field, str(path), "is not UTF-8 text", "Give a text file") from error
 
 
 def load_yaml(path: Path, field: str) -> Any:
@@ -53,10 +49,10 @@ def parse_yaml(text: str, field: str, origin: str) -> Any:
         return yaml.load(text, Loader=StrictLoader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it cannot be read"
+        position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
         raise InputError(
-            field, origin, f"not valid YAML{where}: {problem}", "Mend the syntax there"
+            field, origin, f"is not valid YAML{position}: {problem}", "Correct the syntax"
         ) from error
 
 
@@ -67,7 +63,10 @@ def load_json(path: Path, field: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            field, str(path), f"not valid JSON: {error}", "Write the file again or mend it there"
+            field,
+            str(path),
+            f"is not valid JSON: {error}",
+            "Correct the file, or write it again",
         ) from error
 
 
@@ -88,14 +87,14 @@ def mapping(
     return value
 
 
-def guess(given: Any, known: Collection[str]) -> str:
+def guess(value: Any, known: Collection[str]) -> str:
     """Return the start of a remedy with the nearest known name; "" if none is near."""
     names = list(known)
-    close = difflib.get_close_matches(str(given), names, n=1)
+    close = difflib.get_close_matches(str(value), names, n=1)
     # The given text may contain the name, as llama3-8b contains 8b.
-    words = re.split(r"[^\w.]+", str(given).lower())
-    found = close or [name for name in names if name.lower() in words]
-    return f"Did you mean {found[0]}? " if found else ""
+    words = re.split(r"[^\w.]+", str(value).lower())
+    matches = close or [name for name in names if name.lower() in words]
+    return f"Did you mean {matches[0]}? " if matches else ""
 
 
 def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = False) -> float:
@@ -155,7 +154,7 @@ def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
     if not isinstance(value, str) or not value:
         raise InputError(field, value, "must be text", "Write a name, in quotes")
     if not value.isprintable():
-        raise InputError(field, value, "holds a control character", "Write it without")
+        raise InputError(field, value, "contains a control character", "Remove it")
     if choices is not None and value not in choices:
         remedy = f"{guess(value, choices)}Use one of: {', '.join(choices)}"
         raise InputError(field, value, "unknown name", remedy)

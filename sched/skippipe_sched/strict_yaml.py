@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-MOST_REPEATED, FEW_VALUES = 10, 1000
+MAX_EXPANSION, FREE_VALUES = 10, 1000
 """Limit on expanded values of a YAML text: a multiple of the written ones, plus a constant."""
 
 
@@ -31,9 +31,9 @@ class StrictLoader(yaml.SafeLoader):
         node = super().get_single_node()
         if node is not None:
             sizes: dict[int, float] = {}
-            size = _unfolded(node, sizes)
-            if size > MOST_REPEATED * len(sizes) + FEW_VALUES:
-                problem = f"its aliases make {size:.3g} values of {len(sizes)}"
+            size = _expanded_size(node, sizes)
+            if size > MAX_EXPANSION * len(sizes) + FREE_VALUES:
+                problem = f"its aliases expand {len(sizes)} values to {size:.3g}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
@@ -47,7 +47,7 @@ class StrictLoader(yaml.SafeLoader):
             ) from error
 
 
-def _unfolded(node: yaml.Node, sizes: dict[int, float]) -> float:
+def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
     """Count the values in a node, with aliases expanded.
 
     `sizes` has the nodes that are already counted; a node that contains itself counts as infinite.
@@ -55,6 +55,6 @@ def _unfolded(node: yaml.Node, sizes: dict[int, float]) -> float:
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
         inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = (part for own in inner for part in (own if isinstance(own, tuple) else (own,)))
-        sizes[id(node)] = 1 + sum(_unfolded(part, sizes) for part in parts)
+        parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_expanded_size(part, sizes) for part in parts)
     return sizes[id(node)]

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from skippipe_jax.inference.scaling import Scaling
     from skippipe_jax.inference.staged_model import StagedModel
 
-OF_ONE = (
+SINGLE_MODEL_ARGUMENTS = (
     *("step", "stage_order", "keep_fraction", "paths", "swaps", "importance"),
     *("scale", "plot", "part", "url"),
 )
-OF_SEVERAL = ("mix", "prior")
-"""Arguments that apply to a single model (`OF_ONE`), and to a mixture of models."""
+MIXTURE_ARGUMENTS = ("mix", "prior")
+"""Arguments that apply to a single model (`SINGLE_MODEL_ARGUMENTS`), and to a mixture of models."""
 DEFAULT_CONFIG = Path("train.yaml")
 """Configuration file if none is named."""
 
@@ -69,16 +69,18 @@ def config_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> C
         raise InputError(
             "--config",
             str(DEFAULT_CONFIG),
-            "there is no such file here, and no other is named",
-            "Write one by skippipe init, name one by --config FILE, or train on your text by "
-            "skippipe train --data PATH",
+            "does not exist",
+            "Write it with skippipe init, give another file with --config, or train on your text "
+            "with skippipe train --data PATH",
         )
     return Config.from_dict({}, overrides)
 
 
-def add_overrides(parser: argparse.ArgumentParser, told: str) -> None:
-    """Add the argument that overrides keys of a configuration; `told` is its help."""
-    parser.add_argument("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=told)
+def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the argument that overrides keys of a configuration; `help_text` is its help."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=help_text
+    )
 
 
 def add_addresses(parser: argparse.ArgumentParser) -> None:
@@ -127,15 +129,16 @@ def connect_from_args(
         from skippipe_jax.storage.run_dir import RunDir
 
     keep_programs(config.compilation_cache)
-    place, of_environment = (arguments.coordinator, arguments.hosts, arguments.host_id), _place()
-    if place == (None, None, None) and not arguments.distributed:
-        place = of_environment
+    host = arguments.coordinator, arguments.hosts, arguments.host_id
+    from_environment = _host_from_environment()
+    if host == (None, None, None) and not arguments.distributed:
+        host = from_environment
     is_resumed = getattr(arguments, "resume", False)
-    known = RunDir(config.run_dir).last_addresses() if is_resumed else ()
-    return connect(config, *place, detect=arguments.distributed, last_addresses=known)
+    last_addresses = RunDir(config.run_dir).last_addresses() if is_resumed else ()
+    return connect(config, *host, detect=arguments.distributed, last_addresses=last_addresses)
 
 
-def _place() -> tuple[str | None, int | None, int | None]:
+def _host_from_environment() -> tuple[str | None, int | None, int | None]:
     """Remove SKIPPIPE_COORDINATOR, _HOSTS and _HOST_ID from the environment and return them.
 
     Child processes are not hosts, so they must not inherit the variables.
@@ -157,15 +160,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a model, for `ModelSpec`."""
     from skippipe_jax.config.model import MOST_STAGES
 
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--run",
         type=Path,
         action="append",
         metavar="DIR",
         help="folder of a run; repeat to mix several models",
     )
-    where.add_argument(
+    source.add_argument(
         "--hf",
         type=Path,
         action="append",
@@ -218,19 +221,21 @@ def accept_former(parser: argparse.ArgumentParser, **former: str) -> None:
         parser._option_string_actions[f"--{name}"] = parser._option_string_actions[option]
 
 
-def add_path(parser: argparse.ArgumentParser, option: str, told: str) -> None:
+def add_path(parser: argparse.ArgumentParser, option: str, help_text: str) -> None:
     """Add a required path for `named_path`; formerly it was a positional argument."""
-    parser.add_argument(option, type=Path, metavar=option[2:].upper(), help=f"{told} (required)")
+    parser.add_argument(
+        option, type=Path, metavar=option[2:].upper(), help=f"{help_text} (required)"
+    )
     parser.add_argument("former", nargs="*", type=Path, help=argparse.SUPPRESS)
 
 
-def named_path(option: str, given: Path | None, former: Sequence[Path]) -> Path:
+def named_path(option: str, value: Path | None, former: Sequence[Path]) -> Path:
     """Return the path of an option, or of the one positional argument.
 
     Raises:
         InputError: if there is no path, or more than one.
     """
-    named = [*([] if given is None else [given]), *former]
+    named = [*([] if value is None else [value]), *former]
     if len(named) != 1:
         shown = " ".join(map(str, named)) or None
         raise InputError(option, shown, "one path is required", f"Write {option} PATH")
@@ -243,8 +248,8 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
     def step(text: str) -> int | str:
         return int(text) if text.lstrip("-").isdecimal() else text
 
-    told = f"{of}: its step, or best for the lowest validation loss (default: latest)"
-    parser.add_argument("--step", type=step, metavar="N", help=told)
+    help_text = f"{of}: its step, or best for the lowest validation loss (default: latest)"
+    parser.add_argument("--step", type=step, metavar="N", help=help_text)
 
 
 @dataclass(frozen=True)
@@ -286,23 +291,25 @@ class ModelSpec:
         """
         named = arguments.run or arguments.hf
         if len(named) > 1:
-            told, problem = OF_ONE, "is of one model, and several are named"
-            remedy = "Name one, or leave it out"
+            rejected = SINGLE_MODEL_ARGUMENTS
+            problem = "applies to one model, but several are given"
+            remedy = "Give one model, or omit this option"
         else:
-            told, problem = OF_SEVERAL, "is of several models, and one is named"
-            remedy = "Name another, or leave it out"
-        for name in told:
+            rejected = MIXTURE_ARGUMENTS
+            problem = "applies to several models, but one is given"
+            remedy = "Give more models, or omit this option"
+        for name in rejected:
             value = getattr(arguments, name, None)
             if value is not None and value is not False:
                 shown = str(value) if isinstance(value, Path) else value
                 raise InputError(f"--{name.replace('_', '-')}", shown, problem, remedy)
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             field.name: getattr(arguments, field.name, field.default)
             for field in fields(cls)
             if field.name != "overrides"
         }
-        given["runs"], given["hf"] = tuple(arguments.run or ()), tuple(arguments.hf or ())
-        return cls(**given, overrides=tuple(arguments.set))
+        values["runs"], values["hf"] = tuple(arguments.run or ()), tuple(arguments.hf or ())
+        return cls(**values, overrides=tuple(arguments.set))
 
     @property
     def names_several(self) -> bool:
@@ -352,8 +359,8 @@ def open_mixture(
         from skippipe_jax.runtime.compilation import keep_programs
 
     models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
-    given = spec.mix, spec.prior or prior, allowed
-    ensemble, config, steps, kind = read_ensemble(*models, *given)
+    mixture = spec.mix, spec.prior or prior, allowed
+    ensemble, config, steps, kind = read_ensemble(*models, *mixture)
     keep_programs(config.compilation_cache)
     return ensemble, config.data, steps, kind
 
@@ -389,7 +396,7 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
     stages.add_argument(
         "--keep-fraction",
         type=float,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="run this fraction of the stages, drawn at random with --seed",
     )
     accept_former(parser, stages="--stage-order", keep="--keep-fraction")

@@ -33,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="direction")
     reading = commands.add_parser("from-hf", help="convert a Hugging Face model to a run")
+    reading.description = (
+        "Convert a Hugging Face model folder to the folder of a run, with a configuration, a "
+        "checkpoint of step 0 and the tokenizer, for evaluate, generate, serve and lm-eval."
+    )
     reading.add_argument("source", type=Path, metavar="DIR", help="Hugging Face model folder")
     reading.add_argument(
         "-o", "--output", type=Path, required=True, metavar="RUN", help="new folder for the run"
@@ -45,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     accept_former(reading, cut="--num-stages", stages="--num-stages")
     writing = commands.add_parser("to-hf", help="convert a run to a Hugging Face model")
+    writing.description = (
+        "Export a checkpoint of a run as a Hugging Face model folder: config.json, safetensors "
+        "files and the tokenizer."
+    )
     add_path(writing, "--run", "folder of the run")
     writing.add_argument(
         "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the model"
@@ -73,8 +81,8 @@ def _from_huggingface(arguments: argparse.Namespace) -> int:
     model = from_huggingface(arguments.source, arguments.output, arguments.num_stages).model
     count = stage_parameters(model, model.layers, is_data_stage=True)
     print(
-        f"{count:,} parameters of {model.layers} layers are in {arguments.output}. Their "
-        f"held-out loss: skippipe evaluate --run {arguments.output}"
+        f"converted {model.layers} layers, {count:,} parameters, to {arguments.output}. Evaluate: "
+        f"skippipe evaluate --run {arguments.output}"
     )
     return 0
 
@@ -94,15 +102,15 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
         print(f"scales {scales.told(cut)}")
     output = arguments.output
     export = to_huggingface(run, output, step, arguments.dtype, scales)
-    print(f"step {export.step} of {run} is in {output}, in {export.dtype} (--dtype)")
-    tried = "--prompt TEXT"
+    print(f"exported step {export.step} of {run} to {output} in {export.dtype} (--dtype)")
+    options = "--prompt TEXT"
     if export.end_of_turn is not None:
         text, token = export.end_of_turn
-        print(f"an answer ends with {text}: its token, {token}, is among those of eos_token_id")
-        tried = "--chat"
+        print(f"an answer ends with {text}; eos_token_id includes its token {token}")
+        options = "--chat"
     print(
-        f'load it by AutoModelForCausalLM.from_pretrained("{output}"), or try it: skippipe '
-        f"generate --hf {output} {tried}"
+        f'load it with AutoModelForCausalLM.from_pretrained("{output}"), or try it: skippipe '
+        f"generate --hf {output} {options}"
     )
     return 0
 

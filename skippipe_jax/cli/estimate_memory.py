@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; return the exit code."""
     if arguments.devices is not None or arguments.model is not None:
-        return _tell_cut(arguments)
+        return _print_fit(arguments)
     config = config_of(arguments)
     with loading():
         from skippipe_jax.models.estimate import is_for_one_host, table, to_json, what_is_planned
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     case, visits = what_is_planned(config, arguments.config.parent)
     if is_for_one_host(config):
         log.info(
-            "the plan is made when the run starts: this is for one machine with one device. For "
-            "several machines measure first (skippipe measure -o case.yaml), and give "
+            "this estimate is for one machine with one device, because the plan is made when the "
+            "run starts. For several machines, run skippipe measure -o case.yaml first, then give "
             "--set plan='{case: case.yaml}'"
         )
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
@@ -71,15 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_cut(arguments: argparse.Namespace) -> int:
+def _print_fit(arguments: argparse.Namespace) -> int:
     """Print whether a model fits on devices; return the exit code."""
     from skippipe_jax.config import Config, parse_config
     from skippipe_jax.config.parsing import ConfigFiles, read_files
 
-    for option, given in (("--devices", arguments.devices), ("--json", not arguments.json)):
-        if not given:
-            remedy = "Give both --model, or --config, and --devices, and no --json"
-            raise InputError(option, given, "does not go with --model and --devices", remedy)
+    if not arguments.devices:
+        remedy = "Add --devices, such as 3x24GB"
+        raise InputError("--devices", arguments.devices, "is required with --model", remedy)
+    if arguments.json:
+        problem = "cannot be combined with --devices"
+        raise InputError("--json", True, problem, "Omit this option")
     is_configured = arguments.config is not DEFAULT_CONFIG or arguments.model is None
     files = read_files(arguments.config, "--config") if is_configured else ConfigFiles()
     tree = files.tree

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     partial.add_argument(
         "--keep-fraction",
-        metavar="SHARES",
+        metavar="FRACTIONS",
         help="fractions of the stages, as 1.0,0.75,0.5; for each, all subsets of that size that "
         "include the data stage",
     )
@@ -106,15 +106,17 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_jax.inference.evaluation import evaluate, subsets, table
         from skippipe_jax.reporting.line_chart import perplexity_plot
 
-    asked = arguments.sequences
-    sequences = DEFAULT_SEQUENCES if asked is None else fields.integer(asked, "--sequences", 1)
+    requested = arguments.sequences
+    sequences = (
+        DEFAULT_SEQUENCES if requested is None else fields.integer(requested, "--sequences", 1)
+    )
     spec = ModelSpec.of(arguments)
     if arguments.api_key_file is not None and arguments.url is None:
-        problem = "only a service takes a key"
-        raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Name it by --url")
+        problem = "applies only to a service"
+        raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Add --url")
     if spec.names_several:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
-    shares = _shares(arguments)
+    shares = _fractions(arguments)
     step = scaling = served = None
     if arguments.url is not None:
         served, data = _open_service(arguments, spec)
@@ -124,24 +126,26 @@ def run(arguments: argparse.Namespace) -> int:
         _ = model.tokenizer  # Report an unusable tokenizer before the evaluation.
     questions = _questions(arguments, spec.run, shares, model.stages)
     part = arguments.part or "all"
-    found = evaluate(model, step, data, sequences, questions, scaling, part)
+    evaluation = evaluate(model, step, data, sequences, questions, scaling, part)
     by_domain = None
     if data.mixture is not None:
         by_domain = evaluate_domains(model, data, part, sequences)
     if arguments.plot is not None:
-        scaled = None if found.scaled is None else subsets(found.scaled)
-        plot = perplexity_plot(subsets(found), model.stages, found.perplexity, scaled)
+        scaled = None if evaluation.scaled is None else subsets(evaluation.scaled)
+        plot = perplexity_plot(subsets(evaluation), model.stages, evaluation.perplexity, scaled)
         write("--plot", arguments.plot, plot)
-    fewer = [] if asked is None else fewer_than_asked(data, asked, part)
+    fewer = [] if requested is None else fewer_than_asked(data, requested, part)
     for line in [*what_is_too_long(data), *fewer]:
         log.info(line)
     if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
-        log.info("for your own text: --set data.source=text --set data.path=PATH")
-    others = [own for own in (by_domain, served) if own is not None]
+        log.info("to use your own text, add --set data.source=text --set data.path=PATH")
+    others = [each for each in (by_domain, served) if each is not None]
     if arguments.json:
-        print(json.dumps({k: v for own in (found, *others) for k, v in own.to_json().items()}))
+        print(
+            json.dumps({k: v for each in (evaluation, *others) for k, v in each.to_json().items()})
+        )
     else:
-        print("\n".join([table(found, model, data), *(own.table() for own in others)]))
+        print("\n".join([table(evaluation, model, data), *(each.table() for each in others)]))
     return 0
 
 
@@ -156,12 +160,14 @@ def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[Remot
         from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.inference.remote_model import RemoteModel, in_large_batches
 
-    given = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
-    given["--set"] = next((one for one in spec.overrides if not one.startswith("data.")), None)
-    for option, value in given.items():
+    options = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
+    options["--set"] = next(
+        (override for override in spec.overrides if not override.startswith("data.")), None
+    )
+    for option, value in options.items():
         if value is not None:
-            problem = "is about a model that is read here, and that of --url is served"
-            raise InputError(option, value, problem, "Leave it out, or give it to skippipe serve")
+            problem = "does not apply to the model of --url, which a server runs"
+            raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
     hf = spec.hf[0] if spec.hf else None
     source = open_source(spec.run, hf, overrides=spec.overrides)
     data = in_large_batches(source.config.data)
@@ -175,31 +181,33 @@ def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
         from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 
     ensemble, data, steps, prior = open_mixture(spec, CACHED, PRIORS)
-    found = evaluate_ensemble(ensemble, steps, data, sequences, prior)
+    evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)
     for line in what_is_too_long(data):
         log.info(line)
-    print(json.dumps(found.to_json()) if as_json else found.table())
+    print(json.dumps(evaluation.to_json()) if as_json else evaluation.table())
     return 0
 
 
-def _shares(arguments: argparse.Namespace) -> list[float]:
+def _fractions(arguments: argparse.Namespace) -> list[float]:
     """Return the shares of --keep-fraction, after the checks of --plot."""
     if arguments.plot is not None:
         if arguments.keep_fraction is None:
             raise InputError(
                 "--plot",
                 str(arguments.plot),
-                "draws what --keep-fraction finds",
+                "requires --keep-fraction",
                 "Add --keep-fraction 1.0,0.75,0.5",
             )
         if not arguments.plot.parent.is_dir():
-            raise InputError("--plot", str(arguments.plot), "there is no such folder", "Create it")
+            raise InputError(
+                "--plot", str(arguments.plot), "its folder does not exist", "Create it"
+            )
         if arguments.plot.suffix != ".svg":
             raise InputError(
-                "--plot", str(arguments.plot), "is no name of an SVG file", "Write shares.svg, say"
+                "--plot", str(arguments.plot), "must end in .svg", "Write a name such as plot.svg"
             )
         if arguments.plot.is_dir():
-            raise InputError("--plot", str(arguments.plot), "is a folder", "Give another name")
+            raise InputError("--plot", str(arguments.plot), "is a folder", "Give a file")
     if arguments.keep_fraction is None:
         return []
     return [fields.number(share, "--keep-fraction") for share in arguments.keep_fraction.split(",")]
@@ -215,7 +223,7 @@ def _questions(
     questions = [kept(stages, share, limit, arguments.seed) for share in shares]
     if arguments.paths:
         if run is None:
-            raise InputError("--paths", True, "only a run has a plan", "Leave it out")
+            raise InputError("--paths", True, "requires --run: only a run has a plan", "Omit it")
         questions.append(along_paths(RunDir(run).plan(), stages))
     if arguments.swaps:
         questions.append(swapped(stages))

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="configuration file of the experts, YAML (required)",
     )
     add_overrides(parser, "override a configuration key; repeatable")
-    parser.set_defaults(interrupted="stopped; the same command goes on where this one was")
+    parser.set_defaults(interrupted="stopped; run the same command again to continue")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     actions = [word for word in arguments.action if word in ACTIONS]
     former = [Path(word) for word in arguments.action if word not in ACTIONS]
     if len(actions) > 1:
-        raise InputError("ACTION", " ".join(actions), "only one can be done", "Name one")
+        raise InputError("ACTION", " ".join(actions), "must be one action", "Give one action")
     path = named_path("--config", arguments.config, former)
     config = load_experts(path, arguments.set)
     with loading():
@@ -86,7 +86,10 @@ def _probe(place: Place) -> int:
     with loading():
         from skippipe_jax.experts import difficulty, work
 
-    arm = next((own for own in place.config.arms.values() if isinstance(own.steps, int)), None)
+    arm = next(
+        (candidate for candidate in place.config.arms.values() if isinstance(candidate.steps, int)),
+        None,
+    )
     steps = 100 if arm is None else arm.steps
     assert isinstance(steps, int)
     print(difficulty.told(place.config, work.probe(place), steps))

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=int,
         default=100,
+        metavar="N",
         help="maximum number of sampled tokens (default: %(default)s)",
     )
     parser.add_argument(
@@ -80,47 +81,47 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "Give a text, - for standard input, or --chat on a terminal"
         raise InputError("--prompt", None, "is missing", remedy)
     model, data = open_language_model(ModelSpec.of(arguments))
-    tokenizer, has_learnt = model.tokenizer, learns_answers(data)
-    if arguments.chat and not has_learnt and tokenizer.chat_template is None:
-        problem = "the model has learnt no conversations, and its tokenizer has no chat template"
-        raise InputError("--chat", True, problem, "Leave it out")
-    if has_learnt and not arguments.chat:
-        log.info("the run has learnt conversations: --chat asks for the answer to the prompt")
+    tokenizer, is_chat_model = model.tokenizer, learns_answers(data)
+    if arguments.chat and not is_chat_model and tokenizer.chat_template is None:
+        problem = "the model was not trained on conversations, and has no chat template"
+        raise InputError("--chat", True, problem, "Omit this option")
+    if is_chat_model and not arguments.chat:
+        log.info("the model was trained on conversations: add --chat to get an answer")
     today = data.today or datetime.date.today().isoformat()
-    turn_end = end_of_turn(tokenizer, today) if arguments.chat or has_learnt else None
+    turn_end = end_of_turn(tokenizer, today) if arguments.chat or is_chat_model else None
     ends = {tokenizer.end} | ({turn_end[1]} if turn_end else set())
 
-    def tell(prompt: list[int], shown: str) -> str:
+    def print_continuation(prompt: list[int], shown: str) -> str:
         """Print the continuation of a prompt after `shown`, and return it."""
-        drawn = generate_tokens(model, prompt, count, sampling)
-        tokens = itertools.takewhile(lambda token: token not in ends, drawn)
-        stream, said = TextStream(tokenizer.decode, prompt), []
+        sampled = generate_tokens(model, prompt, count, sampling)
+        tokens = itertools.takewhile(lambda token: token not in ends, sampled)
+        stream, pieces = TextStream(tokenizer.decode, prompt), []
         # `shown` is printed with the first piece, because sampling can still fail before it.
         for token in tokens:
             piece = stream.push(token)
             if piece:
                 print(shown + piece, end="", flush=True)
                 shown = ""
-                said.append(piece)
-        said.append(stream.rest())
-        print(shown + said[-1])
-        return "".join(said)
+                pieces.append(piece)
+        pieces.append(stream.rest())
+        print(shown + pieces[-1])
+        return "".join(pieces)
 
     def answer(messages: list[Message]) -> str:
-        return tell([*map(int, encode_prompt(messages, tokenizer, today))], "")
+        return print_continuation([*map(int, encode_prompt(messages, tokenizer, today))], "")
 
     if arguments.prompt is None:
         _converse(answer)
         return 0
     text = _prompt(arguments.prompt)
     if arguments.chat:
-        answer([_asked(text.removesuffix("\n"))])
+        answer([_user_message(text.removesuffix("\n"))])
     else:
-        tell([tokenizer.begin, *map(int, tokenizer.encode(text))], text)
+        print_continuation([tokenizer.begin, *map(int, tokenizer.encode(text))], text)
     return 0
 
 
-def _asked(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
@@ -129,7 +130,7 @@ def _converse(answer: Callable[[list[Message]], str]) -> None:
     messages: list[Message] = []
     while True:
         try:
-            messages.append(_asked(input("> ")))
+            messages.append(_user_message(input("> ")))
         except EOFError:
             print()
             return
@@ -142,5 +143,5 @@ def _prompt(argument: str) -> str:
         text = sys.stdin.read() if argument == "-" else argument
         text.encode()  # Bytes that are not text appear as lone surrogates.
     except UnicodeError as error:
-        raise InputError("--prompt", argument, "is not UTF-8 text", "Give text") from error
+        raise InputError("--prompt", argument, "is not UTF-8 text", "Give UTF-8 text") from error
     return text

@@ -11,14 +11,14 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cli.arguments import DEFAULT_CONFIG
 
 TEMPLATES = Path(__file__).with_name("templates")
-TEXT = "Put your text into the folder text, or name yours as data.path"
+TEXT = "Put your text into the folder text, or set data.path"
 NEXT = {
-    "one-machine": f"{TEXT}; then:\n  skippipe train{{config}}",
-    "several-machines": f"{TEXT};\nmake the secret of the run, copy it to all machines, and start "
-    "each with its number, from 0 on:\n  skippipe keygen secret\n"
+    "one-machine": f"{TEXT}. Then run:\n  skippipe train{{config}}",
+    "several-machines": f"{TEXT}.\nGenerate the secret of the run, copy it to all machines, and "
+    "start a host on each, with its id I from 0 to N - 1:\n  skippipe keygen secret\n"
     "  skippipe train{config} --coordinator ADDRESS_OF_HOST_0:8476 --hosts N --host-id I",
-    "given-model": f"{TEXT};\nthe model into the folder model, or name yours as init_from; then, "
-    "with the extra hf:\n  skippipe train{config}",
+    "given-model": f"{TEXT}.\nPut the model into the folder model, or set init_from. Install the "
+    'extra hf (pip install -e ".[hf]"), then run:\n  skippipe train{config}',
 }
 """Next steps to print, for each kind of configuration."""
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=NEXT,
         default=next(iter(NEXT)),
-        help="configuration for one machine, for several machines, or for fine-tuning a given "
-        "model on one machine (default: %(default)s)",
+        help="configuration for one machine, for several machines, or for fine-tuning a "
+        "pretrained model on one machine (default: %(default)s)",
     )
     parser.add_argument(
         "--output",
@@ -51,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output
     if output.exists():
         raise InputError(
-            "--output", str(output), "is there already", "Give another path, or remove it"
+            "--output", str(output), "already exists", "Give another path, or remove the file"
         )
     template = (TEMPLATES / f"{arguments.kind}.yaml").read_text(encoding="utf-8")
     write("--output", output, template)
     config = "" if output == DEFAULT_CONFIG else f" --config {output}"
-    print(f"{output} is written\n{NEXT[arguments.kind].format(config=config)}")
+    print(f"wrote {output}\n{NEXT[arguments.kind].format(config=config)}")
     return 0

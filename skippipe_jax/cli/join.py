@@ -24,7 +24,7 @@ steps make up for the state transfer within join.horizon. If the run is full, it
 cluster.rejoin_s.
 """
 
-INTERRUPTED = "interrupted; the run goes on without this host"
+INTERRUPTED = "interrupted; the run continues without this host"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     for address in arguments.address:
         parse_address("ADDRESS", address)
-    given = arguments.address, arguments.run_dir, arguments.set
+    request = arguments.address, arguments.run_dir, arguments.set
     with ExitStack() as stack:
         try:
-            joined = stack.enter_context(joined_by_address(*given, anyway=arguments.anyway))
+            joined = stack.enter_context(joined_by_address(*request, anyway=arguments.anyway))
         except InputError as error:
             if error.problem != SERVICE_THERE:
                 raise
@@ -78,18 +78,18 @@ def run(arguments: argparse.Namespace) -> int:
             address = str(error.value) if known else arguments.address[0]
             return hold_stages(address, arguments.set)
         config, host = joined
-        host.last_words = lambda: "Join again, if the run goes on."
+        host.last_words = lambda: "Join again if the run continues."
         result = Trainer(config, host=host, resume=True, config_folder=Path(config.run_dir)).run()
-    log.output(how_it_ended(Path(config.run_dir), host.leader_named, result))
+    log.output(result_message(Path(config.run_dir), host.leader_named, result))
     # Threads may still wait for messages from failed hosts, and an ordinary exit would end them
     # within JAX.
     exit_at_once(result.exit_code)
 
 
-def how_it_ended(own: Path, leader: str, result: RunResult) -> str:
+def result_message(local_folder: Path, leader: str, result: RunResult) -> str:
     """Return a sentence on how a run ended, for a host that joined it.
 
-    `own` is the run directory of this host, `leader` the last leader with its address.
+    `local_folder` is the run directory of this host, `leader` the last leader with its address.
     """
     from skippipe_jax.config.parsing import saved_config
     from skippipe_jax.storage.recording import TIMELINES
@@ -97,14 +97,15 @@ def how_it_ended(own: Path, leader: str, result: RunResult) -> str:
 
     if result.left_run:
         return (
-            f"this host has left the run, which goes on from step {result.step}; it can join again"
+            f"this host left; the run continues from step {result.step}. Rejoin with skippipe join"
         )
-    where = f"on {leader}, in {saved_config(own, 'run_dir').run_dir}"
-    recorded = [str(own / name) for name in (TIMELINES, PROFILE) if (own / name).exists()]
-    here = f". What this host has recorded is in {' and '.join(recorded)}" if recorded else ""
+    where = f"on {leader}, in {saved_config(local_folder, 'run_dir').run_dir}"
+    paths = [local_folder / name for name in (TIMELINES, PROFILE)]
+    recorded = [str(path) for path in paths if path.exists()]
+    local_files = f". Recorded by this host: {', '.join(recorded)}" if recorded else ""
     if result.stopped_by is not None:
         return (
-            f"{result.who_was_stopped}: all stop after step {result.step}. The checkpoint is "
-            f"{where}: once it is resumed there, this host can join again{here}"
+            f"{result.who_was_stopped}: all hosts stop after step {result.step}. The checkpoint is "
+            f"{where}. After the run is resumed there, this host can join again{local_files}"
         )
-    return f"the run is trained to step {result.step}; it is {where}{here}"
+    return f"finished {result.step} steps; the run is {where}{local_files}"

@@ -21,13 +21,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the secret; return the exit code."""
     make_secret(arguments.file)
     print(
-        f"{arguments.file} holds a new secret, which only you may read.\n"
-        "Copy it to every host of the run as you would a password, such as by scp -p, and name it "
-        "there:\n"
+        f"wrote a new secret to {arguments.file}, readable only by you.\n"
+        "Copy the file to every host of the run, as you would a password (for example, scp -p).\n"
+        "Set its path on each host, in the configuration:\n"
         f"  cluster: {{secret: {arguments.file}}}\n"
-        f"in the configuration, or its path in {FILE_VARIABLE}, or what it holds in "
-        f"{SECRET_VARIABLE}.\n"
-        "Who has it can be a host of the run, read along and end it: keep it out of run_dir, "
-        "images and repositories."
+        f"or in the environment variable {FILE_VARIABLE}; or set {SECRET_VARIABLE} to the secret "
+        "itself.\n"
+        "Anyone with the secret can join the run, read its messages and stop it: keep it out of "
+        "run_dir, images and repositories."
     )
     return 0

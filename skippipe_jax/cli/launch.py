@@ -94,27 +94,27 @@ def run(arguments: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "skippipe_jax.train", "--config", str(arguments.config)]
     command += [word for override in arguments.set for word in ("--set", override)]
     level = ["--log-level", arguments.log_level]
-    place = [*level, "--coordinator", coordinator, "--hosts", str(hosts), "--host-id"]
-    folder, begun_s = Path(config.run_dir), time.time()
+    host_arguments = [*level, "--coordinator", coordinator, "--hosts", str(hosts), "--host-id"]
+    folder, start_s = Path(config.run_dir), time.time()
     # An existing run continues only with --resume; otherwise the hosts reject it.
     is_new = not is_run(folder)
     if is_new:
         _require_nodes(config, hosts)
 
-    def words(host: int) -> list[str]:
-        living = living_addresses(folder) if arguments.restart == JOIN and outlives_hosts() else []
-        if living:
-            return [*joining(living, Path(f"{folder}-joined-{host}"), config.cluster), *level]
+    def command_of(host: int) -> list[str]:
+        live = living_addresses(folder) if arguments.restart == JOIN and is_elastic() else []
+        if live:
+            return [*joining(live, Path(f"{folder}-joined-{host}"), config.cluster), *level]
         resumes = arguments.resume or (is_new and is_run(folder))
-        return [*command, *["--resume"] * resumes, *place, str(host)]
+        return [*command, *["--resume"] * resumes, *host_arguments, str(host)]
 
-    def outlives_hosts() -> bool:
+    def is_elastic() -> bool:
         path = folder / MEMBERSHIP
-        return path.exists() and path.stat().st_mtime >= begun_s
+        return path.exists() and path.stat().st_mtime >= start_s
 
     restarts = fields.integer(arguments.max_restarts, "--max-restarts", 0)
-    most = None if arguments.restart == NEVER else restarts
-    launched = LocalHosts(range(hosts), words, grace_s, outlives_hosts, most)
+    max_restarts = None if arguments.restart == NEVER else restarts
+    launched = LocalHosts(range(hosts), command_of, grace_s, is_elastic, max_restarts)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: launched.told(number))
     return launched.run()
@@ -133,13 +133,13 @@ def _require_nodes(config: Config, hosts: int) -> None:
 
     from skippipe_jax.program.compiler import hosts_of_nodes
 
-    given = config.plan.case
-    if isinstance(given, str):
-        given = fields.load_yaml(Path(given), "case")
+    case = config.plan.case
+    if isinstance(case, str):
+        case = fields.load_yaml(Path(case), "case")
     if config.plan.file is not None:
         nodes = len(load_plan(Path(config.plan.file)).case.nodes)
-    elif isinstance(given, dict) and "nodes" in given:
-        nodes = node_count(given["nodes"])
+    elif isinstance(case, dict) and "nodes" in case:
+        nodes = node_count(case["nodes"])
     else:  # By default each measuring host is a node.
         nodes = len(config.cluster.host_of_node or range(hosts))
     hosts_of_nodes(nodes, hosts, config.cluster.host_of_node)

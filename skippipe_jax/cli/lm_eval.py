@@ -39,8 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of task definitions, instead of the built-in tasks",
     )
-    parser.add_argument("--num-fewshot", type=int, help="number of examples before each question")
-    parser.add_argument("--limit", type=int, help="maximum number of questions per task")
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="number of examples before each question"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="maximum number of questions per task"
+    )
     parser.add_argument(
         "--batch-size",
         type=int,
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the tasks and print their results; return the exit code."""
     folder = arguments.tasks_from
     if folder is not None and not folder.is_dir():
-        raise InputError("--tasks-from", str(folder), "is no folder", "Name one with tasks")
+        raise InputError("--tasks-from", str(folder), "is not a folder", "Give a folder of tasks")
     spec = ModelSpec.of(arguments)
     with loading():
         require("lm_eval", "harness", "--tasks", arguments.tasks)
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in names:
         if not tasks.match_tasks([name]):
             raise InputError(
-                "--tasks", name, "there is no such task", "lm-eval ls tasks lists the harness's own"
+                "--tasks", name, "unknown task", "List the built-in tasks with lm-eval ls tasks"
             )
     model = HarnessModel(open_language_model(spec)[0], arguments.batch_size)
     results = simple_evaluate(

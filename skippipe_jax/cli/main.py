@@ -54,7 +54,7 @@ Details of a command: skippipe COMMAND --help. Exit codes: 0 done; 2 wrong input
 failure, retry; 130 and 143 stopped by SIGINT and SIGTERM; others: an unexpected error.
 """
 SHELLS = ("bash", "zsh", "fish")
-INTERRUPTED = "interrupted; nothing is kept"
+INTERRUPTED = "interrupted; nothing was saved"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,17 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Make the parser of all commands; commands that are not `named` are only listed."""
-    made = argparse.ArgumentParser(
+    root = argparse.ArgumentParser(
         prog="skippipe",
         description="Train LLaMA models with pipeline parallelism over slow and uneven links: each "
         "microbatch takes its own path, which may skip stages.",
         epilog=EPILOG,
         formatter_class=_HelpFormatter,
     )
-    made.add_argument(
+    root.add_argument(
         "--version", action=_Version, nargs=0, help="print versions and devices, and exit"
     )
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
         inner = commands.add_parser(name, formatter_class=_HelpFormatter, help=about)
         if name not in named:
@@ -96,7 +96,7 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
         module = import_module(f"{package}.{name.replace('-', '_')}")
         module.add_arguments(inner)
         inner.set_defaults(command=module.run)
-    return made
+    return root
 
 
 class _Version(argparse.Action):
@@ -112,15 +112,15 @@ class _Version(argparse.Action):
             import jax
 
         try:
-            own = metadata.version("skippipe-jax")
+            version = metadata.version("skippipe-jax")
         except metadata.PackageNotFoundError:
-            own = "(not installed)"
+            version = "(not installed)"
         try:
             kinds = Counter(device.device_kind for device in jax.devices())
             devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         except RuntimeError as error:  # Only one process can use a TPU.
             devices = f"not available: {str(error).splitlines()[0]}"
-        print(f"skippipe {own}\njax {jax.__version__}\ndevices: {devices}")
+        print(f"skippipe {version}\njax {jax.__version__}\ndevices: {devices}")
         parser.exit()
 
 
@@ -138,12 +138,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def _complete(arguments: argparse.Namespace) -> int:
     import shtab
 
-    made = parser()
-    for inner in parsers(made):
+    root = parser()
+    for inner in parsers(root):
         for action in inner._actions:
             if action.type is Path:
                 action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-    print(shtab.complete(made, arguments.shell))
+    print(shtab.complete(root, arguments.shell))
     return 0
 
 

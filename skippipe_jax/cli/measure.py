@@ -66,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_template(config, host.count)
         if host.index == 0:
             require_writable("--output", arguments.output)
-        say(f"{host.count} hosts have met")
+        say(f"{host.count} hosts connected")
         # Each host represents a node.
-        here = {host.index: sharding_of((jax.local_devices()[0],))}
-        links = open_transfers(host).links(here)
-        say("links are open")
+        local_devices = {host.index: sharding_of((jax.local_devices()[0],))}
+        links = open_transfers(host).links(local_devices)
+        say("links opened")
         profile = measure(config, host, links, say)
         if profile is not None:
             write("--output", arguments.output, profile.save)
-            say(f"{arguments.output} is written\n{profile.summary()}")
+            say(f"wrote {arguments.output}\n{profile.summary()}")
     return 0

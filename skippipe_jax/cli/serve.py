@@ -112,7 +112,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--drain-timeout",
         type=float,
         default=30.0,
-        metavar="S",
+        metavar="SECONDS",
         help="time to finish answers after SIGTERM, in seconds (default: %(default)s)",
     )
 
@@ -193,25 +193,25 @@ def run(arguments: argparse.Namespace) -> int:
         if hosts == 1:
             given = source.config.data, slots, arguments.max_model_len, scales
             served, engine = open_engine(name, source.model(), *given)
-            engines, status = [engine], lambda: [_alone(source)]
+            engines, status = [engine], lambda: [_single_host(source)]
         else:
-            over = stack.enter_context(_over_hosts(arguments, name, source, slots, scales))
-            served, engines, status = over
+            opened = stack.enter_context(_open_hosts(arguments, name, source, slots, scales))
+            served, engines, status = opened
         server = Server(served, engines, Conduct(waiting, drain_s, keys), status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
         server.answer(listening)
-    log.info("no answer is left; the service ends")
+    log.info("service stopped")
     return 0
 
 
-def _alone(source: ModelSource) -> dict[str, Any]:
+def _single_host(source: ModelSource) -> dict[str, Any]:
     return {"host": 0, "name": socket.gethostname(), "stages": [*range(source.stages)]}
 
 
 @contextlib.contextmanager
-def _over_hosts(
+def _open_hosts(
     arguments: argparse.Namespace,
     name: str,
     source: ModelSource,
@@ -227,8 +227,8 @@ def _over_hosts(
 
     count, cluster = arguments.hosts, source.config.cluster
     if source.stages == 1:
-        problem = "the model has one stage, which is on the first host"
-        raise InputError("--hosts", count, problem, "Write 1, or name more stages by --num-stages")
+        problem = "the model has a single stage, which the first host runs"
+        raise InputError("--hosts", count, problem, "Write 1, or set --num-stages to 2 or more")
     groups = min(source.stages, count, sequences)
     length = length_of(source.config.model.context, arguments.max_model_len)
     each = -(-sequences // groups)
@@ -236,7 +236,7 @@ def _over_hosts(
     take_over_s = arguments.take_over_after
     if take_over_s is not None:
         take_over_s = fields.duration(take_over_s, "--take-over-after")
-    rules = Rules(arguments.when_stage_lost, take_over_s, _most_stages(arguments))
+    rules = Rules(arguments.when_stage_lost, take_over_s, _max_stages(arguments))
     hosts = StageHosts(source, slots, rules, _keys(cluster), cluster.heartbeat_timeout_s, scales)
     given = arguments.coordinator or f"{chosen_address(cluster.bind_address) or '127.0.0.1'}:0"
     host, _, port = given.rpartition(":")
@@ -245,27 +245,27 @@ def _over_hosts(
     address = hosts.listen(host, int(port))
     with contextlib.ExitStack() as stack:
         if arguments.coordinator is None:
-            stack.enter_context(_started_here(arguments, address, hosts))
+            stack.enter_context(_local_hosts(arguments, address, hosts))
         stack.callback(hosts.close)  # Before the local hosts are stopped.
         hosts.gather(count - 1, cluster.connect_timeout_s)
         yield *open_groups(name, source, hosts), hosts.status
 
 
 @contextlib.contextmanager
-def _started_here(
+def _local_hosts(
     arguments: argparse.Namespace, coordinator: str, hosts: StageHosts
 ) -> Iterator[None]:
     """Start all hosts but the first as local processes, and restart failed ones."""
     from skippipe_jax.campaign.tries import MOST_FAULTS
     from skippipe_jax.local.hosts import LocalHosts
 
-    shared = [*_model_words(arguments), "--log-level", arguments.log_level]
+    shared = [*_model_arguments(arguments), "--log-level", arguments.log_level]
     command = [sys.executable, "-m", "skippipe_jax", "serve", *shared]
 
-    def words(host: int) -> list[str]:
+    def command_of(host: int) -> list[str]:
         return [*command, "--coordinator", coordinator, "--host-id", str(host)]
 
-    started = LocalHosts(range(1, arguments.hosts), words, 5.0, lambda: True, MOST_FAULTS)
+    started = LocalHosts(range(1, arguments.hosts), command_of, 5.0, lambda: True, MOST_FAULTS)
 
     def supervise() -> None:
         started.run()
@@ -284,8 +284,8 @@ def _hold_stages(arguments: argparse.Namespace) -> int:
     has_weights = arguments.run is not None or arguments.hf is not None
     source = _source(arguments) if has_weights else None
     name = None if arguments.host_id is None else f"--host-id {arguments.host_id}"
-    given = arguments.set, source, name, _most_stages(arguments)
-    return hold_stages(arguments.coordinator, *given)
+    options = arguments.set, source, name, _max_stages(arguments)
+    return hold_stages(arguments.coordinator, *options)
 
 
 def hold_stages(
@@ -307,9 +307,9 @@ def hold_stages(
     config = Config.from_dict({}, overrides) if source is None else source.config
     keep_programs(config.compilation_cache)
     cluster = config.cluster
-    own = source, cluster.bind_address, name, most_stages
-    asyncio.run(StageHost(coordinator, _keys(cluster), *own).serve())
-    log.info("the service has ended")
+    options = source, cluster.bind_address, name, most_stages
+    asyncio.run(StageHost(coordinator, _keys(cluster), *options).serve())
+    log.info("the service has stopped")
     return 0
 
 
@@ -320,7 +320,7 @@ def _keys(cluster: ClusterConfig) -> Keys:
     return Keys.of(replace(cluster, insecure_transfers=True))
 
 
-def _most_stages(arguments: argparse.Namespace) -> int | None:
+def _max_stages(arguments: argparse.Namespace) -> int | None:
     most = arguments.max_stages
     return None if most is None else fields.integer(most, "--max-stages", 1)
 
@@ -357,7 +357,7 @@ def _scales(arguments: argparse.Namespace, source: ModelSource) -> ScaleTable | 
     return table_of(arguments.scale, source, run)
 
 
-def _model_words(arguments: argparse.Namespace) -> list[str]:
+def _model_arguments(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments that name the model, to start another host with."""
     words = [word for one in arguments.set for word in ("--set", one)]
     for option in ("run", "hf", "dtype", "num_stages", "max_stages"):
@@ -372,7 +372,7 @@ def _run_and_step(text: str) -> tuple[Path, int | str | None]:
     if not at or Path(text).is_dir():
         return Path(text), None
     if not (step.isdecimal() or step == "best"):
-        raise InputError("--run", text, f"{step!r} is no step", "Write DIR@STEP, or DIR@best")
+        raise InputError("--run", text, f"{step!r} is not a step", "Write DIR@STEP or DIR@best")
     return Path(folder), int(step) if step.isdecimal() else step
 
 

@@ -21,7 +21,7 @@ SKIPPIPE_SECRET_FILE or SKIPPIPE_SECRET. It does not become a host and does not 
 run on a single host does not listen and has no status.
 
 With http://HOST:PORT of a skippipe serve process as ADDRESS, show the status of the service: the
-stages of each host, lost hosts and stages, and the numbers of running and waiting sequences.
+stages of each host, failed hosts, lost stages, and the numbers of running and waiting sequences.
 """
 
 WATCH_S = "2s"
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         nargs="?",
         const=WATCH_S,
-        metavar="SECONDS",
-        help=f"repeat at this interval until Ctrl-C (without a value: {WATCH_S}); place it after "
-        "ADDRESS",
+        metavar="TIME",
+        help=f"repeat at this interval, such as 5s, until Ctrl-C (without a value: {WATCH_S}); "
+        "place it after ADDRESS",
     )
     parser.add_argument(
         "--api-key-file",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(parser, "set a key of section cluster, such as cluster.secret; repeatable")
     add_log_level(parser)
-    parser.set_defaults(interrupted="interrupted; the run goes on")
+    parser.set_defaults(interrupted="interrupted; the run continues")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,20 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     watch_s = arguments.watch and fields.duration(arguments.watch, "--watch", above=True)
     if arguments.address[0].startswith(("http://", "https://")):
-        return _of_service(arguments, watch_s)
+        return _show_service(arguments, watch_s)
     for address in arguments.address:
         parse_address("ADDRESS", address)
     keys = Keys.of(parse_config({}, arguments.set).cluster)
-    known: list[str] = []
+    known_addresses: list[str] = []
     while True:
         try:
-            asked, status = asyncio.run(observe([*known, *arguments.address], keys))
+            answering, status = asyncio.run(observe([*known_addresses, *arguments.address], keys))
         except TemporaryError as error:
-            if not known or isinstance(error, NobodyListens):
+            if not known_addresses or isinstance(error, NobodyListens):
                 raise
             log.warning(str(error))
         else:
-            known = [asked, *(host.address for host in status.hosts if host.address)]
+            known_addresses = [answering, *(host.address for host in status.hosts if host.address)]
             shown = json.dumps(status.to_json()) if arguments.json else status_text(status)
             _show(shown, arguments, watch_s)
         if not watch_s:
@@ -97,7 +97,7 @@ def _show(shown: str, arguments: argparse.Namespace, watch_s: float | None) -> N
     print(shown, flush=True)
 
 
-def _of_service(arguments: argparse.Namespace, watch_s: float | None) -> int:
+def _show_service(arguments: argparse.Namespace, watch_s: float | None) -> int:
     """Show the status of the `skippipe serve` at a URL."""
     from skippipe_jax.serving.status import ask, status_text
 

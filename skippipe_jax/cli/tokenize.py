@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat template: plain, chatml, llama3 or a Jinja file (default: the template of the "
         "tokenizer)",
     )
-    own = parser.add_mutually_exclusive_group()
-    own.add_argument(
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument(
         "--tokenizer",
         default=BYTES,
         metavar="PATH",
         help="tokenizer.json, a folder with one, or bytes (default: %(default)s)",
     )
-    own.add_argument(
+    tokenizer.add_argument(
         "--train-bpe",
         type=int,
         metavar="SIZE",
@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out",
         type=float,
         default=0.05,
+        metavar="FRACTION",
         help="fraction of documents held out for evaluation (default: %(default)s)",
     )
     parser.add_argument(
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of the hash that selects held-out documents (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-workers", type=int, help="number of processes (default: one per core)"
+        "--num-workers", type=int, metavar="N", help="number of processes (default: one per core)"
     )
     accept_former(parser, processes="--num-workers")
 
@@ -104,10 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
     held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:
-        raise InputError("--held-out", held_out, "must be below 1", "Write a share such as 0.05")
+        raise InputError("--held-out", held_out, "must be below 1", "Write a fraction such as 0.05")
     if arguments.tokenizer_only and arguments.train_bpe is None and arguments.tokenizer == BYTES:
         raise InputError(
-            "--tokenizer-only", True, "bytes need no tokenizer", "Give --train-bpe or --tokenizer"
+            "--tokenizer-only", True, "requires a tokenizer", "Add --train-bpe or --tokenizer"
         )
     if arguments.today is not None:
         require_day(arguments.today, "--today")
@@ -123,19 +124,19 @@ def run(arguments: argparse.Namespace) -> int:
         for path in arguments.input
     ]
     with new_directory(arguments.output, "--output") as folder:
-        own, name = folder / TOKENIZER_FOLDER, arguments.tokenizer
+        tokenizer_folder, name = folder / TOKENIZER_FOLDER, arguments.tokenizer
         if arguments.train_bpe is not None:
             # Every byte is a token, so that any text can be encoded.
-            least = 256 + len(MARKS)
-            size = fields.integer(arguments.train_bpe, "--train-bpe", least)
-            train_bpe(training_documents(sources, held_out, seed), size, own)
-            name = str(own)
+            min_size = 256 + len(MARKS)
+            size = fields.integer(arguments.train_bpe, "--train-bpe", min_size)
+            train_bpe(training_documents(sources, held_out, seed), size, tokenizer_folder)
+            name = str(tokenizer_folder)
         elif name != BYTES:
-            copy_tokenizer(name, own, "--tokenizer")
+            copy_tokenizer(name, tokenizer_folder, "--tokenizer")
         tokenizer = load_tokenizer(name, "--tokenizer")
         vocabulary_size = tokenizer.vocabulary_size
-        _keep_template(arguments.chat_template, own, sources, tokenizer)
-        written = f"a tokenizer of {vocabulary_size:,} tokens"
+        _write_template(arguments.chat_template, tokenizer_folder, sources, tokenizer)
+        summary = f"a tokenizer of {vocabulary_size:,} tokens"
         if not arguments.tokenizer_only:
             index = write_tokens(folder, sources, name, held_out, seed, processes)
             if not index.parts["training"].tokens:
@@ -143,15 +144,15 @@ def run(arguments: argparse.Namespace) -> int:
                 raise InputError(
                     "INPUT",
                     " ".join(arguments.input),
-                    f"holds {documents} documents, and none with text to train on",
-                    "Name other files, or say by --source what they hold",
+                    f"has {documents} documents, none with training text",
+                    "Give other files, or their format with --source",
                 )
-            written = ", ".join(
+            summary = ", ".join(
                 f"{part.tokens:,} tokens of {part.documents:,} documents ({kind.replace('_', ' ')})"
                 for kind, part in index.parts.items()
             )
-            written += f", {_by_which(arguments)}"
-    print(f"{arguments.output}: {written}")
+            summary += f", {_tokenizer_phrase(arguments)}"
+    print(f"{arguments.output}: {summary}")
     if arguments.tokenizer_only:
         print(f"use it with: data.tokenizer={arguments.output / TOKENIZER_FOLDER}")
     else:
@@ -161,16 +162,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _by_which(arguments: argparse.Namespace) -> str:
+def _tokenizer_phrase(arguments: argparse.Namespace) -> str:
     """Return a phrase that names the tokenizer of the tokens."""
     if arguments.train_bpe is not None:
-        return "by a tokenizer of their own"
+        return "with a new BPE tokenizer"
     if arguments.tokenizer == BYTES:
-        return "as bytes; for a given model, name its --tokenizer"
-    return f"by the tokenizer {arguments.tokenizer}"
+        return "as bytes; for a pretrained model, give its --tokenizer"
+    return f"with the tokenizer {arguments.tokenizer}"
 
 
-def _keep_template(
+def _write_template(
     name: str | None, folder: Path, sources: Sequence[DocumentSource], tokenizer: Tokenizer
 ) -> None:
     """Write the chat template beside the tokenizer in `folder`; warn if there is none."""

@@ -32,7 +32,7 @@ Under SLURM and on TPU pods, hosts are detected. Elsewhere, start one process fo
 SKIPPIPE_HOST_ID; on one machine, skippipe launch does so.
 """
 
-INTERRUPTED = "interrupted at once; what the last checkpoint holds is kept, if there is one"
+INTERRUPTED = "interrupted; the last checkpoint, if any, is kept"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Check this before waiting for other hosts.
         RunDir(config.run_dir).require_new()
     with connect_from_args(arguments, config) as host:
-        host.last_words = lambda: where_to_resume(config)
+        host.last_words = lambda: resume_hint(config)
         trainer = Trainer(
             config, host=host, resume=arguments.resume, config_folder=arguments.config.parent
         )
@@ -91,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         result = trainer.run()
     if result.left_run:
         log.output(
-            f"host {host.index} has left the run, which goes on from step {result.step}; "
-            "it comes back by --resume"
+            f"host {host.index} left; the run continues from step {result.step}. "
+            "Rejoin with skippipe train --resume"
         )
     else:
-        _say_how_it_ended(config, host, result)
+        _print_result(config, host, result)
     if host.generation_number not in (0, 1):
         # Threads may still wait for messages from failed hosts, and an ordinary exit would end them
         # within JAX.
@@ -158,7 +158,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
             check_template(config, hosts)
             if hosts == 1:
                 require_inputs(config)
-            log.output("# the cluster is measured and planned for when the run starts")
+            log.output("# the run measures the cluster and makes a plan when it starts")
             return
         schedule = make_plans(config, arguments.config.parent, None)
     check_deadline(config, schedule.longest_s(config.averaging))
@@ -175,7 +175,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         log.warning(sentence)
 
 
-def where_to_resume(config: Config) -> str:
+def resume_hint(config: Config) -> str:
     """Return a sentence on how to continue a run that ended early."""
     from skippipe_jax.config.parsing import is_run
     from skippipe_jax.storage.checkpoint import latest_step
@@ -183,23 +183,23 @@ def where_to_resume(config: Config) -> str:
     folder = Path(config.run_dir)
     step = latest_step(folder)
     if step is None and not (is_run(folder) or config.checkpoint.copy_to):
-        return f"Start it again: no run has begun in {config.run_dir} yet."
+        return f"Restart without --resume; {config.run_dir} contains no run yet."
     if step is None:
         # --resume is required: the folder already holds the run.
-        return f"Start it again with --resume: without a checkpoint, {config.run_dir} begins anew."
-    return f"Start it again with --resume to go on from step {step} in {config.run_dir}."
+        return f"Restart with --resume; without a checkpoint, {config.run_dir} starts at step 0."
+    return f"Restart with --resume; last checkpoint: step {step} in {config.run_dir}."
 
 
-def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> None:
+def _print_result(config: Config, host: Membership, result: RunResult) -> None:
     if result.stopped_by is not None:
         stopped = f"stopped by {result.stopped_by.name}"
         if host.count > 1:
-            stopped = f"{result.who_was_stopped}: all stop"
-        log.output(f"{stopped} after step {result.step}. {where_to_resume(config)}")
+            stopped = f"{result.who_was_stopped}: all hosts stop"
+        log.output(f"{stopped} after step {result.step}. {resume_hint(config)}")
     elif not host.leads:
-        early = f"stopped early (validation.patience is {config.validation.patience}) after"
-        how = early if result.step < config.train.steps else "trained to"
-        log.output(f"host {host.index}: {how} step {result.step}; the run is in {config.run_dir}")
+        early = f"stopped early (validation.patience = {config.validation.patience}) after"
+        how = early if result.step < config.train.steps else "finished"
+        log.output(f"host {host.index}: {how} {result.step} steps; run directory {config.run_dir}")
     else:
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.validation import best_step
@@ -210,16 +210,16 @@ def _say_how_it_ended(config: Config, host: Membership, result: RunResult) -> No
             step = best_step(losses)
             since = sum(other > step for other in losses)
             log.output(
-                f"stopped early: {since} validation{'s' * (since > 1)} since step {step}, whose "
-                f"held-out loss of {losses[step]:.4f} is the lowest (validation.patience is "
-                f"{config.validation.patience}; to train on, --resume with a greater one or null)"
+                f"stopped early: no improvement in {since} validation{'s' * (since > 1)} after "
+                f"step {step} (validation loss {losses[step]:.4f}). To continue, --resume with "
+                f"validation.patience above {config.validation.patience}, or null"
             )
         best = run_dir.best()
         if best is not None:
-            told = f"step {best['step']}, held-out loss {best['validation_loss']:.4f}"
-            log.output(f"best checkpoint (--step best): {told}")
+            best_text = f"step {best['step']}, validation loss {best['validation_loss']:.4f}"
+            log.output(f"best checkpoint (--step best): {best_text}")
         log.output(
-            f"trained to step {result.step}; the run is in {config.run_dir}. Its held-out loss: "
+            f"finished {result.step} steps; run directory {config.run_dir}. Evaluate: "
             f"skippipe evaluate --run {config.run_dir}"
         )
         _report(Path(config.run_dir))
@@ -232,6 +232,6 @@ def _report(folder: Path) -> None:
     try:
         write("run_dir", folder / REPORT, report(folder))
     except InputError as error:
-        log.warning(f"no page about the run is written: {error}")
+        log.warning(f"no report was written: {error}")
     else:
-        log.output(f"its curves and timelines: {folder / REPORT}")
+        log.output(f"report with curves and timelines: {folder / REPORT}")

@@ -54,7 +54,7 @@ def test_every_kind_is_written_once_and_says_a_command_that_there_is(text: Path,
             assert words[0] != "train" or parsed.config == Path(f"{kind}.yaml")
         assert commands[-1].startswith("train ")
         before = Path(f"{kind}.yaml").read_text()
-        expect_one_error(command("init", "--output", f"{kind}.yaml"), "is there already")
+        expect_one_error(command("init", "--output", f"{kind}.yaml"), "already exists")
         assert Path(f"{kind}.yaml").read_text() == before
 
 
@@ -69,7 +69,7 @@ def test_a_dry_run_takes_what_is_written(kind: str, text: Path, command: Command
         expect_one_error(shown, "neither model.safetensors nor")
     else:
         assert (shown.code, shown.err) == (0, "")
-        assert "is measured and planned for when the run starts" in shown.out
+        assert "the run measures the cluster and makes a plan when it starts" in shown.out
     assert load_config(Path("train.yaml")).data.path == "text"
 
 

@@ -60,7 +60,7 @@ def test_training_tells_how_to_go_on(folder: Path, command: Command):
     assert of_text.startswith("the text has ")
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert "skippipe evaluate --run run" in last
-    assert of_page == "its curves and timelines: run/report.html"
+    assert of_page == "report with curves and timelines: run/report.html"
     assert committed_steps(folder / "run") == [2, 3]
     lines = Run(folder / "run").metrics
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -121,7 +121,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command
             "train", "--config", "config.yaml", "--resume", "--set", f"train.steps={steps}"
         )
         assert (result.code, result.err) == (0, "")
-        assert "trained to step 3" in result.out
+        assert "finished 3 steps" in result.out
         assert f"the run is at step 3 of {steps}" in result.out
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert committed_steps(run) == [2, 3]
@@ -330,7 +330,7 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
         ),
         (
             ["--run", "run", "--keep-fraction", "1", "--plot", "a.pdf"],
-            ["--plot = 'a.pdf'", "no name of"],
+            ["--plot = 'a.pdf'", "must end in .svg"],
         ),
     ],
 )
@@ -350,9 +350,9 @@ def test_the_best_checkpoint_is_told_of_and_evaluated_by_its_name(run: Path, com
     changed = ("--set", "train.steps=5", "--set", "validation.every=1")
     result = command("train", *RESUMED, *changed)
     best = json.loads((run / "best.json").read_text())
-    told = f"step {best['step']}, held-out loss {best['validation_loss']:.4f}"
+    told = f"step {best['step']}, validation loss {best['validation_loss']:.4f}"
     assert f"best checkpoint (--step best): {told}\n" in result.out
     evaluated = command("evaluate", "--run", "run", "--step", "best")
     assert evaluated.out.startswith(f"step {best['step']}: "), evaluated.out
     written = command("convert", "to-hf", "--run", "run", "-o", "model", "--step", "best")
-    assert f"step {best['step']} of run is in model" in written.out
+    assert f"exported step {best['step']} of run to model" in written.out

@@ -114,11 +114,11 @@ def test_a_wrong_value_of_a_file_alone_is_named_as_ever(last: Path):
 @pytest.mark.parametrize(
     ("base", "problem"),
     [
-        ("gone.yaml", "cannot read this file: No such file"),
+        ("gone.yaml", "cannot be read: No such file"),
         ("last.yaml", "leads back to a file that extends this one"),
         ("../inner/last.yaml", "leads back to a file that extends this one"),
         ("list.yaml", "is not a mapping"),
-        ("broken.yaml", "not valid YAML at line 1"),
+        ("broken.yaml", "is not valid YAML at line 1"),
         ("3", "must be text"),
     ],
 )

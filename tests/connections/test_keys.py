@@ -141,10 +141,10 @@ def test_a_secret_that_every_user_can_read_or_change_is_warned_of_once(
 
 
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InputError, match=r"cluster\.secret = .*none': cannot read this file"):
+    with pytest.raises(InputError, match=r"cluster\.secret = .*none': cannot be read"):
         Keys.of(ClusterConfig(secret=str(tmp_path / "none")))
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path))
-    with pytest.raises(InputError, match=f"{FILE_VARIABLE} = .*cannot read this file"):
+    with pytest.raises(InputError, match=f"{FILE_VARIABLE} = .*cannot be read"):
         Keys.of(ClusterConfig())
 
 

@@ -188,4 +188,4 @@ def test_a_run_is_watched_until_ctrl_c(capfd: pytest.CaptureFixture[str]):
     told = capfd.readouterr()
     first = [msgspec.json.decode(line, type=RunStatus) for line in told.out.splitlines()[:2]]
     assert first == [STATUS, STATUS]
-    assert told.err == "interrupted; the run goes on\n"
+    assert told.err == "interrupted; the run continues\n"

@@ -67,7 +67,7 @@ def written(jsonl, tmp_path_factory) -> Path:
     )
     assert finished.returncode == 0, finished.stderr
     about, _, to_paste = finished.stdout.splitlines()
-    assert about.endswith(", by a tokenizer of their own")
+    assert about.endswith(", with a new BPE tokenizer")
     assert to_paste == f"skippipe train --data {folder}"
     return folder
 
@@ -125,12 +125,12 @@ def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
         (["{jsonl}", "--tokenizer", "nowhere"], "--tokenizer = 'nowhere': there is no nowhere"),
         (["{jsonl}", "--train-bpe", "100"], "--train-bpe = 100: must be at least 259"),
         (["{jsonl}", "--held-out", "1"], "--held-out = 1.0: must be below 1"),
-        (["{jsonl}", "--tokenizer-only"], "--tokenizer-only = True: bytes need no tokenizer"),
+        (["{jsonl}", "--tokenizer-only"], "--tokenizer-only = True: requires a tokenizer"),
         (
             ["docs", "--source", "jsonl"],
             "input.path = 'docs': holds no file whose name ends in .js",
         ),
-        (["{empty}"], "INPUT = '{empty}': holds 0 documents, and none with text"),
+        (["{empty}"], "INPUT = '{empty}': has 0 documents, none with training text"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(jsonl, tmp_path, monkeypatch, capsys, words, error):
@@ -218,7 +218,7 @@ def test_the_command_takes_conversations(chat, tmp_path, monkeypatch, capsys):
     words = [chat, "--source", "chat", "--held-out", "0.3", "--num-workers", "1"]
     parts = tokenize(tmp_path / "tokens", monkeypatch, *words)
     about, _, to_paste = capsys.readouterr().out.splitlines()
-    assert about.endswith("as bytes; for a given model, name its --tokenizer")
+    assert about.endswith("as bytes; for a pretrained model, give its --tokenizer")
     assert to_paste == f"skippipe train --data {tmp_path / 'tokens'} --set data.packing=documents"
     for part, described in parts.items():
         index = read_index(str(tmp_path / "tokens"), "data.path")

@@ -350,7 +350,7 @@ def test_a_chat_prints_the_answer_alone(
     assert printed("--chat", "--prompt", "ab") == (first + "\n", "")
     out, err = printed("--prompt", "ab")
     assert out.startswith("ab")
-    assert err == "the run has learnt conversations: --chat asks for the answer to the prompt\n"
+    assert err == "the model was trained on conversations: add --chat to get an answer\n"
 
     typed = io.StringIO("ab\nc\n")
     monkeypatch.setattr(typed, "isatty", lambda: True)
@@ -395,7 +395,7 @@ def test_a_chat_ends_with_the_turn_by_the_template(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", "a", "--chat"], ["--chat = True", "has learnt no conversations"]),
+        (["--prompt", "a", "--chat"], ["--chat = True", "was not trained on conversations"]),
         ([], ["--prompt = None", "is missing", "--chat on a terminal"]),
         (["--chat"], ["--prompt = None", "is missing"]),
     ],

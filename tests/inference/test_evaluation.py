@@ -321,7 +321,7 @@ def test_the_text_is_found_from_another_folder_and_named(
 def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, capsys: Any):
     to_huggingface(Path("run"), tmp_path / "hf")
     asked = ["evaluate", "--hf", str(tmp_path / "hf"), "--sequences", "1"]
-    hint = "for your own text: --set data.source=text --set data.path=PATH\n"
+    hint = "to use your own text, add --set data.source=text --set data.path=PATH\n"
     assert main(asked) == 0
     printed = capsys.readouterr()
     assert "of the held-out part of Python's standard library, all" in printed.out
@@ -489,4 +489,4 @@ def test_an_interrupted_evaluation_ends_at_once(monkeypatch: Any, capsys: Any):
 
     monkeypatch.setattr(evaluation, "evaluate", interrupted)
     assert main(["evaluate", "--run", "run", "--keep-fraction", "1,0.67,0.3"]) == 130
-    assert capsys.readouterr().err == "interrupted; nothing is kept\n"
+    assert capsys.readouterr().err == "interrupted; nothing was saved\n"

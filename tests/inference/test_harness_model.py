@@ -271,7 +271,7 @@ def test_the_command_takes_several_models(
     ("arguments", "words"),
     [
         (["--stage-order", "1,2"], "--stage-order = '1,2'"),
-        (["--tasks", "choose,chose"], "--tasks = 'chose': there is no such task"),
+        (["--tasks", "choose,chose"], "--tasks = 'chose': unknown task"),
         (["--tasks-from", "nowhere"], "--tasks-from = 'nowhere'"),
         (["--batch-size", "0"], "--batch-size = 0"),
     ],

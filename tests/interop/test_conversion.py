@@ -324,7 +324,9 @@ def test_their_generation_ends_where_an_answer_ends_by_the_chat_template(
     assert exported_ends(chats) == [with_turn_end, with_turn_end]
     about, end, tried = capsys.readouterr().out.splitlines()
     assert about.endswith("in float32 (--dtype)")
-    assert end.startswith(f"an answer ends with <|im_end|>: its token, {with_turn_end[-1]}, ")
+    assert end.startswith(
+        f"an answer ends with <|im_end|>; eos_token_id includes its token {with_turn_end[-1]}"
+    )
     assert tried.endswith(f"skippipe generate --hf {back} --chat")
 
 
@@ -432,8 +434,8 @@ def test_the_commands(
     assert f"evaluate --run {run}" in capsys.readouterr().out
     assert command("to-hf", "--run", run, "-o", back, "--step", "0", "--dtype", "bfloat16") == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"step 0 of {run} is in {back}, in bfloat16 (--dtype)",
-        f'load it by AutoModelForCausalLM.from_pretrained("{back}"), or try it: '
+        f"exported step 0 of {run} to {back} in bfloat16 (--dtype)",
+        f'load it with AutoModelForCausalLM.from_pretrained("{back}"), or try it: '
         f"skippipe generate --hf {back} --prompt TEXT",
     ]
     assert {str(array.dtype) for array in weights_in(back).values()} == {"bfloat16"}

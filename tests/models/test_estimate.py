@@ -306,5 +306,5 @@ def test_without_a_plan_one_machine_is_estimated_as_it_is_planned_for(command: A
     assert code == 0
     assert "0 (data)       4      1 " in said
     assert "an iteration of 2 microbatches sends 0 B of activations and gradients" in said
-    assert "this is for one machine with one device" in note
+    assert "this estimate is for one machine with one device" in note
     assert "skippipe measure -o case.yaml" in note

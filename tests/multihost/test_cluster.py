@@ -146,7 +146,7 @@ def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
             "failed: InputError: data.path = 'text': ran out. Give more",
             "error: data.path = ",
         ),
-        ("full disk", 75, "failed: TemporaryError: disk = 'run/metrics.jsonl'", "error: disk = "),
+        ("full disk", 75, "failed: TemporaryError: file = 'run/metrics.jsonl'", "error: file = "),
         # By a second Ctrl-C, which comes to one of them first.
         ("interrupt", 130, "was interrupted (SIGINT)", "interrupted at once"),
     ],

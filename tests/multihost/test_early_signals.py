@@ -51,7 +51,7 @@ def test_a_host_that_waits_for_the_others(processes: Processes, number: signal.S
     processes.start(*TRAIN, "--config", "config.yaml", *place)
     processes.wait_until(lambda: answers(port), PATIENCE_S)
     [line] = lines(processes, 0, number)
-    assert line.removeprefix("SIGTERM: ").startswith("interrupted at once; ")
+    assert line.removeprefix("SIGTERM: ").startswith("interrupted; ")
     assert line.startswith("SIGTERM") == (number == signal.SIGTERM)
 
 
@@ -65,7 +65,7 @@ def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes
     time.sleep(2.0)
     [line] = lines(processes, 1, signal.SIGTERM)
     # It may still be on the way from the others to its run, of which it tells nothing then.
-    told = line.removesuffix(" Start it again: no run has begun in run yet.")
+    told = line.removesuffix(" Restart without --resume; run contains no run yet.")
     assert told == "SIGTERM: interrupted at once."
     assert processes.exit_code(0, PATIENCE_S) == TRY_AGAIN_EXIT_CODE
     assert f"{processes.name(1)} was interrupted (SIGTERM)." in processes.output(0)
@@ -83,5 +83,5 @@ def test_a_newcomer_that_asks(processes: Processes, number: signal.Signals):
         with connection:
             connection.recv(1)
             [line] = lines(processes, 0, number)
-    assert line.removeprefix("SIGTERM: ") == "interrupted; the run goes on without this host"
+    assert line.removeprefix("SIGTERM: ") == "interrupted; the run continues without this host"
     assert line.startswith("SIGTERM") == (number == signal.SIGTERM)

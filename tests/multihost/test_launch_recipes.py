@@ -283,7 +283,7 @@ def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
     assert "[host 0] host 0 is back in the run, at step" in programs.output(0)
     programs.processes[0].send_signal(signal.SIGTERM)
     assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
-    assert "told to stop (SIGTERM): all stop after step " in programs.output(0)
+    assert "told to stop (SIGTERM): all hosts stop after step " in programs.output(0)
 
 
 def training(programs: Processes) -> list[psutil.Process]:

@@ -71,7 +71,7 @@ def test_a_host_that_answers_no_more_is_named(tmp_path: Path):
         impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=PATIENCE_S)
         processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, *impatient)
         # Before, JAX itself waits for the devices of all hosts.
-        processes.wait_until(lambda: "links are open" in processes.output(0), PATIENCE_S)
+        processes.wait_until(lambda: "links opened" in processes.output(0), PATIENCE_S)
         processes.processes[1].send_signal(signal.SIGSTOP)
         assert processes.exit_code(0, PATIENCE_S / 2) == LOST_HOST_EXIT_CODE, processes.outputs()
         assert re.search("has waited for .* host 1 since .* in vain", processes.output(0))

@@ -283,8 +283,8 @@ def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
     assert "takes the place of host 3, which serves the stages 1" in told
     assert "host 3 is in the run, at step" in told
     assert [line["cause"] for line in run.generations()][2] == "host 3 joined"
-    assert f"the run is trained to step {STEPS}; it is on host 0 (" in told
-    assert f"host 1: trained to step {STEPS}; the run is in {run.run_dir}" in run.output(1)
+    assert f"finished {STEPS} steps; the run is on host 0 (" in told
+    assert f"host 1: finished {STEPS} steps; run directory {run.run_dir}" in run.output(1)
     assert run.members()[-1] == [0, 1, 3]
     assert (own / "config.yaml").read_bytes() == (run.run_dir / "config.yaml").read_bytes()
     assert not (own / "checkpoints").exists()
@@ -536,7 +536,7 @@ def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(
         "host 0 rejoined",
     ]
     assert not any(line["rewound"] for line in run.generations())
-    assert "host 0 has left the run, which goes on from step" in output
+    assert "host 0 left; the run continues from step" in output
     assert "Traceback" not in output
     assert_trained_like(run.run_dir, undisturbed)
 
@@ -564,7 +564,7 @@ def test_a_host_that_has_joined_leaves_as_any_other(
         output = run.output(3)
     causes = [line["cause"] for line in run.generations()][2:]
     assert causes == ["host 3 joined", "host 3 left"]
-    assert "this host has left the run, which goes on from step" in output
+    assert "this host left; the run continues from step" in output
     assert "Traceback" not in output
     assert_trained_like(run.run_dir, undisturbed)
 
@@ -602,7 +602,7 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, un
         assert "Traceback" not in run.output(host)
     assert run.members() == [[0, 1, 2, 3]], "nobody has left before the others"
     step = steps_done(run.run_dir)
-    said = f"told to stop (SIGTERM): all stop after step {step}. Start it again with --resume"
+    said = f"told to stop (SIGTERM): all hosts stop after step {step}. Restart with --resume"
     assert all(said in run.output(host) for host in range(HOSTS))
     assert 3 <= step < STEPS
     assert latest_step(run.run_dir) == step
@@ -619,7 +619,7 @@ def test_ctrl_c_on_one_host_ends_the_run_and_each_host_says_who_was_interrupted(
     signals = [signal.SIGTERM, signal.SIGINT, *[signal.SIGTERM] * (HOSTS - 2)]
     assert codes == [128 + number for number in signals]
     step = latest_step(run.run_dir)
-    said = f"host 1 was interrupted (SIGINT): all stop after step {step}. Start it again with"
+    said = f"host 1 was interrupted (SIGINT): all hosts stop after step {step}. Restart with"
     assert all(said in run.output(host) for host in range(HOSTS)), run.processes.outputs()
 
 

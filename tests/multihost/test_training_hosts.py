@@ -388,8 +388,8 @@ def test_three_hosts_with_several_nodes_and_devices_stop_together_and_go_on(
     assert code == 128 + signal.SIGINT, output
     step = latest_step(run_dir)
     assert step == steps_done(run_dir)
-    assert f"interrupted (SIGINT): all stop after step {step}. " in output
-    assert f"--resume to go on from step {step} in {run_dir}." in output
+    assert f"interrupted (SIGINT): all hosts stop after step {step}. " in output
+    assert f"--resume; last checkpoint: step {step} in {run_dir}." in output
     assert not CRASHES.search(output), output
 
     with started_processes(tmp_path / "resumed") as processes:
@@ -473,7 +473,7 @@ def test_one_jax_ends_with_any_host_and_the_run_is_resumed_even_by_hosts_of_thei
 def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
     """The output of a host says who was lost and from where to resume, once, and nothing worse."""
     assert output.count(f"{lost} failed: ") == 1, output
-    endings = re.findall(r"exits with code 75\. .* from step (\d+) in (\S+)\.$", output, re.M)
+    endings = re.findall(r"exits with code 75\. .*: step (\d+) in (\S+)\.$", output, re.M)
     assert len(endings) == 1, output
     assert Path(endings[0][1]) == run_dir
     assert (run_dir / "checkpoints" / f"{int(endings[0][0]):08d}").exists()

@@ -115,7 +115,7 @@ def assert_stopped(processes: Processes, run_dir: Path) -> None:
         output = processes.output(host)
         step = latest_step(run_dir)
         ending = f"{processes.name(host)} exits with code {LOST_HOST_EXIT_CODE}. "
-        assert output.count(f"{ending}Start it again with --resume to go on from step {step}") == 1
+        assert output.count(f"{ending}Restart with --resume; last checkpoint: step {step}") == 1
         assert not CRASHES.search(output), output
 
 

@@ -237,7 +237,7 @@ def test_rows_of_a_steady_state_say_whose_rings_are_late():
     assert [row["late_s"] for row in to_json(rows)] == [0, late.late_s]
     lines = table(rows).splitlines()
     assert len(lines) == 4
-    assert lines[3] == f"balanced: a ring is {late.late_s:.2f} s longer than its delay allows"
+    assert lines[3] == f"balanced: a ring exceeds its delay by {late.late_s:.2f} s"
     ElementTree.fromstring(picture(rows, "spread"))
 
 

@@ -434,13 +434,13 @@ def test_what_is_no_address_is_refused(url: str, run: Path, command: Command):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--url", "{url}", "--step", "5"], ["--step = 5", "is served"]),
-        (["--url", "{url}", "--num-stages", "3"], ["--num-stages = 3", "is served"]),
-        (["--url", "{url}", "--scale", "0.5"], ["--scale = '0.5'", "is served"]),
+        (["--url", "{url}", "--step", "5"], ["--step = 5", "which a server runs"]),
+        (["--url", "{url}", "--num-stages", "3"], ["--num-stages = 3", "which a server runs"]),
+        (["--url", "{url}", "--scale", "0.5"], ["--scale = '0.5'", "which a server runs"]),
         (["--url", "{url}", "--set", "model.attention=auto"], ["--set", "model.attention"]),
-        (["--url", "{url}", "--run", "{run}"], ["--url", "several are named"]),
+        (["--url", "{url}", "--run", "{run}"], ["--url", "several are given"]),
         (["--url", "{url}", "--set", "data.held_out=0.3"], ["data.held_out", "has trained on"]),
-        (["--api-key-file", "keys"], ["--api-key-file", "Name it by --url"]),
+        (["--api-key-file", "keys"], ["--api-key-file", "Add --url"]),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(

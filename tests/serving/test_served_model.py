@@ -239,7 +239,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
         told = process.stderr.read().splitlines()
         assert told == [
             "SIGTERM: answers that have begun are finished",
-            "no answer is left; the service ends",
+            "service stopped",
         ]
     finally:
         process.kill()
@@ -252,7 +252,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
     ("arguments", "words"),
     [
         (["--run", "nowhere"], ["nowhere"]),
-        (["--run", "{run}@last"], ["--run", "'last' is no step"]),
+        (["--run", "{run}@last"], ["--run", "'last' is not a step"]),
         (["--run", "{run}@77"], ["77"]),
         (["--run", "{run}", "--host", "0.0.0.0"], ["--host", "--api-key-file"]),
         (["--run", "{run}", "--api-key-file", "nowhere"], ["--api-key-file", "nowhere"]),

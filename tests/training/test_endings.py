@@ -41,39 +41,43 @@ def test_every_host_says_who_stopped_the_run_and_how_to_go_on(
     config = Config(run_dir=str(tmp_path))
     host: Any = SimpleNamespace(index=2, count=3, leads=leads)
     result = RunResult(52, TERM, told_to_stop={1: INT})
-    train._say_how_it_ended(config, host, result)
+    train._print_result(config, host, result)
     told = capsys.readouterr().out
-    assert told.startswith("host 1 was interrupted (SIGINT): all stop after step 52. Start it ag")
+    assert told.startswith(
+        "host 1 was interrupted (SIGINT): all hosts stop after step 52. Restart "
+    )
     assert told.count("\n") == 1
     host.count = 1
-    train._say_how_it_ended(config, host, RunResult(52, TERM, told_to_stop={0: TERM}))
-    assert capsys.readouterr().out.startswith("stopped by SIGTERM after step 52. Start it again")
+    train._print_result(config, host, RunResult(52, TERM, told_to_stop={0: TERM}))
+    assert capsys.readouterr().out.startswith("stopped by SIGTERM after step 52. Restart ")
 
 
 @pytest.mark.parametrize(
     ("steps", "how"),
-    [(52, "trained to"), (60, "stopped early (validation.patience is 3) after")],
+    [(52, "finished"), (60, "stopped early (validation.patience = 3) after")],
 )
 def test_a_host_that_does_not_lead_says_that_the_run_is_trained(
     steps: int, how: str, capsys: pytest.CaptureFixture[str]
 ):
     config = Config(run_dir="runs/a", train=TrainConfig(steps=steps), validation=PATIENT)
     host: Any = SimpleNamespace(index=2, count=3, leads=False)
-    train._say_how_it_ended(config, host, RunResult(52, None))
+    train._print_result(config, host, RunResult(52, None))
     told = capsys.readouterr().out
-    assert told == f"host 2: {how} step 52; the run is in runs/a\n"
+    assert told == f"host 2: {how} 52 steps; run directory runs/a\n"
 
 
 def test_a_host_that_had_joined_says_where_the_result_is(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(Config(run_dir="runs/far")))
     leader = "host 0 (10.0.0.1:8476)"
-    trained = join.how_it_ended(tmp_path, leader, RunResult(150, None))
-    assert trained == f"the run is trained to step 150; it is on {leader}, in runs/far"
+    trained = join.result_message(tmp_path, leader, RunResult(150, None))
+    assert trained == f"finished 150 steps; the run is on {leader}, in runs/far"
     (tmp_path / "timelines").mkdir()
     result = RunResult(52, TERM, told_to_stop={1: INT})
-    assert join.how_it_ended(tmp_path, leader, result) == (
-        "host 1 was interrupted (SIGINT): all stop after step 52. The checkpoint is on "
-        f"{leader}, in runs/far: once it is resumed there, this host can join again. What this "
-        f"host has recorded is in {tmp_path / 'timelines'}"
+    assert join.result_message(tmp_path, leader, result) == (
+        "host 1 was interrupted (SIGINT): all hosts stop after step 52. The checkpoint is on "
+        f"{leader}, in runs/far. After the run is resumed there, this host can join again. "
+        f"Recorded by this host: {tmp_path / 'timelines'}"
     )
-    assert "has left the run" in join.how_it_ended(tmp_path, leader, RunResult(9, TERM, True))
+    assert "this host left; the run continues" in join.result_message(
+        tmp_path, leader, RunResult(9, TERM, True)
+    )

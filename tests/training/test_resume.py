@@ -117,7 +117,7 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
     step = latest_step(run.folder)
     assert step == steps_done(run.folder)
     assert f"stopped by {number.name} after step {step}. " in output
-    assert f"--resume to go on from step {step} in {run.folder}." in output
+    assert f"--resume; last checkpoint: step {step} in {run.folder}." in output
     assert "Traceback" not in output
     run.processes.really = False
     assert run.train("--resume")[0] == 0
@@ -162,5 +162,5 @@ def test_a_run_that_is_not_there_cannot_be_resumed(run: Run):
 def test_a_run_past_its_last_step_has_nothing_to_do(finished: Run):
     code, output = finished.train("--resume", train__steps=STEPS - 5)
     assert code == 0, output
-    assert f"trained to step {STEPS}" in output
+    assert f"finished {STEPS} steps" in output
     assert steps_done(finished.folder) == STEPS

@@ -183,7 +183,7 @@ def test_a_run_that_stops_early_says_why_and_does_not_go_on_when_it_is_resumed(
     assert best is not None
     assert steps == [*range(1, best + 5)]
     assert lines[0] == lines[1]
-    assert f"2 validations since step {best}, whose held-out loss of" in lines[0]
+    assert f"no improvement in 2 validations after step {best} (validation loss" in lines[0]
 
 
 @pytest.mark.nightly
@@ -202,7 +202,7 @@ def test_all_hosts_stop_early_after_the_same_step(config: Path, tmp_path: Path):
         )
         assert processes.exit_codes(120.0) == [0] * 2, processes.outputs()
     steps = len(Run(tmp_path / "run").metrics)
-    assert f"trained to step {steps}" in processes.output(0)
+    assert f"finished {steps} steps" in processes.output(0)
     assert committed_steps(tmp_path / "run") == [steps]
 
 

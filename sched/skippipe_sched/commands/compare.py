@@ -11,9 +11,16 @@ from skippipe_sched.commands.writing import require_writable, write
 from skippipe_sched.errors import InputError, loading
 from skippipe_sched.methods import METHODS
 
+DESCRIPTION = """\
+Plan a case by several methods, and compare the plans: seconds of one iteration, of its pipeline and
+of gradient averaging, ratio to the method full, traffic between locations, use of the busiest link,
+idle time of nodes, and gap to the lower bound. Ctrl-C ends the search of the current method.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("case", type=Path, help="case, a YAML file")
     add(
@@ -40,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     cases = load_cases(arguments.case)
     if len(cases) != 1:
         raise InputError(
-            "case.stages", "auto", "methods are compared on one case",
-            "Run the plan command first and give the sizes and the length that it chose",
+            "case.stages", "auto", "compare needs fixed stages and path_length",
+            "Run skippipe plan first, and write the values that it chose into the case",
         )  # fmt: skip
     budget_s = fields.duration(arguments.budget, "--budget", above=True)
     with progress("compare") as watch:

@@ -96,17 +96,17 @@ def run(arguments: argparse.Namespace) -> int:
         with search.interruptible():
             plan = _searched(cases, search, arguments)
     if search.end.interrupted:
-        print("the search was interrupted: this is the best plan it had", file=sys.stderr)
+        print("search interrupted; this is the best plan found so far", file=sys.stderr)
     elif search.end.interpreted and not search.end.uncompilable:
         print(
-            "the search was not compiled on this machine yet, so it has done little; that goes on, "
-            "and in a minute the same command finds a better plan",
+            "the search ran few steps, because it is not compiled yet on this machine; compilation "
+            "continues. Run the command again in a minute for a better plan",
             file=sys.stderr,
         )
     elif search.end.cut_short and not search.end.uncompilable:
         print(
-            "the clock ended the search before its work was done: on a machine with less else to "
-            "do, the same seed may find another plan",
+            "the time limit (--budget) ended the search before its last step: on a less busy "
+            "machine, the same seed may give another plan",
             file=sys.stderr,
         )
     write("--output", arguments.output, plan.save)
@@ -133,10 +133,10 @@ def _searched(cases: tuple[Case, ...], search: Search, arguments: argparse.Names
         return first
     write("--output", output, first.save)
     first_s = first.predicted.iteration_s
-    print(f"wrote {output}, a first plan of {first_s:.2f} s an iteration", file=sys.stderr)
+    print(f"wrote {output}, a first plan with {first_s:.2f} s per iteration", file=sys.stderr)
     search.end.cut_short = search.end.interpreted = False
     plan = plan_best(cases, method, replace(search, waits_for_compiler=True))
-    quicker = min(first, plan, key=lambda own: own.predicted.iteration_s)
+    quicker = min(first, plan, key=lambda candidate: candidate.predicted.iteration_s)
     return quicker if search.end.interpreted else plan
 
 
@@ -149,11 +149,11 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
     if len(cases) != 1 or sizes != cases[0].stages:
         raise InputError(
             option, str(path), f"its stages have sizes {list(sizes)}, "
-            "which are not the case's", "Give the plan of a case with the same stages",
+            "unlike those of the case", "Give a plan for a case with the same stages",
         )  # fmt: skip
     if option != "--placement" and not plan.fits(cases[0], path_length_of(method, cases[0])):
         raise InputError(
-            option, str(path), "its paths are not as many or not as long as the case's",
-            "Give the plan of a case with the same microbatches and path_length",
+            option, str(path), "its paths differ in number or length from those of the case",
+            "Give a plan for a case with the same microbatches and path_length",
         )  # fmt: skip
     return plan

@@ -10,9 +10,15 @@ from pathlib import Path
 from skippipe_sched.commands.writing import write
 from skippipe_sched.errors import InputError, loading
 
+DESCRIPTION = """\
+Simulate one iteration of a plan and plot it: as a Gantt chart, as a map of the traffic, or as the
+paths of the microbatches (SVG), or write a trace of it (JSON). At least one output is required.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("plan", type=Path, help="plan, a JSON file")
     add("-o", "--output", type=Path, metavar="SVG", help="Gantt chart")
@@ -38,13 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
         "paths": lambda: paths_picture(plan),
         "trace": lambda: json.dumps(chrome_trace(plan, timeline)) + "\n",
     }
-    asked = [name for name in pictures if getattr(arguments, name) is not None]
-    if not asked:
+    requested = [name for name in pictures if getattr(arguments, name) is not None]
+    if not requested:
         raise InputError(
-            "--output", None, "there is nothing to draw",
-            "Give -o, --flows, --paths or --trace, and a file",
+            "--output", None, "is required unless another output is given",
+            "Add -o, --flows, --paths or --trace, with a file",
         )  # fmt: skip
-    for name in asked:
+    for name in requested:
         path = getattr(arguments, name)
         write(f"--{name}", path, pictures[name]())
         print(f"wrote {path}")

@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from skippipe_sched.serving.simulate import Prediction
 
 
+DESCRIPTION = """\
+Plan a service: choose the stages that each host holds, and the routes of sequences through the
+hosts. Print both, and predictions of tokens per second and of seconds per token, each with a bound
+that no placement can beat.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("case", type=Path, help="case of a service, a YAML file")
     add(
@@ -41,16 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched.serving.simulate import simulate
     case = load_case(arguments.case)
     placement = place(case, arguments.objective, seed=arguments.seed)
-    found = routes(case, placement, seed=arguments.seed)
+    chosen_routes = routes(case, placement, seed=arguments.seed)
     alone = routes(replace(case, groups=1), placement)
     seconds_per_token = simulate(case, alone).seconds_per_token
-    predicted = replace(simulate(case, found), seconds_per_token=seconds_per_token)
+    predicted = replace(simulate(case, chosen_routes), seconds_per_token=seconds_per_token)
     bound = bounds(case)
     if arguments.json:
-        told = {"placement": placement, "routes": found}
-        print(json.dumps(told | asdict(predicted) | {"bounds": asdict(bound)}))
+        chosen = {"placement": placement, "routes": chosen_routes}
+        print(json.dumps(chosen | asdict(predicted) | {"bounds": asdict(bound)}))
     else:
-        print(_table(placement, found))
+        print(_table(placement, chosen_routes))
         print(_summary(case, predicted, bound))
     return 0
 

@@ -15,8 +15,16 @@ if TYPE_CHECKING:
     from skippipe_sched.timing.timeline import Timeline
 
 
+DESCRIPTION = """\
+Simulate one iteration of a plan. Print its duration, the longest gradient averaging, the lower
+bound, the idle time of nodes, and the rules of the case that the plan breaks. With --jitter, also
+print the durations of replays with random delays.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("plan", type=Path, help="plan, a JSON file")
     add(
@@ -26,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "case of the plan)",
     )  # fmt: skip
     add(
-        "--jitter", type=float, metavar="SHARE",
+        "--jitter", type=float, metavar="FRACTION",
         help="replay with random durations: each hop and operation takes longer by an "
         "exponentially distributed fraction with this mean; print median and 95th percentile",
     )  # fmt: skip
@@ -52,10 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         plan = replace(plan, case=replace(plan.case, contention=arguments.contention))
     timeline = simulate_plan(plan)
     broken = violations(plan.case, plan.stages, plan.microbatches)
-    luck: dict[str, float] = {}
+    stats: dict[str, float] = {}
     if arguments.jitter is not None:
         draws_s = replay(plan, arguments.jitter, arguments.draws, arguments.seed)
-        luck = {
+        stats = {
             "jitter": arguments.jitter,
             "draws": arguments.draws,
             "median_s": float(np.median(draws_s)),
@@ -63,13 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         }
     if arguments.json:
         problems = {"violations": [violation.problem for violation in broken]}
-        print(json.dumps(figures(plan, timeline) | luck | problems))
+        print(json.dumps(figures(plan, timeline) | stats | problems))
         return 0
     print(summary(plan, timeline))
-    if luck:
+    if stats:
         print(
-            f"with jitter {luck['jitter']:g}, {luck['draws']} draws: median "
-            f"{luck['median_s']:.2f} s, 95th percentile {luck['percentile_95_s']:.2f} s"
+            f"with jitter {stats['jitter']:g}, {stats['draws']} draws: median "
+            f"{stats['median_s']:.2f} s, 95th percentile {stats['percentile_95_s']:.2f} s"
         )
     for violation in broken:
         print(f"breaks a rule: {violation.problem}")
@@ -85,7 +93,7 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     from skippipe_sched.timing.bound import lower_bound_s
 
     bound_s = lower_bound_s(plan.case, min(len(path) for path in plan.microbatches))
-    told = {
+    values = {
         "method": plan.method,
         "iteration_s": timeline.iteration_s,
         "pipeline_s": timeline.pipeline_s,
@@ -96,27 +104,27 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "predicted_iteration_s": plan.predicted.iteration_s,
     }
     if plan.predicted.placement_bound_s is not None:
-        told["placement_bound_s"] = plan.predicted.placement_bound_s
+        values["placement_bound_s"] = plan.predicted.placement_bound_s
     if plan.case.averaging.is_outer:
-        told["late_s"] = timeline.late_s
-    return told
+        values["late_s"] = timeline.late_s
+    return values
 
 
 def summary(plan: Plan, timeline: Timeline) -> str:
     """Format the figures as a line of text."""
-    told = figures(plan, timeline)
-    averaging = f"longest averaging {told['averaging_s']:.2f} s"
+    values = figures(plan, timeline)
+    averaging = f"longest averaging {values['averaging_s']:.2f} s"
     if plan.case.averaging.is_outer:
         in_time = f"{timeline.late_s:.2f} s late" if timeline.late_s else "in time"
-        averaging = f"longest ring {told['averaging_s']:.2f} s behind it, {in_time}"
+        averaging = f"longest ring {values['averaging_s']:.2f} s in the background, {in_time}"
     better = ""
-    if "placement_bound_s" in told:
-        gap = told["iteration_s"] / told["placement_bound_s"] - 1.0
-        better = f", over placements {told['placement_bound_s']:.2f} s (gap {gap:z.0%})"
+    if "placement_bound_s" in values:
+        gap = values["iteration_s"] / values["placement_bound_s"] - 1.0
+        better = f", placement bound {values['placement_bound_s']:.2f} s (gap {gap:z.0%})"
     return (
-        f"{plan.method}: iteration {told['iteration_s']:.2f} s "
-        f"(pipeline {told['pipeline_s']:.2f} s, {averaging}), "
-        f"lower bound {told['lower_bound_s']:.2f} s "
-        f"(gap {told['gap_to_bound']:z.0%}){better}, nodes idle {told['idle_share']:z.0%} "
+        f"{plan.method}: iteration {values['iteration_s']:.2f} s "
+        f"(pipeline {values['pipeline_s']:.2f} s, {averaging}), "
+        f"lower bound {values['lower_bound_s']:.2f} s "
+        f"(gap {values['gap_to_bound']:z.0%}){better}, nodes idle {values['idle_share']:z.0%} "
         f"of the pipeline"
     )

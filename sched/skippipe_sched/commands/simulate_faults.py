@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from skippipe_sched.problem.plan import Plan
 
 # Larger values are mistakes, and would only fill the memory.
-MOST_FAULTS, MOST_SEEDS, MOST_DOUBLINGS = 10_000_000, 1000, 20
+MAX_FAULTS, MAX_SEEDS, MAX_DOUBLINGS = 10_000_000, 1000, 20
 DAY_S = 86400.0
 DESCRIPTION = "\n".join(
     [
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     time.add_argument(
         "--seeds", type=int, default=3, metavar="N",
-        help="number of draws of the faults, with seeds from --seed on (default: %(default)s)",
+        help="number of random draws of the faults, the first with --seed (default: %(default)s)",
     )  # fmt: skip
     costs = parser.add_argument_group("costs")
     _add_time(costs, "--heartbeat", "30s", "time until a failure is detected")
@@ -101,9 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figure", type=Path, metavar="SVG", help="file for a plot")
 
 
-def _add_time(group: argparse._ArgumentGroup, option: str, default: str, about: str) -> None:
+def _add_time(group: argparse._ArgumentGroup, option: str, default: str, help_text: str) -> None:
     group.add_argument(
-        option, default=default, metavar="TIME", help=f"{about} (default: %(default)s)"
+        option, default=default, metavar="TIME", help=f"{help_text} (default: %(default)s)"
     )
 
 
@@ -120,28 +120,28 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable("--figure", arguments.figure)
     churn, costs = _churn(arguments), _costs(arguments)
     mtbf_s = fields.duration(arguments.mtbf, "--mtbf", above=True)
-    mtbfs_s = doublings(mtbf_s, fields.integer(arguments.sweep, "--sweep", 0, MOST_DOUBLINGS))
+    mtbfs_s = doublings(mtbf_s, fields.integer(arguments.sweep, "--sweep", 0, MAX_DOUBLINGS))
     plans = arguments.plans
-    most = None if plans is None else fields.integer(plans, "--plans", 1)
+    max_plans = None if plans is None else fields.integer(plans, "--plans", 1)
     plan = _plan(arguments)
     _require_few_faults(len(plan.case.nodes), mtbfs_s[-1], churn)
     costs = replace(costs, planning_s=planning_s(plan))
     runs = len(mtbfs_s) * len(churn.seeds) * len(POLICIES)
-    with tqdm(total=runs, desc="churn", unit="run", leave=False, disable=None) as bar:
+    with tqdm(total=runs, desc="simulate-faults", unit="run", leave=False, disable=None) as bar:
         times = IterationTimes(
-            plan, most or affordable(plan), lambda planned: bar.set_postfix(planned=planned)
+            plan, max_plans or affordable(plan), lambda planned: bar.set_postfix(planned=planned)
         )
         points = sweep(plan, mtbfs_s, churn, costs, times, bar.update)
     print(
-        f"{len(plan.case.nodes)} nodes, {times(plan.stages):.2f} s an iteration, "
-        f"{arguments.days:g} days, {len(churn.seeds)} times; planned for {times.planned} sets of "
-        f"live nodes, {times.likened} likened to those"
+        f"{len(plan.case.nodes)} nodes, {times(plan.stages):.2f} s per iteration, "
+        f"{arguments.days:g} days, {len(churn.seeds)} draws; {times.planned} sets of live nodes "
+        f"planned, {times.likened} estimated from similar sets"
     )
     print(f"\n{goodputs(points)}")
     print(f"\n{causes(points, mtbf_s, churn.end_s)}")
     print(f"\n{verdict(points)}")
     if arguments.json is not None:
-        told = {
+        results = {
             "churn": asdict(churn),
             "costs": asdict(costs),
             "planned": times.planned,
@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
             "points": [asdict(point) for point in points],
             "iteration_s": times(plan.stages),
         }
-        write("--json", arguments.json, json.dumps(told, indent=1) + "\n")
+        write("--json", arguments.json, json.dumps(results, indent=1) + "\n")
     if arguments.figure is not None:
         write("--figure", arguments.figure, picture(points, arguments.case.stem))
     return 0
@@ -160,8 +160,8 @@ def _churn(arguments: argparse.Namespace) -> Churn:
     from skippipe_sched import fields
     from skippipe_sched.churn.sweep import Churn
 
-    count = fields.integer(arguments.seeds, "--seeds", 1, MOST_SEEDS)
-    first = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED - MOST_SEEDS)
+    count = fields.integer(arguments.seeds, "--seeds", 1, MAX_SEEDS)
+    first = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED - MAX_SEEDS)
     days = fields.number(arguments.days, "--days", 0.0, above=True)
     repair_s = fields.duration(arguments.repair, "--repair")
     return Churn(repair_s, days * DAY_S, tuple(range(first, first + count)))
@@ -205,9 +205,9 @@ def _require_few_faults(nodes: int, mtbf_s: float, churn: Churn) -> None:
     from skippipe_sched.figures.amounts import duration_text
 
     faults = nodes * len(churn.seeds) * churn.end_s / (mtbf_s + churn.repair_s)
-    if faults > MOST_FAULTS:
+    if faults > MAX_FAULTS:
         raise InputError(
             "--mtbf", duration_text(mtbf_s),
-            f"is in the sweep, and there would be {faults:.3g} faults",
-            f"Give a longer time, fewer days or a smaller --sweep: {MOST_FAULTS} faults at most",
+            f"causes {faults:.3g} faults in the sweep, but at most {MAX_FAULTS} are simulated",
+            "Set a longer --mtbf, fewer --days or a smaller --sweep",
         )  # fmt: skip

@@ -19,11 +19,11 @@ def require_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise InputError(option, str(path), "this is a folder", "Give the path of a file")
+        raise InputError(option, str(path), "is a folder", "Give the path of a file")
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(
-            option, str(path), f"cannot write there: {existing} is no folder to write to",
+            option, str(path), f"cannot be written: {existing} is not a writable folder",
             "Give another path",
         )  # fmt: skip
 
@@ -43,5 +43,5 @@ def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None
             content(path)
     except OSError as error:
         raise kind_of(error)(
-            option, str(path), f"cannot write there: {error.strerror}", "Give another path"
+            option, str(path), f"cannot be written: {error.strerror}", "Give another path"
         ) from error
