@@ -104,14 +104,15 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
     for task in tasks:
         strange = [name for name in task.needs if name not in by_name]
         if strange:
-            raise InputError("needs", strange[0], f"{task.name} needs it", "Add it, or name others")
+            problem = f"does not exist, but {task.name} needs it"
+            raise InputError("needs", strange[0], problem, "Add this task, or change the needs")
     found: dict[str, Task] = {}
     left = list(tasks)
     while left:
         ready = [task for task in left if all(name in found for name in task.needs)]
         if not ready:
             circle = ", ".join(task.name for task in left)
-            raise InputError("needs", circle, "none can begin before the others", "Break the cycle")
+            raise InputError("needs", circle, "these tasks need each other", "Remove the cycle")
         found |= {task.name: task for task in ready}
         left = [task for task in left if task.name not in found]
     return list(found.values())
@@ -136,7 +137,7 @@ class _Process:
         self.is_done = False
         self._begin()
         if self.process is None and not self.is_done:
-            tqdm.write(f"{task.name} waits for processes that an earlier command has left behind")
+            tqdm.write(f"{task.name}: waiting for processes of an earlier command to end")
 
     def _begin(self) -> None:
         """Start the first command, unless processes of an earlier call still run."""
@@ -190,7 +191,7 @@ class _Process:
                 return False
             self.starts_s = now_s + pause_s
             said = _last_words(self.log.name)
-            tqdm.write(f"{self.task.name} tries again in {pause_s:g} s. {said}".rstrip())
+            tqdm.write(f"{self.task.name} failed; retry in {pause_s:g} s. {said}".rstrip())
         elif now_s > self.starts_s:
             self._start()
         return True
@@ -240,8 +241,8 @@ class _Running:
         if self.failed:
             names = ", ".join(process.task.name for process in self.failed)
             first = self.failed[0].log.name
-            problem = "failed, and what does not need it has been trained"
-            raise InputError("run", names, problem, f"{_last_words(first)}Look at {first}")
+            problem = "failed; the tasks that do not need it are done"
+            raise InputError("run", names, problem, f"{_last_words(first)}Read {first}")
 
     def _ready(self) -> list[Task]:
         """Return the waiting tasks whose needs are met."""
@@ -259,7 +260,7 @@ class _Running:
         hours = sum(self.left.values()) / self.work_done * self._elapsed_s() / 3600
         tqdm.write(
             f"{task.name}: {task.found()}; {(time.monotonic() - process.begun_s) / 60:.1f} min; "
-            f"{len(self.left)} runs, about {hours:.1f} h, to go"
+            f"{len(self.left)} runs left, about {hours:.1f} h"
         )
         sys.stdout.flush()
 
@@ -270,7 +271,7 @@ class _Running:
 def _last_words(log: str) -> str:
     """Return the last line of a log if it is an error message, else ""."""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
-    return f"It says: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
+    return f"Its last line is: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
 
 
 def threads_each(at_once: int) -> Mapping[str, str]:

@@ -58,7 +58,7 @@ def told(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> 
         [
             aligned(rows, [0]),
             "",
-            f"# of experts with {steps} iterations on average, at the same compute:",
+            f"# for experts with {steps} steps on average, at equal compute:",
             written.rstrip(),
         ]
     )

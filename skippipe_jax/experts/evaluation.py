@@ -176,12 +176,12 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
     first = next(iter(arms.values()))
     for key, told in (
         ("training_flops", "training compute"),
-        ("training_flops_with_seeds", "with what they begin with"),
+        ("training_flops_with_seeds", "training compute with seeds"),
     ):
         shares = [own[key] / first[key] for own in arms.values()]
         rows.append([told, *(f"{share:.3f}" for share in shares)])
-    rows.append(["models asked", *(str(own["models_asked"]) for own in arms.values())])
-    lines = [aligned(rows, [0]), "", "means by how experts are mixed, inside / outside:"]
+    rows.append(["models evaluated", *(str(own["models_asked"]) for own in arms.values())])
+    lines = [aligned(rows, [0]), "", "means by mixing method, inside / outside:"]
     ways = [["", *(name for name, own in arms.items() if own["ways"])]]
     for way in (*WAYS, OWN):
         mixed = [own["ways"][way] for own in arms.values() if way in own["ways"]]

@@ -151,6 +151,6 @@ def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
     """Return the plan files of an arm's experts, by domain; make them if they are missing."""
     kept = kept_division(place, arm)
     if not kept.exists():
-        print(f"dividing nodes among the lanes of {arm.name}", flush=True)
+        print(f"dividing the nodes among the lanes of arm {arm.name}", flush=True)
         compared(place, arm)
     return fields.load_json(kept, str(kept))["plans"]

@@ -183,7 +183,7 @@ class Training:
         """Return a line with the last loss."""
         last = RunDir(self.place.run_dir(self.member)).metrics()[-1]
         loss = "none" if last.loss is None else f"{last.loss:.4f}"
-        return f"loss {loss} after {last.step} iterations"
+        return f"loss {loss} after {last.step} steps"
 
     def _is_trained(self) -> bool:
         return latest_step(self.place.run_dir(self.member)) == self.member.steps

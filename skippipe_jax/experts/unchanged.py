@@ -61,9 +61,8 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: T
         raise InputError(
             "folder",
             place.config.folder,
-            f"was made of another text or another case than there is now: {', '.join(names)}",
-            "Remove these there, bring back what has changed, or give another folder: "
-            "--set folder=...",
+            f"contains results of another text or case: {', '.join(names)}",
+            "Remove these, restore the text and the case, or set another folder: --set folder=DIR",
         )
 
 

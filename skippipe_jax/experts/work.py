@@ -112,9 +112,10 @@ def prepare(place: Place) -> None:
         [sys.executable, "-m", module, str(text)], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        remedy = f"It says: {said}. Run python -m {module} {text} to see more"
-        raise InputError("prepare", module, f"ended with code {done.returncode}", remedy)
+        said = (done.stderr.strip().splitlines() or ["no output on stderr"])[-1]
+        problem = f"exited with code {done.returncode}: {said.removesuffix('.')}"
+        remedy = f"Run python -m {module} {text} to see all output"
+        raise InputError("prepare", module, problem, remedy)
     atomic_write(written, json.dumps({"by": module}))
 
 
@@ -145,8 +146,8 @@ def require_usable(place: Place) -> Texts:
             case, _ = what_is_planned(told, place.configs)
             told.model.layers_of_stages(len(case.stages))
     if len(tokenizers) > 1:
-        problem = "their tokenizers differ, so what they say cannot be mixed"
-        remedy = "Give all sizes one data.tokenizer"
+        problem = "tokenizers differ, so the predictions of experts cannot be mixed"
+        remedy = "Set the same data.tokenizer for all sizes"
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
     texts = _require_text(place, each)
     if config.nodes is not None:
@@ -274,7 +275,8 @@ def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     """
     for arm in Members(place.config, hard).arms() if place.config.nodes else []:
         if arm.lanes and not kept_division(place, arm).exists():
-            raise InputError("arms", arm.name, "has no nodes yet", "Run skippipe experts CONFIG")
+            problem = "has no division of nodes yet"
+            raise InputError("arms", arm.name, problem, "Run skippipe experts CONFIG")
     return arms_of(place, hard)
 
 

@@ -122,7 +122,7 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
     """
     return [
         f"case.memory = {room.held.in_flight} is more than {names(room.nodes)} can hold: "
-        f"{holding(room)}. Write {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
+        f"{holding(room)}. Use {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
         f"{ways_out(config, case, room)}"
         for room in rooms(config, case, stage_of)
         if room.is_short
@@ -132,7 +132,7 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
 def holding(room: Room) -> str:
     """Describe the bytes that are held, and the bytes that may be filled."""
     held = room.held
-    of_each = "" if room.mesh == ONE_DEVICE else f" of each of {room.mesh.devices} devices"
+    of_each = "" if room.mesh == ONE_DEVICE else f" on each of {room.mesh.devices} devices"
     gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
     text = (
         f"stage {room.stage} takes {size_text(held.total)}{of_each} with {held.in_flight} in "
@@ -143,7 +143,7 @@ def holding(room: Room) -> str:
     if room.memory_bytes is None or room.usable_bytes is None:
         return text
     return (
-        f"{text}, and {size_text(room.usable_bytes)} may be filled, {USABLE_SHARE:g} of "
+        f"{text}; {size_text(room.usable_bytes)} are usable, {USABLE_SHARE:g} of "
         f"{size_text(room.memory_bytes)}"
     )
 

@@ -72,10 +72,10 @@ def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
         raise InputError(
             "plan",
             None,
-            "is missing, and several hosts need one",
-            "Write plan: auto, by which they measure their links and plan when the run starts; "
-            "plan: {case: FILE}, a case that skippipe measure writes or you do; or plan: {file: "
-            "FILE}, a plan by skippipe plan",
+            "is missing, but several hosts need a plan",
+            "Write plan: auto, to measure the links and plan at startup; plan: {case: FILE}, with "
+            "a case that you or skippipe measure wrote; or plan: {file: FILE}, with a plan by "
+            "skippipe plan",
         )
     if isinstance(given, str):
         return fields.load_yaml(Path(given), "case"), Path(given).parent
@@ -104,9 +104,9 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
             raise InputError(
                 f"case.{MEMORY_BYTES}",
                 None,
-                f"is missing, and the memory of node {node} is to follow from it",
-                f"Add {MEMORY_BYTES}: to case, the bytes of each node's device, or write memory as "
-                f"a number of microbatches",
+                f"is missing, but the memory of node {node} is {AUTO}",
+                f"Set {MEMORY_BYTES} to the bytes of each node's device, or memory to a number of "
+                f"microbatches",
             )
     counts = [most_in_flight(config, case, left_open) for case in cases]
     possible = [
@@ -220,9 +220,9 @@ def _too_small(
     return InputError(
         f"case.nodes[{node}].{MEMORY_BYTES}" if says_itself else f"case.{MEMORY_BYTES}",
         (own if says_itself else given)[MEMORY_BYTES],
-        f"not one microbatch fits on node {node}: {holding(room)}",
-        f"Write {ways_out(config, one_each, room)}; or, if this node is to serve another stage, "
-        f"the number of microbatches as its memory",
+        f"node {node} cannot hold one microbatch: {holding(room)}",
+        f"Use {ways_out(config, one_each, room)}; or set the memory of this node to a number of "
+        f"microbatches, if it serves another stage",
     )
 
 
@@ -242,29 +242,28 @@ def _differs(given: float, own: int) -> bool:
 def _sentence(
     config: Config, key: str, place: str, given: float, own: int, right: int | list[int]
 ) -> str:
-    remedy = f"Make the plan again with {key}: {json.dumps(right)}"
+    remedy = f"Plan again with {key}: {json.dumps(right)}"
     if config.plan.case is not None:
-        remedy = f"Write {key}: {AUTO}"
+        remedy = f"Set it to {AUTO}"
         # If omitted, it would be the `activation_bytes` of the case.
         if key != "gradient_bytes":
-            remedy = f"Leave it out, or write {key}: {AUTO}"
+            remedy = f"Remove it, or set it to {AUTO}"
     return (
-        f"case.{key}{place} = {given:.0f}, and by the configuration it is {own}: the plan is for "
-        f"other transfers than those of this run. {remedy}"
+        f"case.{key}{place} = {given:.0f}, but the configuration gives {own}: predicted times are "
+        f"wrong. {remedy}"
     )
 
 
 def _sentence_of_averaging(config: Config, case: Case) -> str:
     right = config.averaging.of_case
-    remedy = "Leave it out, or write averaging: auto"
+    remedy = f"Remove it, or set it to {AUTO}"
     if config.plan.case is None:
-        remedy = "Make the plan again " + (
-            f"with averaging: {json.dumps(right['averaging'])}" if right else "without it"
+        remedy = "Plan again " + (
+            f"with averaging: {json.dumps(right['averaging'])}" if right else "without averaging"
         )
     return (
-        f"case.averaging = {_in_words(case.averaging)}, and by the configuration it is "
-        f"{_in_words(config.averaging.policy)}: the plan is for another averaging than that of "
-        f"this run. {remedy}"
+        f"case.averaging = {_in_words(case.averaging)}, but the configuration gives "
+        f"{_in_words(config.averaging.policy)}: predicted times are wrong. {remedy}"
     )
 
 

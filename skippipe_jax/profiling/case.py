@@ -108,7 +108,7 @@ class Profile:
         head = [
             f"Measured by skippipe measure at {self.measured['at']}, "
             f"{len(self.measured['hosts'])} hosts on {', '.join(names)}.",
-            f"All figures in full: {in_full.name}",
+            f"All measurements: {in_full.name}",
             f"Model: {json.dumps(self.measured['model'])}",
             f"Memory: {self.measured['memory']}",
         ]
@@ -132,7 +132,7 @@ class Profile:
         lines = [
             f"forward {min(forward_s):.4g} to {max(forward_s):.4g} s, backward "
             f"{self.case['backward_ratio']:.2f} times and loss {self.case['loss_ratio']:.2f} times "
-            f"as long; {in_flight} microbatches in flight in {size_text(min(sizes))} to "
+            f"as long; {in_flight} microbatches in flight, memory {size_text(min(sizes))} to "
             f"{size_text(max(sizes))}",
             f"{', '.join(hops)}, stages {stages} MB",
         ]
@@ -324,7 +324,7 @@ def _reason(config: Config) -> str:
     """Return an explanation of the number of microbatches in flight."""
     given = _template(config).get("memory")
     if given == AUTO:
-        return f"{AUTO} stands for as many microbatches in flight as {MEMORY_BYTES} holds"
+        return f"{AUTO}: as many microbatches in flight as {MEMORY_BYTES} holds"
     return (
         f"as many microbatches in flight as {USABLE_SHARE:g} of {MEMORY_BYTES} holds with "
         f"model.recompute: {config.model.recompute}"
@@ -344,7 +344,7 @@ def left_aside(config: Config) -> str:
         return ""
     plan = config.plan
     origin = plan.file or (plan.case if isinstance(plan.case, str) else "plan.case")
-    return f"measured, whatever {origin} says of it: {', '.join(keys)}"
+    return f"measured, so these keys of {origin} are ignored: {', '.join(keys)}"
 
 
 def _given(config: Config) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ def measure(
     # A host that has measured its links must not disturb the others by compiling.
     tell(host, "measure/links", lambda: "measured")
     _hear(host, "links", range(host.count), deadline_s)
-    say("all links are measured; compiling the stages")
+    say("measured all links; compiling the stages")
 
     report = HostReport(
         name=socket.gethostname(),
@@ -107,7 +107,7 @@ def measure(
         return None
     heard = _hear(host, "report", range(host.count), deadline_s)
     reports = msgspec.convert(heard, list[HostReport])
-    say("all stages are timed")
+    say("timed all stages")
     return profile_of(config, host_of, reports)
 
 

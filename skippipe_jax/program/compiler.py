@@ -147,8 +147,8 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
             raise InputError(
                 "--hosts",
                 hosts,
-                f"the plan has {nodes} nodes, and a host needs one at least",
-                f"Start {nodes} hosts or fewer, or make a plan with more nodes",
+                f"the plan has {nodes} nodes, and each host must serve at least one",
+                f"Start {nodes} hosts or fewer, or plan with more nodes",
             )
         return tuple(node * hosts // nodes for node in range(nodes))
     if len(given) != nodes:
@@ -156,14 +156,14 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
             "cluster.host_of_node",
             list(given),
             f"has {len(given)} entries, but the plan has {nodes} nodes",
-            "Give the host of each node",
+            "List the host of each node",
         )
     if set(given) != set(range(hosts)):
         raise InputError(
             "cluster.host_of_node",
             list(given),
-            f"the run has {hosts} hosts, and each of 0 to {hosts - 1} must serve a node",
-            f"Start {max(given) + 1} hosts, or spread the nodes over {hosts}",
+            f"each host from 0 to {hosts - 1} must serve a node",
+            f"Start {max(given) + 1} hosts, or assign the nodes to {hosts} hosts",
         )
     return tuple(given)
 

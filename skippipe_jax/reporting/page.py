@@ -65,7 +65,7 @@ def report(folder: Path) -> str:
     ]
     measured, notes = load_timelines(folder, plan, shown)
     if len(shown) < len(recorded):
-        notes.append(f"{len(recorded) - len(shown)} recorded iterations had other plans.")
+        notes.append(f"{len(recorded) - len(shown)} recorded iterations used other plans.")
     newest, *others = sorted(measured, reverse=True) or [None]
     newest_timeline = None if newest is None else measured[newest]
     timeline = newest_timeline or predicted
@@ -124,19 +124,19 @@ def conversations(run: RunDir, config: Config) -> str:
         tokenizer = load_tokenizer(tokenizer_of(data))
         corpora = load_corpora(data)
     except InputError:  # On another machine, or deleted.
-        return "the text is not here"
+        return "text not found"
     count = tokens = learnt = 0
     for own in (corpus.training for corpus in corpora):
         if own.learnt is not None:
             count, tokens = count + len(own.ends), tokens + own.tokens.size
             learnt += int((own.learnt.ends - own.learnt.starts).sum())
     told = (
-        f"{count:,} to train on, of {tokens:,} tokens; of these {learnt:,} ({learnt / tokens:.0%}) "
-        "are the assistant's, which alone are learnt"
+        f"{count:,} for training, {tokens:,} tokens; trained on the {learnt:,} "
+        f"({learnt / tokens:.0%}) tokens of the assistant"
     )
     if all(source.kind == "tokens" for source in data.sources()):
         return told  # `skippipe tokenize` applied the template.
-    by_tokenizer = "none" if tokenizer.chat_template is None else "the tokenizer's own"
+    by_tokenizer = "none" if tokenizer.chat_template is None else "of the tokenizer"
     return f"{told}; chat template: {config.data.chat_template or by_tokenizer}"
 
 
@@ -151,7 +151,7 @@ def _template() -> Any:
     environment.filters |= {
         "change": lambda share: f"{share:+.0%}",
         "grouped": lambda number: f"{number:,.0f}",
-        "loss": lambda loss: "not known" if loss is None else f"{loss:.4f}",
+        "loss": lambda loss: "unknown" if loss is None else f"{loss:.4f}",
         "median": np.median,
         "percent": lambda share: f"{share:.0%}",
         "seconds": seconds_text,

@@ -16,9 +16,9 @@ def status_text(status: RunStatus) -> str:
     """Return the status on one screen: progress, hosts, stages and slowest links."""
     leading = [] if status.generation is None else [f"generation {status.generation}"]
     if status.leader is not None:
-        leading.append(f"host {status.leader} leads")
+        leading.append(f"leader: host {status.leader}")
     lines = [
-        f"run {status.run}: {status.phase}, as host {status.host} tells it",
+        f"run {status.run}: {status.phase} (reported by host {status.host})",
         _progress(status.progress),
         ", ".join(leading),
         _missing(status),
@@ -81,7 +81,7 @@ def _hosts(status: RunStatus) -> str:
 
 def _links(status: RunStatus) -> str:
     shown = status.links[:MOST_SHOWN]
-    which = "measured" if status.links_are_measured else "as the case says them"
+    which = "measured" if status.links_are_measured else "from the case"
     heads = "link", "latency", "bandwidth"
     rows = [
         (
