@@ -192,7 +192,9 @@ def test_who_dies_without_a_word_has_failed_too(folder):
 def test_what_found_something_in_use_tries_again(folder, capsys):
     words = ("unless=tried", "make=tried", "exit=75")
     assert run(folder, Worker(folder, "a", words=words)) == ["began a", "began a", "ended a"]
-    assert "a failed; retry in 0.01 s. Its last line is: error: field = 1" in capsys.readouterr().out
+    assert (
+        "a failed; retry in 0.01 s. Its last line is: error: field = 1" in capsys.readouterr().out
+    )
 
 
 def test_what_is_in_use_for_long_is_tried_ever_less_often_and_not_for_ever(folder, capsys):

@@ -196,7 +196,9 @@ def test_another_averaging_is_told_of():
     assert [own.partition(" = ")[0] for own in said] == ["case.averaging"]
 
 
-@pytest.mark.parametrize(("averaging", "remedy"), [({}, "without averaging"), (OUTER, '"every": 10,')])
+@pytest.mark.parametrize(
+    ("averaging", "remedy"), [({}, "without averaging"), (OUTER, '"every": 10,')]
+)
 def test_a_plan_of_another_averaging_is_told_the_right_one(averaging: Any, remedy: str):
     case = case_of(config_of(OPEN, averaging=OUTER | {"every": 7} if averaging else OUTER))
     given = {"model": MODEL, "plan": {"file": "plan.json"}, "averaging": averaging}
