@@ -89,7 +89,7 @@ def _probe(place: Place) -> int:
     arm = next((own for own in place.config.arms.values() if isinstance(own.steps, int)), None)
     steps = 100 if arm is None else arm.steps
     assert isinstance(steps, int)
-    print(difficulty.told(place.config, work.probe(place), steps))
+    print(difficulty.report_text(place.config, work.probe(place), steps))
     return 0
 
 

@@ -47,7 +47,7 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
     return proposed
 
 
-def told(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> str:
+def report_text(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> str:
     """Return the results of the probe as a table, and the proposal as YAML to paste."""
     rows = [["domain", "nats per token"]]
     rows += [

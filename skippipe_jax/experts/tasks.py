@@ -198,10 +198,10 @@ class Training:
             tree["init_from"] = origin
         path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         resume = ["--resume"] if RunDir(run).is_run else []
-        given = ["--config", str(path), *resume]
+        options = ["--config", str(path), *resume]
         if self.member.hosts > 1:
-            return ["skippipe_jax", "launch", *given, "--hosts", str(self.member.hosts)]
-        return ["skippipe_jax.train", *given]
+            return ["skippipe_jax", "launch", *options, "--hosts", str(self.member.hosts)]
+        return ["skippipe_jax.train", *options]
 
 
 def asked_of(path: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: T
                 changed[task.name] = folder
             is_changed = task.name in changed
         model = task.model if isinstance(task, Training) else task
-        if model.is_done() and (is_changed or _were_of_others(model, texts)):
+        if model.is_done() and (is_changed or _scored_other_text(model, texts)):
             scores[task.name] = model.folder
     if changed or scores:
         folders = *changed.values(), *scores.values()
@@ -91,7 +91,7 @@ def _fingerprint(run: Path) -> str | None:
     return None
 
 
-def _were_of_others(model: Scored, texts: Texts) -> bool:
+def _scored_other_text(model: Scored, texts: Texts) -> bool:
     """Return whether the scores of a model belong to another text."""
     return any(
         model.scores(domain, part).text != texts.held_out[domain, part]

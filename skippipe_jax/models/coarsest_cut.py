@@ -162,7 +162,7 @@ def answer(configured: Callable[[str | None], Config], devices: Sequence[float])
     )
     lines = [
         f"{parameters:,} parameters in {model.layers} blocks; {', '.join(settings)}",
-        f"{'fits' if found else 'does not fit'} on {_names(devices)}: {_told(cut)}",
+        f"{'fits' if found else 'does not fit'} on {_names(devices)}: {_cut_text(cut)}",
     ]
     if found is None:
         lines.append(_machines(config, max(devices)))
@@ -188,8 +188,8 @@ def _remedies(
         saved = cut.bytes[stage] - _held(changed, *of_stage)
         if changed != config and saved > 0:
             fewest = coarsest_cut(changed, devices)
-            told = "none" if fewest is None else f"{len(fewest.blocks)}"
-            rows.append((saved, (remedy, size_text(saved), told)))
+            described = "none" if fewest is None else f"{len(fewest.blocks)}"
+            rows.append((saved, (remedy, size_text(saved), described)))
     if rows:
         heading = "with --set", f"stage {stage} saves", "fewest stages"
         yield aligned([heading, *(row for _, row in sorted(rows, reverse=True))])
@@ -203,11 +203,11 @@ def _machines(config: Config, size: float) -> str:
         taken = size_text(least.bytes[least.fullest])
         problem = f"does not fit on any number of {size_text(size)}"
         return f"{problem}: a stage of one block takes {taken}"
-    told = _told(cut_into(config, [size] * fewest, fewest))
-    return f"needs {fewest} x {size_text(size)}: {told}"
+    described = _cut_text(cut_into(config, [size] * fewest, fewest))
+    return f"needs {fewest} x {size_text(size)}: {described}"
 
 
-def _told(cut: Cut) -> str:
+def _cut_text(cut: Cut) -> str:
     stages, fullest = len(cut.blocks), cut.fullest
     blocks = ", ".join(map(str, cut.blocks))
     return (

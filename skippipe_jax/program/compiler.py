@@ -180,7 +180,7 @@ def compile_held_out(
     data node has at most as many microbatches in flight as there are stages.
     """
     stages = [nodes for nodes in stages if nodes]
-    ways: list[list[Compute]] = []
+    chains: list[list[Compute]] = []
     for microbatch in range(count):
         path = [nodes[microbatch % len(nodes)] for nodes in stages]
         chain = [Operation("F", microbatch, node) for node in path]
@@ -190,16 +190,16 @@ def compile_held_out(
             is_hop = before.node != after.node
             hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
         hops.append(None)
-        ways.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
+        chains.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
     order = [
-        ways[microbatch][turn - microbatch]
+        chains[microbatch][turn - microbatch]
         for turn in range(count + len(stages))
         for microbatch in range(max(0, turn - len(stages)), min(turn + 1, count))
     ]
     following = {
         before.operation: after.operation
-        for way in ways
-        for before, after in itertools.pairwise(way)
+        for computes in chains
+        for before, after in itertools.pairwise(computes)
     }
     return tuple(
         Program(

@@ -76,7 +76,7 @@ class Worker:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(running, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(running, "POLL_S", 0.02)
     monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.2)
     (tmp_path / "worker.py").write_text(WORKER)

@@ -23,7 +23,7 @@ from skippipe_jax.profiling.case import (
     HostReport,
     case_of,
     check_template,
-    left_aside,
+    ignored_keys_text,
     profile_again,
     profile_of,
     read_measured,
@@ -371,11 +371,11 @@ def test_of_a_complete_case_what_cannot_be_measured_is_kept(form: str, tmp_path:
     assert case["stages"] == [2, 2]
     assert case["microbatches_per_data_node"] == 3
     assert case["forward_s"] != COMPLETE["forward_s"]
-    said = left_aside(config)
+    said = ignored_keys_text(config)
     assert "links" in said
     assert "forward_s" in said
     assert "stages" not in said
-    assert not left_aside(config_of(plan=to_measure(stages=[1, 1])))
+    assert not ignored_keys_text(config_of(plan=to_measure(stages=[1, 1])))
 
 
 # The command.
