@@ -202,7 +202,7 @@ def test_the_page_shows_what_the_command_prints(command: Any):
     [line] = re.findall(r"^    (nodes 0-19: .*)$", page, re.M)
     assert line in of_room.splitlines()
     [taken] = re.findall(r"takes (\S+ GB) of each of 4 devices on its data nodes", page)
-    assert f"stage 0 takes {taken} of each of 4 devices with 16 in flight" in of_meshes
+    assert f"stage 0 takes {taken} on each of 4 devices with 16 in flight" in of_meshes
     launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
     assert command(yaml.safe_load(launched))[1] == said
 
