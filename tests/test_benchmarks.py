@@ -193,7 +193,7 @@ def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
             assert (own.losses, len(own.seconds)) == (batches, 2)
     assert isinstance(taken["c"], OutOfMemory)
     require_alike({"a": Taken([], [2.0]), "b": Taken([], [2.0001])}, "float32")
-    with pytest.raises(RuntimeError, match="do not train alike"):
+    with pytest.raises(RuntimeError, match="differ in their last losses"):
         require_alike({"a": Taken([], [2.0]), "b": Taken([], [2.001])}, "float32")
 
 
@@ -516,8 +516,8 @@ def test_regions_holds_each_generation_against_its_plan():
     assert results[2]["nodes_moved"] == 2
     slow, late = regions.failures(results)
     assert "generation 2 takes 1.250" in slow
-    assert "generation 3 came after 16.0 s" in late
-    assert regions.failures(results[:1]) == ["no better plan came"]
+    assert "generation 3 was found after 16.0 s" in late
+    assert regions.failures(results[:1]) == ["no better plan was found"]
     rows = [line.split() for line in regions.table(results).splitlines()[1:]]
     assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"---"]
     assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "19.0", "2"]

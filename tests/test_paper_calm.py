@@ -49,7 +49,7 @@ def test_a_job_is_prepared_trained_and_summed_up_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(running.subprocess, "Popen", Started)
-    monkeypatch.setattr(running, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(running, "POLL_S", 0.0)
     monkeypatch.setattr(Started, "commands", [])
     monkeypatch.setattr(Started, "flags", [])
     first = ("experiments.paper.first_weights", "CONFIG")

@@ -143,7 +143,7 @@ def test_a_run_that_the_campaign_lacks_is_named(tmp_path: Path):
     study = _study(tmp_path)
     study.campaign.results = tmp_path
     _write(study.job(study.runs()[0]), 1.5)
-    with pytest.raises(InputError, match="the campaign has not trained it"):
+    with pytest.raises(InputError, match="has not been trained by the campaign"):
         study.figures()
 
 

@@ -122,7 +122,7 @@ class Struck:
             Ended: if it cannot go on.
         """
         hosts, every_s = self._hosts, self._arguments.every_s
-        hosts.wait("that all have begun", lambda: hosts.are_all_in(0.0))
+        hosts.wait("all hosts have started", lambda: hosts.are_all_in(0.0))
         print(f"{hosts.count} hosts train; {len(self._faults)} faults", flush=True)
         if every_s is None:
             for fault in self._faults:
@@ -186,7 +186,7 @@ def judged(
     if not lines:
         return found
     if undisturbed is None or undisturbed.steps < len(lines):
-        print(f"the same {len(lines)} steps in one process ...", flush=True)
+        print(f"training the same {len(lines)} steps in one process ...", flush=True)
         if undisturbed is not None:
             undisturbed.kill()
             shutil.rmtree(undisturbed.run_dir)
@@ -255,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if (error := beside.exception()) is None:
                 report["restarted"] = beside.result()
             else:
-                failures.append(f"the restarted run broke: {error!r}")
+                failures.append(f"the restarted run failed: {error!r}")
     results = struck.results
     recovered = sorted(r["recovered_s"] for r in results if r["recovered_s"] is not None)
     _, steps = churn_records.last_counted(running.notes)
@@ -303,17 +303,16 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
             fields.number(value, f"--{option.replace('_', '-')}", 0.0, above=True)
     is_paced = arguments.every_s is not None
     if arguments.outer and is_paced:
-        remedy = "Leave one of the two out"
-        raise InputError("--outer", True, "is compared with no run that --every-s makes", remedy)
+        remedy = "Remove one of the two options"
+        raise InputError("--outer", True, "cannot be combined with --every-s", remedy)
     if arguments.restart and not is_paced:
-        remedy = "Give --every-s too"
-        raise InputError("--restart", True, "faults have no moments without --every-s", remedy)
+        raise InputError("--restart", True, "requires --every-s", "Add --every-s")
     rate = arguments.link_bytes_per_s or (SLOW_LINK_BYTES_PER_S if is_paced else None)
     if rate is None and OF_THE_NETWORK & set(arguments.kinds):
         rate = np.inf
     if rate is not None and os.geteuid() != 0:
-        remedy = "Run this as root, or name others: --kinds kill stop hang"
-        raise InputError("--kinds", arguments.kinds, "only root may cut links", remedy)
+        remedy = "Run this as root, or choose other kinds: --kinds kill stop hang"
+        raise InputError("--kinds", arguments.kinds, "only root can cut links", remedy)
     spared = hosts - 1 if is_paced else None
     return draw(arguments.seed, hosts, count, arguments.kinds, arguments.phases, spared), rate
 
@@ -321,59 +320,72 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("churn", __doc__)
     parser.add_argument("--hosts", type=int, default=6, help="from 3 to 6 (6)")
-    parser.add_argument("--faults", type=int, default=30, help="how many there are (30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults (0)")
+    parser.add_argument("--faults", type=int, default=30, help="number of faults (30)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (0)")
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help=f"all by default. {kinds}"
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help=f"kinds of faults (all). {kinds}",
     )
     parser.add_argument(
         "--phases",
         nargs="+",
         choices=[*PHASES, REGROUP],
         default=list(PHASES),
-        help=f"at which faults are aimed: all by default but for {REGROUP}, when the others go on "
-        "without a host that was killed just before",
+        help=f"phases in which faults occur (all except {REGROUP}: the others continue without "
+        "a host that was killed just before)",
     )
     parser.add_argument(
         "--every-s",
         type=float,
         metavar="SECONDS",
-        help="faults come so often on average; by default, each as soon as all are there again",
+        help="mean time between faults; by default, each occurs as soon as all hosts are back",
     )
     parser.add_argument(
         "--link-bytes-per-s",
         type=float,
         metavar="RATE",
-        help=f"of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with --every-s, else as "
-        "quick as can be)",
+        help=f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with --every-s, else "
+        "unlimited)",
     )
     parser.add_argument(
-        "--calm-s", type=float, default=CALM_S, help="of calm before the first fault (60)"
+        "--calm-s", type=float, default=CALM_S, help="seconds before the first fault (60)"
     )
     parser.add_argument(
-        "--outer", action="store_true", help="the replicas of a stage go apart; not with --every-s"
+        "--outer", action="store_true", help="averaging.mode: outer; not with --every-s"
     )
     parser.add_argument(
-        "--restart", action="store_true", help="strike a run besides that is restarted each time"
+        "--restart",
+        action="store_true",
+        help="also measure a run that is restarted after each fault",
     )
     parser.add_argument(
         "--require-goodput",
         action="store_true",
-        help=f"it is a failure if goodput is below {churn_measures.LEAST_GOODPUT:g}, or less than "
+        help=f"fail if the goodput is below {churn_measures.LEAST_GOODPUT:g}, or less than "
         f"{churn_measures.LEAST_RATIO:g} times that of --restart",
     )
     parser.add_argument(
         "--heartbeat-timeout-s",
         type=float,
         default=4.0,
-        help="cluster.heartbeat_timeout_s; more where the machine is busy (4)",
+        help="cluster.heartbeat_timeout_s; increase it on a busy machine (4)",
     )
     parser.add_argument(
-        "--patience-s", type=float, default=180.0, help="after which the run has hung (180)"
+        "--patience-s",
+        type=float,
+        default=180.0,
+        help="seconds without progress after which the run counts as hung (180)",
     )
-    parser.add_argument("--picture", type=Path, help="write what --every-s finds to this SVG")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what hosts leave there")
+    parser.add_argument(
+        "--picture", type=Path, help="draw the results of --every-s as an SVG to this file"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the files of the hosts in this folder"
+    )
     add_overrides(parser, "override one key of the configuration; may be given often")
     return parser
 

@@ -115,7 +115,7 @@ class Undisturbed:
         """
         code = self._process.wait()
         if code != 0:
-            raise RuntimeError(f"the undisturbed run has ended with {code}")
+            raise RuntimeError(f"the undisturbed run exited with code {code}")
         return churn_records.read_lines(self.run_dir / METRICS)
 
     def kill(self) -> None:

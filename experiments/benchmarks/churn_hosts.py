@@ -100,7 +100,7 @@ class Hosts:
             return self._processes[host].wait(self._patience_s)
         except subprocess.TimeoutExpired as error:
             self._show_stacks()
-            raise Ended(f"host {host} did not end") from error
+            raise Ended(f"host {host} did not exit") from error
 
     def wait(self, what: str, condition: Callable[[], bool], lost: Sequence[int] = ()) -> None:
         """Wait until something is the case, and no longer than patience allows.
@@ -116,7 +116,7 @@ class Hosts:
             self._require_lives(lost)
             if time.monotonic() > deadline:
                 self._show_stacks()
-                raise Ended(f"hung: after {self._patience_s:g} s {what} is not the case")
+                raise Ended(f"hung: timed out after {self._patience_s:g} s waiting until {what}")
             time.sleep(LOOK_S)
 
     def rest(self, until_s: float) -> None:
@@ -210,7 +210,9 @@ class Hosts:
         for host in range(self.count):
             code = self.wait_for_end(host)
             if code != ASKED_TO_STOP:
-                self.failures.append(f"host {host} ended with {code} when the run was to stop")
+                self.failures.append(
+                    f"host {host} exited with code {code} when the run was stopped"
+                )
 
     def kill(self) -> None:
         """End all that still run."""
@@ -243,12 +245,12 @@ class Hosts:
         """Note which hosts have ended by themselves, and start them again."""
         ended = {host: process.poll() for host, process in self._processes.items()}
         if all(code is not None for code in ended.values()):
-            raise Ended(f"all hosts have ended, by {sorted(ended.items())}")
+            raise Ended(f"all hosts have exited; codes by host: {sorted(ended.items())}")
         for host, code in ended.items():
             if code is not None and not self.generation()["generation"]:
-                raise Ended(f"host {host} has ended before the first step, with {code}")
+                raise Ended(f"host {host} exited with code {code} before the first step")
             if code is not None and host not in lost:
-                self.failures.append(f"host {host} ended by itself, with {code}")
+                self.failures.append(f"host {host} exited unexpectedly with code {code}")
                 print(f"WRONG: {self.failures[-1]}", flush=True)
                 self.start_again(host)
 

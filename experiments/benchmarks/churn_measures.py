@@ -110,5 +110,7 @@ def too_little(report: Mapping[str, Any]) -> list[str]:
     if "restarted" in report:
         pace = report["restarted"]["microbatches_per_hour"]
         if report["microbatches_per_hour"] < LEAST_RATIO * pace:
-            found.append(f"restarting gets {pace} microbatches an hour done, too many beside")
+            found.append(
+                f"too slow compared with restarting, which does {pace} microbatches per hour"
+            )
     return found

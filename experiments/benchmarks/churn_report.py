@@ -39,13 +39,13 @@ def told(result: dict[str, Any], of: int) -> str:
     line = f"{result['number'] + 1}/{of} {result['kind']} {result['edge']} {result['phase']} of "
     line += f"step {result['step']}, host {who}: "
     if result["detected_s"] is None:
-        line += "nobody was missed"
+        line += "no failure detected"
     else:
-        line += f"missed after {result['detected_s']:.1f} s"
+        line += f"detected after {result['detected_s']:.1f} s"
         if result["recovered_s"] is not None:
-            line += f", a step counted {result['recovered_s']:.1f} s later"
+            line += f", a step committed {result['recovered_s']:.1f} s later"
     by = f" by {', '.join(result['came_by'])}" if result["came_by"] else ""
-    return f"{line}; all there{by} after {result['all_back_s']:.1f} s"
+    return f"{line}; all hosts back{by} after {result['all_back_s']:.1f} s"
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -54,11 +54,11 @@ def summary(report: dict[str, Any]) -> str:
     lines = [table(report["faults"])]
     if quickness["median"] is not None:
         lines.append(
-            f"a step counted again {quickness['median']:.2f} s after a loss was noticed (median; "
-            f"95th percentile {quickness['percentile_95']:.2f} s)"
+            f"first step committed {quickness['median']:.2f} s after a failure was detected "
+            f"(median; 95th percentile {quickness['percentile_95']:.2f} s)"
         )
     wrong = report["failures"]
     lines += [f"WRONG: {failure}" for failure in wrong] or [
-        f"{report['steps']} steps, {len(report['faults'])} faults: all is as it must be"
+        f"{report['steps']} steps, {len(report['faults'])} faults: all checks passed"
     ]
     return "\n".join(lines)

@@ -67,7 +67,7 @@ class Strike:
             self._come_back(killed_before)
         aim_of(hosts.folder, first).with_suffix(".struck").unlink(missing_ok=True)
         healed_s = time.time()
-        hosts.wait("that all hosts are there and make steps", lambda: hosts.are_all_in(healed_s))
+        hosts.wait("all hosts are back and make steps", lambda: hosts.are_all_in(healed_s))
         result = {
             "number": fault.number,
             "kind": fault.kind,
@@ -97,7 +97,7 @@ class Strike:
             case "leave":
                 code = hosts.wait_for_end(first)
                 if code != ASKED_TO_STOP:
-                    hosts.failures.append(f"host {first} was told to leave and ended with {code}")
+                    hosts.failures.append(f"host {first} got SIGTERM and exited with code {code}")
                 self._go_on(at_s, lost)
                 self._come_back(first)
             case "newcomer":
@@ -146,7 +146,7 @@ class Strike:
         aim_of(hosts.folder, first).with_suffix(".struck").unlink()
         hosts.wait_for_end(self.second)
         lost = [self.second]
-        what = "that the others go on without a second host"
+        what = "the others continue without a second host"
         hosts.wait(what, lambda: hosts.has_counted(at_s, last["generation"]), lost)
         # It does not join: the place of the first may be free still.
         self.came_by.append(hosts.start_again(self.second))
@@ -170,9 +170,9 @@ class Strike:
         def is_over() -> bool:
             return time.time() > until_s or hosts.has_counted(at_s, self._generation)
 
-        hosts.wait("that a cut is noticed", is_over, lost)
+        hosts.wait("a cut is detected", is_over, lost)
         if not hosts.has_counted(at_s, self._generation):
-            hosts.failures.append(f"nobody went on while {kind} {[*self.struck]} lasted")
+            hosts.failures.append(f"no step was committed during {kind} {[*self.struck]}")
         hosts.network.set_paths(links, up=True)
 
     def _silence(self, ports: dict[str, list[int]]) -> None:
@@ -186,7 +186,7 @@ class Strike:
         aim_of(hosts.folder, first).with_suffix(".struck").unlink()
 
     def _go_on(self, at_s: float, lost: Sequence[int]) -> None:
-        what = "that the others go on without a host"
+        what = "the others continue without a host"
         self._hosts.wait(what, lambda: self._hosts.has_counted(at_s, self._generation), lost)
 
     def _come_back(self, host: int) -> None:
@@ -211,5 +211,5 @@ class Strike:
             found[:] = [n for n in hosts.noted("struck", self._aimed_s) if n["by"] == host]
             return bool(found)
 
-        hosts.wait(f"that host {host} comes to {phase}", is_struck, lost)
+        hosts.wait(f"host {host} reaches the phase {phase}", is_struck, lost)
         return found[-1]

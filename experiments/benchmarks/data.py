@@ -174,13 +174,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("data", __doc__)
-    parser.add_argument("--iterations", type=int, default=10, help="of training (10)")
-    parser.add_argument("--copies", type=int, default=3, help="of the text to tokenize (3)")
-    parser.add_argument("--files", type=int, help="that are tokenized at most (all)")
-    parser.add_argument("--vocabulary-size", type=int, default=8192, help="of the BPE (8192)")
-    parser.add_argument("--turns", type=int, default=3, help="of tokenizing (3)")
+    parser.add_argument("--iterations", type=int, default=10, help="iterations of training (10)")
+    parser.add_argument("--copies", type=int, default=3, help="copies of the text to tokenize (3)")
+    parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY.SUB=VALUE", help="for training"
+        "--vocabulary-size", type=int, default=8192, help="vocabulary of the BPE (8192)"
+    )
+    parser.add_argument("--turns", type=int, default=3, help="turns of tokenizing (3)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="override one key of training",
     )
     return parser
 

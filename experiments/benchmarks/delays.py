@@ -82,7 +82,7 @@ class Delays:
         with suppress(BrokenPipeError):  # Then it says nothing, either.
             print(json.dumps(latencies.tolist()), file=self._process.stdin, flush=True)
         if not self._process.stdout.readline():
-            raise RuntimeError("the process that delays packets has ended; what it said is above")
+            raise RuntimeError("the process that delays packets has exited; see its output above")
 
 
 def pass_on(ports: list[str]) -> None:

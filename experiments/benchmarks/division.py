@@ -157,7 +157,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for arm in arguments.arms:
             result, divisions = measured(case, arm, arguments.seed, budget_s)
             report["results"].append(result)
-            reached = "" if result["ratio"] <= MOST else f", which is more than {MOST}"
+            reached = "" if result["ratio"] <= MOST else f" (more than {MOST})"
             print(table(divisions))
             print(
                 f"{case}, {arm}: {result['ratio']:.3f} of equal node counts{reached}, "
@@ -176,11 +176,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("division", __doc__)
     parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
     parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS), help="(all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first search (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first search (0)")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of each search (20)")
-    parser.add_argument("--quick", action="store_true", help="a second for each search")
+    parser.add_argument("--quick", action="store_true", help="one second for each search")
     parser.add_argument(
-        "--picture", type=Path, help="draw the arm both of the last case as an SVG file"
+        "--picture", type=Path, help="draw the arm `both` of the last case as an SVG to this file"
     )
     return parser
 

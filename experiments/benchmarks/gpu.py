@@ -96,7 +96,7 @@ def training_lines(found: Found) -> Iterator[str]:
     """What is printed of either."""
     possible = max(found["product_flops_per_second"].values()) / 1e12
     times, peak = found["pipeline_takes_times"], found["peak_memory_bytes"]
-    how = "in turns" if found["is_paired"] else "one after the other, as both do not fit at once"
+    how = "in turns" if found["is_paired"] else "one after the other: both do not fit together"
     yield (
         f"{found['parameters'] / 1e6:.1f} million parameters: the pipeline takes "
         f"{reporting.figure(times, '.3f')} times as long as the plain step ({how})"
@@ -225,7 +225,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if name not in arguments.parts:
             continue
         results[name] = _fitting(functools.partial(measure, arguments))
-        misfit = _misfit(results[name], "it")
+        misfit = _misfit(results[name], "the program")
         for line in [misfit] if misfit else lines(results[name]):
             print(f"{name}: {line}", flush=True)
     return reporting.finish({**report, "results": results}, None, arguments.json)
@@ -235,14 +235,14 @@ def _run(arguments: argparse.Namespace) -> int:
 SIZES = {
     "layers": (4, "layers of the stage"),
     "microbatches": (6, "microbatches of an iteration of the stage"),
-    "in_flight": (3, "of them in flight"),
+    "in_flight": (3, "microbatches in flight of the stage"),
     "microbatch_size": (1, "sequences of a microbatch"),
     "sequence_length": (4096, "tokens of a sequence"),
     "model_stages": (6, "stages of the whole model"),
     "model_microbatches": (8, "microbatches of an iteration of the whole model"),
-    "model_microbatch_size": (8, "sequences of each"),
-    "model_sequence_length": (1024, "tokens of each"),
-    "iterations": (10, "iterations that are timed, after one that is not"),
+    "model_microbatch_size": (8, "sequences of a microbatch of the whole model"),
+    "model_sequence_length": (1024, "tokens of a sequence of the whole model"),
+    "iterations": (10, "timed iterations, after one that is not timed"),
     "turns": (20, "turns of attention, cross-entropy and dispatch"),
 }
 SMALL = {
@@ -272,15 +272,18 @@ def _parser() -> argparse.ArgumentParser:
         "--parts", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure (all)"
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, default="1.5b", help="whose stage and attention it is (1.5b)"
+        "--preset",
+        choices=PRESETS,
+        default="1.5b",
+        help="model of the stage and of attention (1.5b)",
     )
-    parser.add_argument("--model", choices=PRESETS, default="500m", help="the whole model (500m)")
+    parser.add_argument("--model", choices=PRESETS, default="500m", help="whole model (500m)")
     parser.add_argument(
         "--heads-of",
         choices=PRESETS,
         nargs="+",
         default=["1.5b", "8b"],
-        help="models whose width and vocabulary cross-entropy has (1.5b 8b)",
+        help="models with the widths and vocabularies for cross-entropy (1.5b 8b)",
     )
     for name, (default, text) in SIZES.items():
         parser.add_argument(
@@ -291,13 +294,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=[4096, 8192, 16384],
-        help="rows of the matrices whose products are the measure, the quickest of them "
-        "(4096 8192 16384)",
+        help="sizes of square matrices; their fastest product is the reference (4096 8192 16384)",
     )
     parser.add_argument("--compute-dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="block")
     parser.add_argument("--attention", choices=ATTENTION, default="auto")
-    parser.add_argument("--small", action="store_true", help="sizes that a CPU does in seconds")
+    parser.add_argument("--small", action="store_true", help="small sizes, seconds on a CPU")
     return parser
 
 

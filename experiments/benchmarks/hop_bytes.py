@@ -98,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         "--settings", choices=SETTINGS, nargs="+", default=list(SETTINGS), help="settings (all)"
     )
     parser.add_argument(
-        "--dtypes", choices=SHARES, nargs="+", default=list(SHARES), help="of hops (all)"
+        "--dtypes", choices=SHARES, nargs="+", default=list(SHARES), help="dtypes of hops (all)"
     )
-    parser.add_argument("--seeds", type=int, default=5, help="of each search (5)")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each search (5)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each search (60)")
     return parser
 

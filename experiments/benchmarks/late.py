@@ -104,7 +104,7 @@ def table(report: dict[str, Any]) -> str:
             f"predicted in the plan's order {strict['predicted_in_plan_order_s']:.3f} s, without "
             f"jitter {strict['predicted_s']:.3f} s",
             f"ready-first takes {report['ratio']:.3f} times as long as strict; their losses differ "
-            f"by {report['largest_difference_of_losses']:.1e} at most, after "
+            f"by at most {report['largest_difference_of_losses']:.1e} after "
             f"{len(ready_first['losses'])} iterations",
         ]
     )

@@ -85,10 +85,8 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--small", action="store_true", help="little of each, in seconds: to see that it works"
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    parser.add_argument("--small", action="store_true", help="a short check of a few seconds")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all results to this file")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
@@ -247,7 +245,7 @@ def _hear(server: subprocess.Popen[str]) -> Any:
     assert server.stdout is not None
     line = server.stdout.readline()
     if not line:
-        raise RuntimeError(f"a host ended with {server.wait()}; what it said is above")
+        raise RuntimeError(f"a host exited with code {server.wait()}; see its output above")
     return json.loads(line)
 
 

@@ -102,15 +102,15 @@ def main() -> int:
         "--iterations",
         type=int,
         default=20,
-        help=f"how many are timed, after {WARMUP_ITERATIONS} others (default: %(default)s)",
+        help=f"timed iterations, after {WARMUP_ITERATIONS} others (default: %(default)s)",
     )
     parser.add_argument(
-        "--activation-dtype", choices=HOPS, help="what activations are rounded to for a hop"
+        "--activation-dtype", choices=HOPS, help="network.activation_dtype (default: as computed)"
     )
     parser.add_argument(
         "--runtime", choices=RUNTIMES, default=AUTO, help="cluster.runtime (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all results to this file")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
 
@@ -119,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
     fields.integer(arguments.iterations, "--iterations", TRACE_EVERY)
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise InputError("cores", cores, "the two hosts need one each", "Allow this process two")
+        raise InputError("cores", cores, "the two hosts need two", "Allow this process two cores")
     workload = SIZES[arguments.size]
     with tempfile.TemporaryDirectory(prefix="loopback-") as folder:
         run_dir = Path(folder, "run")

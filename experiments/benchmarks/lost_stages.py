@@ -134,14 +134,14 @@ def struck(
     try:
         while _steps(run_dir) < at:
             if time.monotonic() > until_s or any(own.poll() is not None for own in processes):
-                raise RuntimeError(f"{policy}: the run does not come to step {at}")
+                raise RuntimeError(f"{policy}: the run did not reach step {at}")
             time.sleep(LOOK_S)
         for host in STRUCK:
             processes[host].send_signal(signal.SIGKILL)
         for host in set(range(HOSTS)) - set(STRUCK):
             code = processes[host].wait(max(0.0, until_s - time.monotonic()))
             if code != expected:
-                raise RuntimeError(f"{policy}: host {host} ended with {code}, not {expected}")
+                raise RuntimeError(f"{policy}: host {host} exited with code {code}, not {expected}")
     finally:
         for process in processes:
             process.kill()
@@ -206,7 +206,7 @@ def steps_until(losses: Mapping[int, float], step: int, before: int, window: int
 
 def table(report: Mapping[str, Any]) -> str:
     """A line for each policy."""
-    heads = ("policy", "went on by", "steps old", "loss before", "after", "as low after", "end")
+    heads = ("policy", "recovered by", "steps old", "loss before", "after", "as low after", "end")
     heads += ("above, after", "above, end")
     rows: list[tuple[str, ...]] = [heads]
     for policy, own in report["results"].items():
@@ -275,20 +275,27 @@ def means(values: Sequence[float], window: int) -> list[float]:
 def main() -> int:
     """Parse the command line, train and kill, print; returns the exit code."""
     parser = reporting.parser("lost_stages", __doc__)
-    parser.add_argument("--steps", type=int, default=200, help="of each run (200)")
-    parser.add_argument("--at", type=int, default=130, help="the step after which hosts die (130)")
-    parser.add_argument("--window", type=int, default=10, help="steps of a mean (10)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run (200)")
     parser.add_argument(
-        "--policies", nargs="+", choices=LOST_STAGE, default=list(LOST_STAGE), help="all by default"
+        "--at", type=int, default=130, help="step after which hosts are killed (130)"
+    )
+    parser.add_argument("--window", type=int, default=10, help="steps of each mean (10)")
+    parser.add_argument(
+        "--policies", nargs="+", choices=LOST_STAGE, default=list(LOST_STAGE), help="policies (all)"
     )
     parser.add_argument(
         "--heartbeat-timeout-s", type=float, default=10.0, help="cluster.heartbeat_timeout_s (10)"
     )
     parser.add_argument(
-        "--patience-s", type=float, default=1800.0, help="after which a run has hung (1800)"
+        "--patience-s",
+        type=float,
+        default=1800.0,
+        help="seconds after which a run counts as hung (1800)",
     )
-    parser.add_argument("--picture", type=Path, help="write the losses as an SVG to this file")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what runs leave there")
+    parser.add_argument("--picture", type=Path, help="draw the losses as an SVG to this file")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the files of the runs in this folder"
+    )
     add_overrides(parser, "override one key of the configuration; may be given often")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
@@ -299,8 +306,8 @@ def _run(arguments: argparse.Namespace) -> int:
     window = fields.integer(arguments.window, "--window", 1)
     at = fields.integer(arguments.at, "--at", 1)
     if not window <= at <= steps - window:
-        remedy = "Leave as many steps before and after it as --window says"
-        raise InputError("--at", at, f"the run has {steps} steps", remedy)
+        problem = f"must be from {window} to {steps - window}: --window steps before and after"
+        raise InputError("--at", at, problem, "Change --at, --window or --steps")
     report = reporting.begun("lost_stages")
     words = [word for override in arguments.set for word in ("--set", override)]
     results: dict[str, Any] = {}
@@ -309,7 +316,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for policy in (UNDISTURBED, *arguments.policies):
             given = arguments.heartbeat_timeout_s, arguments.set
             write_config(folder, policy, steps, *given)
-        print("a run that nothing happens to ...", flush=True)
+        print("undisturbed ...", flush=True)
         results[UNDISTURBED] = judged(undisturbed(folder, words), [], window)
         for policy in arguments.policies:
             print(f"{policy} ...", flush=True)

@@ -104,7 +104,9 @@ def require_alike(kind: str, some: Sequence[Any], others: Sequence[Any]) -> None
     for one, other in zip(some, others, strict=True):
         is_text = isinstance(one, str)
         if one != other if is_text else np.abs(np.subtract(one, other)).max() > 1e-3:
-            raise RuntimeError(f"{kind} gives {one!r}, and {other!r} with another number of slots")
+            raise RuntimeError(
+                f"{kind} returns {one!r}, but {other!r} with another number of slots"
+            )
 
 
 def table(results: Mapping[str, Mapping[str, Any]], slots: int) -> str:
@@ -120,9 +122,11 @@ def table(results: Mapping[str, Mapping[str, Any]], slots: int) -> str:
 def main() -> int:
     """Parse the command line, measure and report; returns the exit code."""
     parser = reporting.parser("many_requests", __doc__)
-    parser.add_argument("--slots", type=int, default=DEFAULT_SLOTS, help="%(default)s by default")
-    parser.add_argument("--requests", type=int, default=64, help="of each kind: %(default)s")
-    parser.add_argument("--turns", type=int, default=5, help="that count: %(default)s")
+    parser.add_argument("--slots", type=int, default=DEFAULT_SLOTS, help="slots (%(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=64, help="requests of each kind (%(default)s)"
+    )
+    parser.add_argument("--turns", type=int, default=5, help="counted turns (%(default)s)")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
 

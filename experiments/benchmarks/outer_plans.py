@@ -169,8 +169,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(row(found), flush=True)
                 reporting.write(report, arguments.json)
     for check in report["checks"]:
-        holds = "" if check["holds"] else ", which is more"
-        print(f"{check['what']}: {check['found']} of at most {check['most']}{holds}")
+        holds = "" if check["holds"] else " (exceeded)"
+        print(f"{check['what']}: {check['found']} at most {check['most']}{holds}")
     return reporting.finish(report, None, arguments.json)
 
 
@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", choices=("exact", *POLICIES), nargs="+", help="settings (those of the case)"
     )
-    parser.add_argument("--seeds", type=int, default=5, help="of each search (5)")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each search (5)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each search (60)")
     return parser
 

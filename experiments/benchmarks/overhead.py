@@ -111,7 +111,7 @@ def table(result: dict[str, Any]) -> str:
             f"  {name:<23}{own['seconds_per_iteration']:>12.4f}{own['tokens_per_second']:>11.0f}"
             f"{own['peak_memory_bytes'] / 1e6:>9.0f}{own['pipeline_takes_times']:>7.3f}"
         )
-    ratio = f"  the pipeline takes {result['ratio']:.3f} times as long as the quickest plain step"
+    ratio = f"  the pipeline takes {result['ratio']:.3f} times as long as the fastest plain step"
     return "\n".join([*lines, f"{ratio} ({result['ratio_to']})"])
 
 
@@ -183,8 +183,8 @@ WORKLOAD = {
     "sequence_length": (256, "tokens of a sequence"),
 }
 TURNS = {
-    "warmup": (2, "turns that are not counted"),
-    "turns": (10, "turns that are counted"),
+    "warmup": (2, "warm-up turns"),
+    "turns": (10, "counted turns"),
 }
 
 

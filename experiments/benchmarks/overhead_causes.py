@@ -123,10 +123,14 @@ def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     parser = reporting.parser("overhead_causes", __doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="(%(default)s)")
-    parser.add_argument("--replicas", type=int, default=2, help="of each stage (%(default)s)")
+    parser.add_argument(
+        "--replicas", type=int, default=2, help="replicas of each stage (%(default)s)"
+    )
     parser.add_argument("--sequence-length", type=int, default=256, help="(%(default)s)")
-    parser.add_argument("--turns", type=int, default=10, help="that are timed (%(default)s)")
-    parser.add_argument("--records", type=int, default=3, help="by the profiler (%(default)s)")
+    parser.add_argument("--turns", type=int, default=10, help="timed turns (%(default)s)")
+    parser.add_argument(
+        "--records", type=int, default=3, help="records by the profiler (%(default)s)"
+    )
     arguments = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
         # XLA reads them once, before anything else.

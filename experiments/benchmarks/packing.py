@@ -219,13 +219,15 @@ def table(report: dict[str, Any]) -> str:
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     parser = reporting.parser("packing", __doc__)
-    parser.add_argument("--iterations", type=int, default=10, help="of each run (10)")
-    parser.add_argument("--width", type=int, default=512, help="of the two hosts' model (512)")
+    parser.add_argument("--iterations", type=int, default=10, help="iterations of each run (10)")
+    parser.add_argument(
+        "--width", type=int, default=512, help="width of the model of the two hosts (512)"
+    )
     parser.add_argument(
         "--dtypes",
         nargs="*",
         default=["float32", "bfloat16", "int8"],
-        help="of the two hosts' hops (float32 bfloat16 int8)",
+        help="dtypes of the hops between the two hosts (float32 bfloat16 int8)",
     )
     parser.add_argument(
         "--set",

@@ -364,11 +364,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=5, help="seeds of yardstick and first (5)")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each method (10)")
     parser.add_argument(
-        "--bound-budget", type=float, default=300.0, help="seconds of each bound at most (300)"
+        "--bound-budget",
+        type=float,
+        default=300.0,
+        help="time limit in seconds of each bound (300)",
     )
-    parser.add_argument("--optima", type=int, help="small cases of bound (all)")
+    parser.add_argument("--optima", type=int, help="number of small cases of bound (all)")
     parser.add_argument(
-        "--sizes", type=int, choices=SIZES, nargs="+", default=list(SIZES), help="of scale (all)"
+        "--sizes",
+        type=int,
+        choices=SIZES,
+        nargs="+",
+        default=list(SIZES),
+        help="numbers of nodes of scale (all)",
     )
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     return parser

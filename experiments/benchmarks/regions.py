@@ -150,10 +150,10 @@ class Run:
         while not condition():
             ended = {h: code for h, p in self._processes.items() if (code := p.poll()) is not None}
             if ended:
-                raise RuntimeError(f"hosts ended with {ended} while {what} was waited for")
+                raise RuntimeError(f"hosts exited while waiting for {what}; codes by host: {ended}")
             if time.monotonic() > until_s:
                 if limit_s is None:
-                    raise RuntimeError(f"{what} was waited for {self._limit_s:g} s in vain")
+                    raise RuntimeError(f"timed out after {self._limit_s:g} s waiting for {what}")
                 return False
             time.sleep(LOOK_S)
         return True
@@ -241,18 +241,18 @@ def stages_of_nodes(plan: Plan, members: Sequence[Mapping[str, Any]]) -> dict[in
 def failures(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is not as it should be."""
     found = [
-        f"generation {result['generation']} takes {result['ratio']:.3f} of what its plan predicts"
+        f"generation {result['generation']} takes {result['ratio']:.3f} times the predicted seconds"
         for result in results
         if result["is_as_predicted"] is False
     ]
     found += [
-        f"the better plan of generation {result['generation']} came after "
+        f"the better plan of generation {result['generation']} was found after "
         f"{result['arrived_after_s']:.1f} s"
         for result in results
         if result.get("is_soon") is False
     ]
     if not any("arrived_after_s" in result for result in results):
-        found.append("no better plan came")
+        found.append("no better plan was found")
     return found
 
 
@@ -340,32 +340,44 @@ def picture(results: Sequence[Mapping[str, Any]], title: str) -> str:
 def main() -> int:
     """Parse the command line, measure, and print a table."""
     parser = reporting.parser("regions", __doc__)
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw all iterations there")
+    parser.add_argument(
+        "--picture", type=Path, metavar="SVG", help="draw all iterations to this file"
+    )
     parser.add_argument(
         "--links", type=Path, metavar="CSV", help="another table of links (default: gcp12)"
     )
     parser.add_argument(
-        "--regions", nargs=4, default=REGIONS, help=f"of the table ({' '.join(REGIONS)})"
+        "--regions", nargs=4, default=REGIONS, help=f"regions of the table ({' '.join(REGIONS)})"
     )
-    parser.add_argument("--lose", help="the region that is lost (the first, where the leader is)")
-    parser.add_argument("--seed", type=int, default=0, help="of the searches (0)")
+    parser.add_argument("--lose", help="region whose hosts are killed (the first, with the leader)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the searches (0)")
     parser.add_argument(
-        "--iterations", type=int, default=12, help="by each plan but the quick ones (12)"
+        "--iterations",
+        type=int,
+        default=12,
+        help="iterations by each plan, except repair plans (12)",
     )
     parser.add_argument(
         "--budget-s", type=float, default=5.0, help="replan.budget_s of the run (5)"
     )
     parser.add_argument(
-        "--plan-budget-s", type=float, default=10.0, help="of the run's own plan (10)"
+        "--plan-budget-s",
+        type=float,
+        default=10.0,
+        help="seconds of the search for the first plan (10)",
     )
     parser.add_argument(
-        "--patience-s", type=float, default=60.0, help="how long a better plan is waited for (60)"
+        "--patience-s", type=float, default=60.0, help="seconds to wait for a better plan (60)"
     )
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of anything else (600)")
     parser.add_argument(
-        "--case", type=Path, help="what a run before has measured (case.yaml below its --keep)"
+        "--limit-s", type=float, default=600.0, help="seconds to wait for anything else (600)"
     )
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what hosts leave there")
+    parser.add_argument(
+        "--case", type=Path, help="measured case of an earlier run (case.yaml in its --keep)"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the files of the hosts in this folder"
+    )
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
 
@@ -374,7 +386,7 @@ def _run(arguments: argparse.Namespace) -> int:
     iterations = fields.integer(arguments.iterations, "--iterations", LEAST_ITERATIONS)
     region = arguments.lose or arguments.regions[0]
     if region not in arguments.regions:
-        raise InputError("--lose", region, "is no region of the run", "Name one of --regions")
+        raise InputError("--lose", region, "is not one of --regions", "Choose one of --regions")
     locations, rates = wan.shaped_rates(arguments.links, WORKLOAD, arguments.regions, HOPS_S)
     struck = [host for host, location in enumerate(locations) if location == region]
     report = reporting.begun("regions")
@@ -403,11 +415,11 @@ def _run(arguments: argparse.Namespace) -> int:
         run = Run(folder, network, words, arguments.limit_s)
         opened.callback(run.close)
         run.goes_on(WORKLOAD.hosts, 2 * iterations, arguments.patience_s)
-        print(f"hosts {struck}, {region}, are killed", flush=True)
+        print(f"killing hosts {struck} in {region}", flush=True)
         changed_s.append(time.time())
         run.kill(struck)
         run.goes_on(WORKLOAD.hosts - len(struck), iterations, arguments.patience_s)
-        print("they are started again", flush=True)
+        print(f"restarting hosts {struck}", flush=True)
         changed_s.append(time.time())
         run.start_again(struck)
         run.goes_on(WORKLOAD.hosts, iterations, arguments.patience_s)
@@ -432,7 +444,9 @@ def _run(arguments: argparse.Namespace) -> int:
         title = f"Twelve hosts lose three, in {region}, and get them back"
         arguments.picture.write_text(picture(results, title), encoding="utf-8")
     verdict = [f"WRONG: {failure}" for failure in wrong]
-    verdict = verdict or ["all are within 10% of what is predicted, and better plans within 15 s"]
+    verdict = verdict or [
+        "all iterations within 10% of the prediction, and better plans within 15 s"
+    ]
     reporting.finish(report, "\n".join([table(results), *verdict]), arguments.json)
     return 1 if wrong else 0
 

@@ -26,7 +26,7 @@ def parser(benchmark: str, documentation: str | None) -> argparse.ArgumentParser
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--json", type=Path, help="write the results to this file too")
+    made.add_argument("--json", type=Path, help="also write the results to this file")
     return made
 
 
@@ -75,7 +75,7 @@ def folder_for(keep: Path | None, benchmark: str) -> Iterator[Path]:
     """
     if keep is not None:
         if keep.exists() and any(keep.iterdir()):
-            raise InputError("--keep", str(keep), "is not empty", "Name a new folder")
+            raise InputError("--keep", str(keep), "is not empty", "Choose a new folder")
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
         return

@@ -140,7 +140,7 @@ def compare(folder: Path, turns: int, iterations: int, size: str) -> dict[str, A
     """Medians of both runtimes, turn by turn, and their ratios."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise InputError("cores", cores, "the two hosts need one each", "Allow this process two")
+        raise InputError("cores", cores, "the two hosts need two", "Allow this process two cores")
     pairs: list[dict[str, float]] = []
     for turn in range(turns):
         found: dict[str, float] = {}
@@ -227,10 +227,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="full", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=6, help="pairs of runs (%(default)s)")
     parser.add_argument(
-        "--iterations", type=int, default=20, help="that count in a run (%(default)s)"
+        "--iterations", type=int, default=20, help="counted iterations of a run (%(default)s)"
     )
     parser.add_argument("--starts", type=int, default=3, help="pairs of starts (%(default)s)")
-    parser.add_argument("--hosts", type=int, default=20, help="that are started (%(default)s)")
+    parser.add_argument("--hosts", type=int, default=20, help="hosts to start (%(default)s)")
     return parser
 
 

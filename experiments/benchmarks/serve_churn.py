@@ -149,7 +149,7 @@ class Struck:
         pass
 
     async def _until(self, host: int, *, is_there: bool) -> float:
-        told = f"host {host} does not come back" if is_there else f"host {host} is not missed"
+        told = f"host {host} is not back" if is_there else f"host {host} is not declared failed"
         holding = self.service.holding
         return await self.service.until(lambda: (host in holding()) == is_there, told)
 
@@ -283,8 +283,8 @@ def wrong_in(report: Mapping[str, Any], answers: Sequence[Answer]) -> list[str]:
         own for own in answers
         if own.outcome != CANCELLED and len(own.names) != own.asked.new_tokens
     ]  # fmt: skip
-    found += [f"{len(own.names)} of {own.asked.new_tokens} tokens came" for own in cut_short]
-    found += [f"another greedy answer: {own}" for own in report["greedy"]["different"]]
+    found += [f"received {len(own.names)} of {own.asked.new_tokens} tokens" for own in cut_short]
+    found += [f"different greedy answer: {own}" for own in report["greedy"]["different"]]
     for level in report["levels"]:
         if level["apart"] > MOST_APART:
             found.append(f"perplexity {level['perplexity']}, not {level['without_service']}")
@@ -321,9 +321,9 @@ def table(report: Mapping[str, Any]) -> str:
         for kind in kinds:
             rows[-1] += [f"{level[kind]:.3f}", f"{level[kind] / levels[0][kind]:.3f}"]
     columns = {
-        "missed, s": "missed_s",
+        "detected, s": "missed_s",
         "next token, s": "next_token_s",
-        "all go on, s": "all_go_on_s",
+        "all continue, s": "all_go_on_s",
         "longest pause, s": "longest_pause_s",
     }
     events = [["host", "", "stages", "streams", *columns]]
@@ -339,7 +339,7 @@ def table(report: Mapping[str, Any]) -> str:
         [
             aligned(rows, (0, 1)),
             aligned(events, (0, 1, 2)),
-            f"the longest pause while nothing happens: {report['calm_longest_pause_s']:.2f} s",
+            f"longest pause without faults: {report['calm_longest_pause_s']:.2f} s",
             f"requests: {told}",
             f"greedy answers: {greedy['compared']} compared, {greedy.get('equal', 0)} equal to one "
             f"device's, {greedy.get('within_rounding', 0)} within rounding",
@@ -384,28 +384,38 @@ def main() -> int:
     """Parse the command line, serve and kill, print; returns the exit code."""
     parser = reporting.parser("serve_churn", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=Path, metavar="DIR", help="the run that is served")
-    which.add_argument("--small", action="store_true", help="train a tiny one of a few steps")
+    which.add_argument("--run", type=Path, metavar="DIR", help="run to serve")
+    which.add_argument("--small", action="store_true", help="train a tiny run of a few steps")
     parser.add_argument(
-        "--control", type=Path, metavar="DIR", help="a run of the same stages, with full paths"
+        "--control",
+        type=Path,
+        metavar="DIR",
+        help="run of the same stages, trained with full paths",
     )
-    parser.add_argument("--hosts", type=int, default=9, help="with the front (9)")
     parser.add_argument(
-        "--requests", type=int, default=200, help="at least, of all phases together (200)"
+        "--hosts", type=int, default=9, help="number of hosts, including the front (9)"
     )
     parser.add_argument(
-        "--pause-s", type=float, default=0.25, help="between two requests, in the mean (0.25)"
+        "--requests", type=int, default=200, help="minimum number of requests in all phases (200)"
     )
-    parser.add_argument("--sequences", type=int, default=64, help="that are evaluated (64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
+    parser.add_argument(
+        "--pause-s", type=float, default=0.25, help="mean seconds between two requests (0.25)"
+    )
+    parser.add_argument("--sequences", type=int, default=64, help="sequences to evaluate (64)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (0)")
     parser.add_argument(
         "--heartbeat-timeout-s", type=float, default=5.0, help="cluster.heartbeat_timeout_s (5)"
     )
     parser.add_argument(
-        "--patience-s", type=float, default=300.0, help="after which an answer has failed (300)"
+        "--patience-s",
+        type=float,
+        default=300.0,
+        help="seconds after which an answer counts as failed (300)",
     )
-    parser.add_argument("--picture", type=Path, help="write an SVG to this file")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what hosts print there")
+    parser.add_argument("--picture", type=Path, help="draw the results as an SVG to this file")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the output of the hosts in this folder"
+    )
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
 
@@ -420,8 +430,8 @@ def _run(arguments: argparse.Namespace) -> int:
         run = small_run(folder) if arguments.small else arguments.run.resolve()
         model, config, step = read_run(run)
         if model.stages < 3:
-            problem = f"the run has {model.stages} stages, and two besides that of the front go"
-            raise InputError("--run", str(run), problem, "Name one of three stages or more")
+            problem = f"has {model.stages} stages, but two stages without the front's are lost"
+            raise InputError("--run", str(run), problem, "Choose a run of three or more stages")
         control = None if arguments.control is None else read_run(arguments.control)[0]
         text = load_corpora(config.data)[0].held_out.tokens
         drawn = Requests(text, model.tokenizer.begin, model.stages, model.context, arguments.seed)

@@ -54,7 +54,7 @@ class StagedService:
         """
         for host in range(self._hosts):
             self.start_host(host)
-        asyncio.run(self.until(lambda: self._served() is not None, "the service does not begin"))
+        asyncio.run(self.until(lambda: self._served() is not None, "the service has not started"))
         found = self._served()
         assert found is not None
         self.address = found
@@ -102,8 +102,8 @@ class StagedService:
         while not holds():
             ended = {host: own.returncode for host, own in self._processes.items() if own.poll()}
             if ended or time.monotonic() > until_s:
-                why = f"hosts ended by themselves: {ended}" if ended else "in time"
-                raise RuntimeError(f"{otherwise}, {why}:\n{self._output()[-2000:]}")
+                why = f"hosts exited unexpectedly: {ended}" if ended else "timeout"
+                raise RuntimeError(f"{otherwise} ({why}):\n{self._output()[-2000:]}")
             await asyncio.sleep(LOOK_S)
         return time.monotonic()
 
@@ -116,7 +116,7 @@ class StagedService:
         self._processes[0].send_signal(signal.SIGTERM)
         codes = {host: own.wait(self._patience_s) for host, own in self._processes.items()}
         if any(codes.values()):
-            raise RuntimeError(f"hosts ended with {codes}:\n{self._output()[-2000:]}")
+            raise RuntimeError(f"hosts exited with codes {codes}:\n{self._output()[-2000:]}")
 
     def close(self) -> None:
         """End what is left at once."""

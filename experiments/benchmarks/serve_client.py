@@ -97,7 +97,9 @@ def _read(received: Sequence[tuple[float, bytes]]) -> Answer:
     count, arrivals, text, rest = 0, list[tuple[int, float]](), "", b""
     status = received[0][1].partition(b"\r\n")[0] if received else b"nothing"
     if not status.startswith(b"HTTP/1.1 200 "):
-        raise RuntimeError(f"the service answers {b''.join(piece for _, piece in received)!r}")
+        raise RuntimeError(
+            f"unexpected answer of the service: {b''.join(piece for _, piece in received)!r}"
+        )
     for at_s, piece in received:
         # A line of an event has no line end in it; the others are those of chunks, and the head.
         *lines, rest = (rest + piece).split(b"\n")
@@ -108,12 +110,12 @@ def _read(received: Sequence[tuple[float, bytes]]) -> Answer:
                 continue
             event = json.loads(line.removeprefix(b"data: "))
             if "choices" not in event:
-                raise RuntimeError(f"the service fails: {event}")
+                raise RuntimeError(f"the service sent an error: {event}")
             [choice] = event["choices"]
             count += len(choice["logprobs"]["tokens"])
             arrivals.append((count, at_s))
             text += choice["text"]
-    raise RuntimeError("the service has ended in the middle of an answer")
+    raise RuntimeError("the service closed the connection before the end of an answer")
 
 
 def seconds_per_token(answers: Sequence[Answer]) -> float:
@@ -128,7 +130,7 @@ def seconds_per_token(answers: Sequence[Answer]) -> float:
     for own in answers:
         meanwhile = [one for one in own.arrivals if begins_s <= one[1] <= ends_s]
         if len(meanwhile) < 2:
-            raise RuntimeError("the sequences do not run at the same time: ask for more tokens")
+            raise RuntimeError("the sequences do not overlap in time: increase --tokens")
         (before, from_s), (after, until_s) = meanwhile[0], meanwhile[-1]
         rates.append((after - before) / (until_s - from_s))
     return len(rates) / sum(rates)

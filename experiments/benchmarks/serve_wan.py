@@ -151,7 +151,7 @@ def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) 
             expected[own.request].append(own.drawn.token)
     for text, drawn in zip(texts, expected.values(), strict=True):
         if text != (told := model.tokenizer.decode(drawn)):
-            raise RuntimeError(f"the service answers {text!r}, and one device {told!r}")
+            raise RuntimeError(f"the service returns {text!r}, but one device {told!r}")
 
 
 # Over a network.
@@ -190,7 +190,9 @@ class Service:
         deadline_s = time.monotonic() + PATIENCE_S
         while len(self.status()) <= host:
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"host {host} does not come; see {self._output}")
+                raise RuntimeError(
+                    f"host {host} did not join within {PATIENCE_S:g} s; see {self._output}"
+                )
             time.sleep(0.1)
 
     def status(self) -> list[dict[str, Any]]:
@@ -250,7 +252,7 @@ def _asked(process: subprocess.Popen[str], line: str) -> Any:
     with contextlib.suppress(BrokenPipeError):  # Then it says nothing, either.
         print(line, file=process.stdin, flush=True)
     if not (said := process.stdout.readline()):
-        raise RuntimeError(f"a process has ended with {process.wait()}: {process.args}")
+        raise RuntimeError(f"a process exited with code {process.wait()}: {process.args}")
     return json.loads(said)
 
 
@@ -386,7 +388,7 @@ def predicted(
 
 def _turn_line(row: Mapping[str, Any], sequences: int) -> str:
     return (
-        f"a token takes {row['near_s']:.4f} s without distance; with it {row['far_s']:.3f} s "
+        f"a token takes {row['near_s']:.4f} s without latency; with it {row['far_s']:.3f} s "
         f"({row['predicted_s']:.3f} predicted), {row['far_together_s']:.3f} s "
         f"({row['predicted_together_s']:.3f}) with {sequences} sequences, and "
         f"{row['far_one_slot_s']:.3f} s with one slot"
@@ -497,7 +499,7 @@ def _await(port: int, process: subprocess.Popen[bytes]) -> None:
             socket.create_connection(("127.0.0.1", port)).close()
         except ConnectionRefusedError:
             if process.poll() is not None:
-                raise RuntimeError(f"the service has ended with {process.returncode}") from None
+                raise RuntimeError(f"the service exited with code {process.returncode}") from None
             time.sleep(0.1)
         else:
             return
@@ -555,10 +557,14 @@ def main() -> int:
     """Parse the command line, measure and report; returns the exit code."""
     parser = reporting.parser("serve_wan", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--hosts", type=int, default=6, help="the first too: %(default)s")
-    parser.add_argument("--sequences", type=int, default=DEFAULT_SLOTS, help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer: %(default)s")
-    parser.add_argument("--turns", type=int, default=3, help="that count: %(default)s")
+    parser.add_argument(
+        "--hosts", type=int, default=6, help="number of hosts, including the first (%(default)s)"
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=DEFAULT_SLOTS, help="sequences (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="counted turns (%(default)s)")
     return run_command(lambda: _run(parser.parse_args()))
 
 

@@ -83,7 +83,7 @@ class ShapedNetwork:
         self.rates = np.array(rates, float)
         if self.rates.ndim != 2 or self.rates.shape[0] != self.rates.shape[1]:
             raise InputError(
-                "rates", self.rates.shape, "not a square array", "Give a row and column per host"
+                "rates", self.rates.shape, "is not square", "Pass a row and a column for each host"
             )
         for source, target in self._links():
             _check_rate(f"rates[{source}, {target}]", self.rates[source, target])
@@ -239,7 +239,7 @@ def require_root_and_tools() -> None:
     """
     if os.geteuid() != 0:
         raise InputError(
-            "user", os.geteuid(), "only root may make a shaped network", "Run this as root"
+            "user", os.geteuid(), "must be root to shape a network", "Run this as root"
         )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -248,7 +248,7 @@ def require_root_and_tools() -> None:
 
 def _check_rate(field: str, bytes_per_s: float) -> None:
     if not bytes_per_s > 0:
-        raise InputError(field, float(bytes_per_s), "not a positive rate", "Give bytes per second")
+        raise InputError(field, float(bytes_per_s), "must be positive", "Pass bytes per second")
 
 
 def _port(host: int) -> str:

@@ -67,7 +67,7 @@ def table(figures: Mapping[str, Any]) -> str:
         planned_s, measured_s = own["planned_s"], own["measured_s"]
         figures_of_lane = f"{planned_s:.1f}", f"{measured_s:.1f}", f"{measured_s / planned_s:.3f}"
         rows.append([lane, str(own["nodes"]), str(own["steps"]), *figures_of_lane])
-    return f"{aligned(rows, [0])}\nthe last is done {figures['apart']:.1%} after the first"
+    return f"{aligned(rows, [0])}\nthe last lane ends {figures['apart']:.1%} after the first"
 
 
 def main() -> int:

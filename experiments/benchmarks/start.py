@@ -113,9 +113,13 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("start", __doc__)
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="another checkout to compare with"
+    )
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run (default: train one)")
-    parser.add_argument("--starts", type=int, default=5, help="of each command (%(default)s)")
+    parser.add_argument(
+        "--starts", type=int, default=5, help="starts of each command (%(default)s)"
+    )
     return parser
 
 
@@ -123,7 +127,9 @@ def _run(arguments: argparse.Namespace) -> int:
     starts = fields.integer(arguments.starts, "--starts", 1)
     against = None if arguments.against is None else arguments.against.resolve()
     if against is not None and not (against / "skippipe_jax").is_dir():
-        raise InputError("--against", str(against), "is no checkout", "Name one of this project")
+        raise InputError(
+            "--against", str(against), "is not a checkout", "Choose a checkout of this project"
+        )
     report = reporting.begun("start")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

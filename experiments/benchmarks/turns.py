@@ -107,4 +107,4 @@ def require_alike(taken: Mapping[str, Taken], compute_dtype: str) -> None:
     tolerance = 1e-4 if compute_dtype == "float32" else 1e-2
     first = next(iter(last.values()), 0.0)
     if not all(math.isclose(loss, first, rel_tol=tolerance) for loss in last.values()):
-        raise RuntimeError(f"the programs do not train alike, their last losses are {last}")
+        raise RuntimeError(f"the programs differ in their last losses: {last}")

@@ -133,7 +133,7 @@ class Arm:
             (arm.hops, HOPS),
         ):
             if given not in known:
-                raise InputError("--arms", name, f"{given} is none of {', '.join(known)}", USAGE)
+                raise InputError("--arms", name, f"{given} is not one of {', '.join(known)}", USAGE)
         return arm
 
 
@@ -165,50 +165,50 @@ def main() -> int:
         "--iterations",
         type=int,
         default=5,
-        help="how many are timed, after a first that compiles (default: %(default)s)",
+        help="timed iterations, after one that compiles (default: %(default)s)",
     )
     parser.add_argument(
         "--hops",
         nargs="+",
         default=[AS_COMPUTED],
         choices=HOPS,
-        help=f"formats in which activations and their gradients travel (default: {AS_COMPUTED})",
+        help=f"transfer formats of activations and gradients (default: {AS_COMPUTED})",
     )
     parser.add_argument(
         "--arms",
         nargs="+",
         metavar="METHOD/AVERAGING/HOPS",
-        help="only these, such as joint/outer/int8, in place of all --methods by all --hops",
+        help="only these, for example joint/outer/int8, instead of all --methods by all --hops",
     )
     parser.add_argument(
-        "--blocks", type=int, default=1, help="of a stage, each with as many (default: %(default)s)"
+        "--blocks", type=int, default=1, help="blocks of each stage (default: %(default)s)"
     )
     parser.add_argument(
         "--sequence-length",
         type=int,
         default=256,
         choices=[32, 64, 128, 256],
-        help="shorter ones, and as many more of them, are less to compute for hops as long "
+        help="more and shorter sequences need less compute for hops of the same size "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--every",
         type=int,
         default=20,
-        help="iterations in which outer averaging sends everything once (default: %(default)s)",
+        help="averaging.every of outer averaging (default: %(default)s)",
     )
     parser.add_argument(
         "--slower-links",
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="all links are so many times slower (default: %(default)s)",
+        help="factor by which all links are slower (default: %(default)s)",
     )
     parser.add_argument(
         "--busy-stages",
         action="store_true",
-        help="plan with the seconds that operations take while all hosts train, not with those of "
-        "an idle machine: so many processes on few cores push each other out of caches",
+        help="plan with operation times measured while all hosts train, not on an idle machine, "
+        "because many processes on few cores share caches",
     )
     parser.add_argument(
         "--path-length", type=int, help="stages that a microbatch visits (default: half of them)"
@@ -216,10 +216,10 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=30.0, help="seconds of each search (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
-    parser.add_argument("--figure", type=Path, metavar="SVG", help="draw the figures there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all results to this file")
+    parser.add_argument("--figure", type=Path, metavar="SVG", help="draw the results to this file")
     parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="keep plans, runs and timelines there"
+        "--keep", type=Path, metavar="FOLDER", help="keep plans, runs and timelines in this folder"
     )
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
@@ -297,8 +297,8 @@ def profiled(
         [case] = load_cases(output)
         deviation, (source, target) = bandwidth_deviation(case, rates)
         print(
-            f"profile: {seconds:.0f} s; no bandwidth is further from tc's than that from host "
-            f"{source} to host {target}, by {deviation:.1%}",
+            f"profile: {seconds:.0f} s; largest deviation of a bandwidth from tc's rate: "
+            f"{deviation:.1%}, from host {source} to host {target}",
             flush=True,
         )
         if deviation <= FAR_OFF or next(tries) == MOST_PROFILES:
@@ -323,7 +323,7 @@ def busy(plan: Plan, hosts: Hosts, config: Path) -> tuple[Case, dict[str, float]
 
     times = {kind: mean_s(measured, kind) / mean_s(predicted, kind) for kind in "FBL"}
     told = ", ".join(f"{kind} {own:.2f}" for kind, own in times.items())
-    print(f"while all hosts train, operations take so many times as long: {told}", flush=True)
+    print(f"slowdown of operations while all hosts train: {told}", flush=True)
     nodes = tuple(
         dataclasses.replace(node, forward_s=node.forward_s * times["F"]) for node in case.nodes
     )

@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("wire", __doc__)
-    parser.add_argument("--iterations", type=int, default=60, help="of each run (60)")
+    parser.add_argument("--iterations", type=int, default=60, help="iterations of each run (60)")
     parser.add_argument(
         "--set",
         action="append",

@@ -196,7 +196,7 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=RESULT, help="(%(default)s)")
     arguments = parser.parse_args()
-    return run_command(lambda: _run(arguments), "stopped; the same command goes on")
+    return run_command(lambda: _run(arguments), "stopped; run the same command to continue")
 
 
 def _run(arguments: argparse.Namespace) -> int:

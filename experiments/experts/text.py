@@ -175,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.experts.text", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("folder", type=Path, help="where to write DOMAIN.jsonl")
+    parser.add_argument("folder", type=Path, help="output folder of DOMAIN.jsonl")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments.folder))
 

@@ -35,7 +35,7 @@ def main() -> int:
     """Parse the command line and execute notebooks in place; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.notebooks.execute",
-        description="Execute notebooks in a new folder, and write what they show into their files.",
+        description="Execute notebooks in a new folder, and save their outputs in their files.",
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (default: all)"

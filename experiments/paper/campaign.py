@@ -160,7 +160,7 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="(%(default)s)")
     parser.add_argument("--only", nargs="+", choices=SEEDS, default=list(SEEDS), help="arms (all)")
-    parser.add_argument("--list", action="store_true", help="say which runs are there, train none")
+    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
     arguments = parser.parse_args()
     return jobs.stoppable(lambda: _run(arguments))
 

@@ -72,10 +72,12 @@ def main() -> int:
         prog="python -m experiments.paper.first_weights",
         description=(__doc__ or "").split("\n")[0],
     )
-    parser.add_argument("config", type=Path, help="the configuration of a run, and its seed")
-    parser.add_argument("--changed-by", type=float, default=0.0, help="relative (%(default)g)")
-    parser.add_argument("--draw", type=int, default=0, help="of the changes (%(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the model")
+    parser.add_argument("config", type=Path, help="configuration of a run, with its seed")
+    parser.add_argument(
+        "--changed-by", type=float, default=0.0, help="relative change of the weights (%(default)g)"
+    )
+    parser.add_argument("--draw", type=int, default=0, help="seed of the changes (%(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="output folder of the model")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
 

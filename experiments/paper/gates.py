@@ -467,9 +467,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.paper.gates", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("run", type=Path, help="what to train, as JSON")
-    parser.add_argument("--work", type=Path, required=True, help="where texts and states are kept")
-    parser.add_argument("--output", type=Path, required=True, help="where the result is written")
+    parser.add_argument("run", type=Path, help="definition of the run, as JSON")
+    parser.add_argument("--work", type=Path, required=True, help="folder for texts and states")
+    parser.add_argument("--output", type=Path, required=True, help="output file of the result")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))
 

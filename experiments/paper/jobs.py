@@ -129,7 +129,7 @@ class AtWork:
         """Its held-out loss."""
         summary = self.job.summary()
         assert summary is not None, self.name
-        return f"held-out loss {summary.loss:.4f} after {summary.steps} iterations"
+        return f"held-out loss {summary.loss:.4f} after {summary.steps} steps"
 
     @property
     def run_dir(self) -> Path:
@@ -157,4 +157,4 @@ def stoppable(command: Callable[[], int]) -> int:
     # A shell that starts a command in the background lets it ignore SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    return run_command(command, "stopped; the same command goes on")
+    return run_command(command, "stopped; run the same command to continue")

@@ -226,8 +226,8 @@ class Study:
             raise InputError(
                 "run",
                 run.name,
-                "the campaign has not trained it",
-                f"python -m experiments.paper.campaign --only {run.arm}",
+                "has not been trained by the campaign",
+                f"Run python -m experiments.paper.campaign --only {run.arm}",
             )
         return summary.loss
 
@@ -237,7 +237,7 @@ def table(figures: Mapping[str, Any]) -> str:
     trials = figures["trials"]
     lines = [f"held-out loss [nats per byte] on other text, {trials['arm']}, minus exact:"]
     lines += [f"{name:32s} {loss:+.4f}" for name, loss in trials["minus_exact"].items()]
-    for kind, title in (("equal_data", "as many bytes"), ("equal_time", "as long as full takes")):
+    for kind, title in (("equal_data", "equal bytes"), ("equal_time", "equal time")):
         lines.append(f"held-out loss, outer minus exact, {title}:")
         for name, arms in figures[kind].items():
             lines += [_line(name, arm, own) for arm, own in arms.items() if "minus_exact" in own]

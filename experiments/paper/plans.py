@@ -131,11 +131,11 @@ def main() -> int:
     """Parse the command line and plan; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.paper.plans",
-        description="Make the plans that the paper's runs train by.",
+        description="Make the plans of the paper's runs.",
     )
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
     parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help="seconds of each (%(default)g)"
+        "--budget", type=float, default=BUDGET_S, help="seconds of each search (%(default)g)"
     )
     arguments = parser.parse_args()
     return run_command(lambda: _make(arguments))

@@ -385,10 +385,12 @@ def main() -> int:
     parser = study_command.parser_of(COMMAND, __doc__ or "")
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="settings (all)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="(%(default)s)")
-    parser.add_argument("--options", action="store_true", help="the options too, of the first one")
-    parser.add_argument("--list", action="store_true", help="say which runs are there, train none")
-    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="where to work")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds (%(default)s)")
+    parser.add_argument(
+        "--options", action="store_true", help="also train the options of the first setting"
+    )
+    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
+    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="working folder")
     arguments = parser.parse_args()
     return jobs.stoppable(lambda: _run(arguments))
 

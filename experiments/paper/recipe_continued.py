@@ -124,9 +124,9 @@ def tables(figures: Mapping[str, Mapping[str, Any]]) -> str:
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
     parser = study_command.parser_of(COMMAND, __doc__ or "")
-    parser.add_argument("--quick", action="store_true", help="few iterations, one seed")
-    parser.add_argument("--list", action="store_true", help="say which runs are there, train none")
-    parser.add_argument("--folder", type=Path, help=f"where to work (runs/{NAME}, with _quick)")
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed")
+    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
+    parser.add_argument("--folder", type=Path, help=f"working folder (runs/{NAME}, with _quick)")
     arguments = parser.parse_args()
     folder = arguments.folder or Path("runs", f"{NAME}_quick" if arguments.quick else NAME)
     return jobs.stoppable(lambda: _run(Study(folder.resolve(), arguments.quick), arguments.list))

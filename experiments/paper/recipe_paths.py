@@ -77,7 +77,7 @@ def losses_of_run(folder: Path, texts: Mapping[str, np.ndarray]) -> dict[str, fl
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
     parser = study_command.parser_of(COMMAND, __doc__ or "")
-    parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="where to work")
+    parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="working folder")
     folder = parser.parse_args().folder.resolve()
     return jobs.stoppable(lambda: _run(folder))
 

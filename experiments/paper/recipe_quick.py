@@ -77,8 +77,10 @@ def curves_of(found: dict[str, Summary]) -> dict[str, Any]:
 def main() -> int:
     """Parse the command line, train and draw; returns the exit code."""
     parser = study_command.parser_of(COMMAND, __doc__ or "")
-    parser.add_argument("--folder", type=Path, default=Path("runs/recipe_quick"), help="to work in")
-    parser.add_argument("--list", action="store_true", help="say which runs are there, train none")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/recipe_quick"), help="working folder"
+    )
+    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
     arguments = parser.parse_args()
     return jobs.stoppable(lambda: _run(arguments.folder.resolve(), arguments.list))
 

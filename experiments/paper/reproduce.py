@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         "--full", action="store_true", help=f"everything: about {HOURS} hours on 2 quiet cores"
     )
     parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="(all)")
-    parser.add_argument("--folder", type=Path, help="where to work (runs/paper, runs/paper_quick)")
+    parser.add_argument("--folder", type=Path, help="working folder (runs/paper, runs/paper_quick)")
     return parser
 
 

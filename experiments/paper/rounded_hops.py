@@ -71,8 +71,8 @@ class Study:
                 raise InputError(
                     "run",
                     run.name,
-                    "the campaign has not trained it",
-                    f"python -m experiments.paper.campaign --only {run.arm}",
+                    "has not been trained by the campaign",
+                    f"Run python -m experiments.paper.campaign --only {run.arm}",
                 )
             rounded[run.arm].append(own.loss)
             control[run.arm].append(other.loss)

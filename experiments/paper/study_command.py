@@ -49,7 +49,7 @@ def run(
     """
     parser = parser_of(command, documentation)
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--folder", type=Path, help="where to work (runs/paper, runs/paper_quick)")
+    parser.add_argument("--folder", type=Path, help="working folder (runs/paper, runs/paper_quick)")
     arguments = parser.parse_args()
 
     def trained() -> int:

@@ -125,10 +125,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.paper.summary", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--command", required=True, help="what trains it")
-    parser.add_argument("--digest", required=True, help="of all that it comes from")
-    parser.add_argument("--output", type=Path, required=True, help="the file to write")
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--command", required=True, help="command that trains the run")
+    parser.add_argument("--digest", required=True, help="digest of the configuration and the plan")
+    parser.add_argument("--output", type=Path, required=True, help="output file")
     parser.add_argument("--quick", action="store_true", help="evaluate on little text")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments))

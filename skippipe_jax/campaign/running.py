@@ -27,7 +27,7 @@ ONE_THREAD = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "OPENBLAS_NUM_THREADS": "1",
 }
-SECONDS_BETWEEN_LOOKS = 0.2
+POLL_S = 0.2
 # Restarts of a command that ended with a temporary failure, over about five minutes.
 MOST_TRIES = 10
 
@@ -68,9 +68,9 @@ class Task(Protocol):
         ...
 
 
-def digest_of(whole: Any) -> str:
+def digest_of(definition: Any) -> str:
     """Return a hash of a task's definition, the same on every machine; YAML dates as written."""
-    return hashlib.sha256(json.dumps(whole, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(definition, default=str).encode()).hexdigest()[:16]
 
 
 def run_all(
@@ -102,18 +102,19 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
     """
     by_name = {task.name: task for task in tasks}
     for task in tasks:
-        strange = [name for name in task.needs if name not in by_name]
-        if strange:
-            raise InputError("needs", strange[0], f"{task.name} needs it", "Add it, or name others")
+        unknown = [name for name in task.needs if name not in by_name]
+        if unknown:
+            problem = f"does not exist, but {task.name} needs it"
+            raise InputError("needs", unknown[0], problem, "Add this task, or change the needs")
     found: dict[str, Task] = {}
-    left = list(tasks)
-    while left:
-        ready = [task for task in left if all(name in found for name in task.needs)]
+    remaining = list(tasks)
+    while remaining:
+        ready = [task for task in remaining if all(name in found for name in task.needs)]
         if not ready:
-            circle = ", ".join(task.name for task in left)
-            raise InputError("needs", circle, "none can begin before the others", "Break the cycle")
+            cycle = ", ".join(task.name for task in remaining)
+            raise InputError("needs", cycle, "these tasks need each other", "Remove the cycle")
         found |= {task.name: task for task in ready}
-        left = [task for task in left if task.name not in found]
+        remaining = [task for task in remaining if task.name not in found]
     return list(found.values())
 
 
@@ -136,7 +137,7 @@ class _Process:
         self.is_done = False
         self._begin()
         if self.process is None and not self.is_done:
-            tqdm.write(f"{task.name} waits for processes that an earlier command has left behind")
+            tqdm.write(f"{task.name}: waiting for processes of an earlier command to end")
 
     def _begin(self) -> None:
         """Start the first command, unless processes of an earlier call still run."""
@@ -189,8 +190,8 @@ class _Process:
             if pause_s is None:
                 return False
             self.starts_s = now_s + pause_s
-            said = _last_words(self.log.name)
-            tqdm.write(f"{self.task.name} tries again in {pause_s:g} s. {said}".rstrip())
+            last_error = _last_error(self.log.name)
+            tqdm.write(f"{self.task.name} failed; retry in {pause_s:g} s. {last_error}".rstrip())
         elif now_s > self.starts_s:
             self._start()
         return True
@@ -214,22 +215,22 @@ class _Running:
         self.logs, self.at_once, self.where = logs, at_once, where
         self.waiting = list(missing)
         self.live: list[_Process] = []
-        self.left = {task.name: task.work for task in missing}
+        self.remaining = {task.name: task.work for task in missing}
         self.failed: list[_Process] = []
         self.work_done = 0.0
         self.begun_s = time.monotonic()
 
     def run(self) -> None:
-        with tqdm(total=len(self.left), unit="run", disable=None) as bar:
+        with tqdm(total=len(self.remaining), unit="run", disable=None) as bar:
             try:
                 while self.live or self._ready():
-                    self._start_what_can()
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    self._start_ready()
+                    time.sleep(POLL_S)
                     for process in [own for own in self.live if not own.poll()]:
                         self.live.remove(process)
                         bar.update()
                         if process.is_done:
-                            self._tell(process)
+                            self._print_result(process)
                         else:
                             self.failed.append(process)
             finally:
@@ -240,26 +241,28 @@ class _Running:
         if self.failed:
             names = ", ".join(process.task.name for process in self.failed)
             first = self.failed[0].log.name
-            problem = "failed, and what does not need it has been trained"
-            raise InputError("run", names, problem, f"{_last_words(first)}Look at {first}")
+            problem = "failed; the tasks that do not need it are done"
+            raise InputError("run", names, problem, f"{_last_error(first)}Read {first}")
 
     def _ready(self) -> list[Task]:
         """Return the waiting tasks whose needs are met."""
-        return [task for task in self.waiting if not any(name in self.left for name in task.needs)]
+        return [
+            task for task in self.waiting if not any(name in self.remaining for name in task.needs)
+        ]
 
-    def _start_what_can(self) -> None:
+    def _start_ready(self) -> None:
         for task in self._ready()[: self.at_once - len(self.live)]:
             self.waiting.remove(task)
             self.live.append(_Process(task, self.logs, self.where))
 
-    def _tell(self, process: _Process) -> None:
+    def _print_result(self, process: _Process) -> None:
         """Print the result of a task, and the estimated time of the remaining tasks."""
         task = process.task
-        self.work_done += self.left.pop(task.name)
-        hours = sum(self.left.values()) / self.work_done * self._elapsed_s() / 3600
+        self.work_done += self.remaining.pop(task.name)
+        hours = sum(self.remaining.values()) / self.work_done * self._elapsed_s() / 3600
         tqdm.write(
             f"{task.name}: {task.found()}; {(time.monotonic() - process.begun_s) / 60:.1f} min; "
-            f"{len(self.left)} runs, about {hours:.1f} h, to go"
+            f"{len(self.remaining)} runs left, about {hours:.1f} h"
         )
         sys.stdout.flush()
 
@@ -267,10 +270,10 @@ class _Running:
         return time.monotonic() - self.begun_s
 
 
-def _last_words(log: str) -> str:
+def _last_error(log: str) -> str:
     """Return the last line of a log if it is an error message, else ""."""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
-    return f"It says: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
+    return f"Its last line is: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
 
 
 def threads_each(at_once: int) -> Mapping[str, str]:

@@ -92,7 +92,7 @@ def _probe(place: Place) -> int:
     )
     steps = 100 if arm is None else arm.steps
     assert isinstance(steps, int)
-    print(difficulty.told(place.config, work.probe(place), steps))
+    print(difficulty.report_text(place.config, work.probe(place), steps))
     return 0
 
 

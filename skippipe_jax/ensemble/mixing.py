@@ -60,7 +60,7 @@ def weights(
     fields.text(how, "how", posterior.WEIGHTS)
     if prior == priors.CACHED:
         if log_prior is None:
-            raise InputError("log_prior", None, "is missing", "Give what cached_log_prior says")
+            raise InputError("log_prior", None, "is missing", "Pass the result of cached_log_prior")
         log_priors = log_prior
     elif prior == priors.DECAY:
         log_priors, _ = _in_float64(functools.partial(_decayed_priors, decay=decay), log_p, resets)

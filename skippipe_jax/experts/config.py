@@ -23,10 +23,10 @@ MEASURED, RANDOM = "measured", "random"
 SEED = "seed"
 DENSE, SCRATCH, AVERAGED = "dense", "scratch", "averaged"
 RUN_KEYS = {
-    "run_dir": "every run has a folder of its own in `folder`",
-    "init_from": "experts begin with seeds, and seeds with what seeds.init_from names",
-    "train": "seeds.steps and the steps of an arm say how long runs train",
-    "seed": "all runs have that of the ensemble",
+    "run_dir": "each run has its own directory in `folder`",
+    "init_from": "experts start from seeds, and seeds from seeds.init_from",
+    "train": "seeds.steps, probe.steps and arms.NAME.steps set the number of steps",
+    "seed": "all runs use the seed of the ensemble",
 }
 DATA_KEYS = ("source", "path", "text_field", "mixture")
 OWN_DATA_KEYS = ("microbatch_size",)
@@ -115,8 +115,8 @@ class EvaluationConfig(Section, name="evaluation"):
         """Reject a decay outside its range."""
         super().__post_init__()
         if not 0 < self.decay < 1:
-            problem = "must lie between 0 and 1"
-            raise InputError("evaluation.decay", self.decay, problem, "Write 0.3, say")
+            problem = "must be between 0 and 1"
+            raise InputError("evaluation.decay", self.decay, problem, "Write 0.3, for example")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class NodesConfig(Section, name="nodes"):
         """Reject a section without a case."""
         super().__post_init__()
         if not self.case:
-            raise InputError("nodes.case", self.case, "is missing", "Name the file of a case")
+            raise InputError("nodes.case", self.case, "is missing", "Set it to the path of a case")
 
 
 @dataclass(frozen=True)
@@ -192,33 +192,34 @@ class ExpertsConfig(Section, name=""):
             _require_own_keys(name, tree)
         names = self.names
         if not names:
-            raise InputError("domains", None, "is missing", "Name two domains or more")
+            raise InputError("domains", None, "is missing", "List two or more domains")
         for number, (name, domain) in enumerate(zip(names, self.domains, strict=True)):
             if not name:
                 remedy = "Write name: NAME"
                 raise InputError(f"domains[{number}].name", domain.name, "is missing", remedy)
             if names.count(name) > 1:
-                problem = "is the name of two domains"
-                raise InputError(f"domains[{number}].name", name, problem, "Give each its own")
+                problem = "names two domains"
+                raise InputError(f"domains[{number}].name", name, problem, "Give each its own name")
             if name == SEED:
-                problem = "is what experts begin with"
+                problem = "is reserved for the seed"
                 raise InputError(f"domains[{number}].name", name, problem, "Choose another name")
         for number, name in enumerate(self.outside):
             _require_one_of(f"outside[{number}]", name, names, "a domain")
             if name in self.outside[:number]:
-                raise InputError(f"outside[{number}]", name, "is there twice", "Name it once")
+                raise InputError(f"outside[{number}]", name, "is listed twice", "List it once")
         if not self.inside:
             problem = "leaves no domain to train on"
-            raise InputError("outside", list(self.outside), problem, "Leave some inside")
+            raise InputError("outside", list(self.outside), problem, "Remove domains from outside")
         if not self.sizes:
-            raise InputError("sizes", None, "is missing", "Write sizes: {M: {}}, say")
+            raise InputError("sizes", None, "is missing", "Write sizes: {M: {}}, for example")
         if not self.arms:
-            raise InputError("arms", None, "is missing", "Write arms: {one: {size: M}}, say")
+            remedy = "Write arms: {one: {size: M}}, for example"
+            raise InputError("arms", None, "is missing", remedy)
         for where, own in (("domains", names), ("sizes", self.sizes), ("arms", self.arms)):
             for name in own:
                 if not re.fullmatch(FILE_NAME, name):
-                    problem = "is the name of files, and too strange or too long for that"
-                    remedy = "Take letters, digits, - and _, at most 60"
+                    problem = "is not suitable for file names"
+                    remedy = "Use at most 60 letters, digits, - and _"
                     raise InputError(where, name, problem, remedy)
         for size in self.seeds.init_from:
             _require_one_of("seeds.init_from", size, self.sizes, "a size")
@@ -265,13 +266,13 @@ class ExpertsConfig(Section, name=""):
             for name in domains:
                 _require_one_of(f"{where}.{lane}", name, self.inside, "a domain to train on")
                 if name in found:
-                    problem = f"its expert would begin with itself: it is in lane {found[name]} too"
-                    raise InputError(f"{where}.{lane}", name, problem, "Name each domain once")
+                    problem = f"is also in lane {found[name]}"
+                    raise InputError(f"{where}.{lane}", name, problem, "List each domain once")
                 found[name] = lane
         missing = [name for name in self.inside if name not in found]
         if missing:
-            problem = f"{missing[0]} is in no lane"
-            remedy = "Put it into one, or list it as outside"
+            problem = f"the domain {missing[0]} is not in any lane"
+            remedy = "Add it to a lane, or to outside"
             raise InputError(where, sorted(found), problem, remedy)
 
     def _require_arm(self, name: str, arm: ArmConfig) -> None:
@@ -280,12 +281,12 @@ class ExpertsConfig(Section, name=""):
         for key in (one.name for one in dataclasses.fields(arm)):
             value = getattr(arm, key)
             if key not in _KEYS_OF_KIND[arm.kind] and value != getattr(_NO_ARM, key):
-                problem = f"says nothing to an arm of kind {arm.kind}"
+                problem = f"does not apply to an arm of kind {arm.kind}"
                 raise InputError(f"{where}.{key}", value, problem, "Remove it")
         if arm.kind == AVERAGED:
             averaged = self.arms.get(arm.of or "")
             if averaged is None or averaged.kind != "experts":
-                problem = "is no arm of experts"
+                problem = "is not an arm of kind experts"
                 raise InputError(f"{where}.of", arm.of, problem, "Name the arm to average")
             if isinstance(averaged.size, dict) and len(set(averaged.size.values())) > 1:
                 problem = "its experts differ in size"
@@ -297,13 +298,13 @@ class ExpertsConfig(Section, name=""):
         for key, given in (("size", arm.size), ("steps", arm.steps)):
             if isinstance(given, dict):
                 if arm.kind != "experts":
-                    problem = f"by lane is for experts, and this is {arm.kind}"
-                    raise InputError(f"{where}.{key}", given, problem, "Give one")
+                    problem = f"must be one value for an arm of kind {arm.kind}"
+                    raise InputError(f"{where}.{key}", given, problem, "Write one value")
                 for lane in given:
                     _require_one_of(f"{where}.{key}", lane, lane_names, "a lane")
                 for lane in lane_names:
                     if lane not in given:
-                        problem = f"says nothing of lane {lane}"
+                        problem = f"has no value for lane {lane}"
                         raise InputError(f"{where}.{key}", given, problem, f"Add {lane}")
         for size in arm.size.values() if isinstance(arm.size, dict) else (arm.size,):
             _require_one_of(f"{where}.size", size, self.sizes, "a size")
@@ -313,8 +314,8 @@ class ExpertsConfig(Section, name=""):
             _require_one_of(f"{where}.begins", child, self.inside, "a domain to train on")
             _require_one_of(f"{where}.begins", parent, (*self.inside, SEED), "a domain, or seed")
             if parent != SEED and lanes == MEASURED:
-                problem = f"whether {parent} comes before it is not known until lanes are measured"
-                remedy = "Name the domains of each lane, or let it begin with the seed"
+                problem = f"cannot start from {parent}: measured lanes have no order yet"
+                remedy = f"List the domains of each lane, or write {SEED}"
                 raise InputError(f"{where}.begins", child, problem, remedy)
 
 
@@ -356,25 +357,26 @@ def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
     data, model = tree.get("data", {}), tree.get("model", {})
     for key in DATA_KEYS:
         if key in data:
-            problem = "domains say where the text comes from"
+            problem = "domains set the source of the text"
             raise InputError(f"{name}.data.{key}", data[key], problem, "Remove it")
     checkpoint = tree.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("copy_to") is not None:
-        problem = "would be one copy for all runs"
+        problem = "would be the same target for all runs"
         field = f"{name}.checkpoint.copy_to"
-        raise InputError(field, checkpoint["copy_to"], problem, "Remove it, and copy the folder")
+        remedy = "Remove it, and copy the folder yourself"
+        raise InputError(field, checkpoint["copy_to"], problem, remedy)
     validation = tree.get("validation")
     if isinstance(validation, dict) and validation.get("patience") is not None:
-        problem = "would end runs before their steps, by which ensembles are compared"
+        problem = "could stop runs early, but ensembles are compared at equal steps"
         field = f"{name}.validation.patience"
         raise InputError(field, validation["patience"], problem, "Remove it")
     if name == "run":
         return
     for key in data:
         if key not in OWN_DATA_KEYS:
-            problem = "is one for all runs, whose scores are of the same text"
-            raise InputError(f"{name}.data.{key}", data[key], problem, "Write it in run.data")
+            problem = "must be the same for all runs, which are scored on the same text"
+            raise InputError(f"{name}.data.{key}", data[key], problem, "Set it in run.data")
     for key in model:
         if key in (*SHAPES, "preset"):
-            problem = "is for sizes to say: experts have the shapes of their seed"
-            raise InputError(f"{name}.model.{key}", model[key], problem, "Write it in sizes")
+            problem = "must be set in sizes: experts have the shapes of their seed"
+            raise InputError(f"{name}.model.{key}", model[key], problem, "Move it to sizes")

@@ -47,7 +47,7 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
     return proposed
 
 
-def told(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> str:
+def report_text(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> str:
     """Return the results of the probe as a table, and the proposal as YAML to paste."""
     rows = [["domain", "nats per token"]]
     rows += [
@@ -58,7 +58,7 @@ def told(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int) -> 
         [
             aligned(rows, [0]),
             "",
-            f"# of experts with {steps} iterations on average, at the same compute:",
+            f"# for experts with {steps} steps on average, at equal compute:",
             written.rstrip(),
         ]
     )

@@ -51,7 +51,7 @@ def averaged_model(place: Place, arm: Arm) -> Scored:
 
 def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:
     """Return the loss of a domain [nats per token] by each way of mixing, or of a single model."""
-    found = {part: _together(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
+    found = {part: _stacked_scores(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
     log_p, counted, resets = found[FOR_SCORES]
 
     def loss(of_targets: Float[np.ndarray, "sequence position"]) -> float:
@@ -77,7 +77,7 @@ def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[s
     return losses
 
 
-def _together(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.ndarray, ...]:
+def _stacked_scores(models: Mapping[str, Scored], domain: str, part: str) -> tuple[np.ndarray, ...]:
     """Return log-probabilities [expert sequence position], counted targets, document starts."""
     scores = {name: model.scores(domain, part) for name, model in models.items()}
     require_same_text(scores)
@@ -174,14 +174,14 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
     for mean in ("inside", "outside", "mean"):
         rows.append([f"mean, {mean}" if mean != "mean" else "mean", *_row(arms, _key(mean))])
     first = next(iter(arms.values()))
-    for key, told in (
+    for key, label in (
         ("training_flops", "training compute"),
-        ("training_flops_with_seeds", "with what they begin with"),
+        ("training_flops_with_seeds", "training compute with seeds"),
     ):
         shares = [own[key] / first[key] for own in arms.values()]
-        rows.append([told, *(f"{share:.3f}" for share in shares)])
-    rows.append(["models asked", *(str(own["models_asked"]) for own in arms.values())])
-    lines = [aligned(rows, [0]), "", "means by how experts are mixed, inside / outside:"]
+        rows.append([label, *(f"{share:.3f}" for share in shares)])
+    rows.append(["models evaluated", *(str(own["models_asked"]) for own in arms.values())])
+    lines = [aligned(rows, [0]), "", "means by mixing method, inside / outside:"]
     ways = [["", *(name for name, own in arms.items() if own["ways"])]]
     for way in (*WAYS, OWN):
         mixed = [own["ways"][way] for own in arms.values() if way in own["ways"]]

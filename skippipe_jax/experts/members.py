@@ -186,8 +186,8 @@ class Members:
             where = f"arms.{name}.begins"
             if domain in wanted_by:
                 circle = " from ".join((*wanted_by, domain))
-                problem = "these experts would begin with each other"
-                raise InputError(where, circle, problem, "Let one begin with the seed")
+                problem = "these experts would start from each other"
+                raise InputError(where, circle, problem, f"Set one of them to {SEED}")
             if domain not in found:
                 earlier, size = before[domain], sizes[domain]
                 if earlier == SEED:
@@ -195,8 +195,8 @@ class Members:
                 else:
                     parent = expert(earlier, (*wanted_by, domain))
                     if parent.size != size:
-                        problem = f"{earlier} has size {parent.size}, and {domain} {size}"
-                        remedy = "Let it begin with one of its size, or with the seed"
+                        problem = f"has size {parent.size}, but {domain} has size {size}"
+                        remedy = f"Name an expert of the same size, or {SEED}"
                         raise InputError(where, earlier, problem, remedy)
                 found[domain] = self._member(EXPERT, (domain,), size, steps[domain], parent)
             return found[domain]

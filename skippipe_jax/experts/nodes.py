@@ -79,7 +79,7 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
     seed = 2 * place.config.seed
     equal = divided(seed, equal=True)
     found = {"divided": divided(seed + 1, begin=equal), "equal": equal}
-    _keep(place, arm, found["divided"])
+    _save_division(place, arm, found["divided"])
     return found
 
 
@@ -94,16 +94,16 @@ def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
 
 def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
     """Return the case with its link table; missing values follow from the probes' model."""
-    told = next(iter(Members(config).probes().values())).config()
+    run_config = next(iter(Members(config).probes().values())).config()
     case, folder = nodes.case, Path()
     if isinstance(case, str):
         case, folder = fields.load_yaml(Path(case), "nodes.case"), Path(case).parent
-    return candidates_of(told, case, folder)[0].source
+    return candidates_of(run_config, case, folder)[0].source
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:
     """Return the arm with experts that train by the plans of its division, made once and saved."""
-    plans = _kept_plans(place, arm)
+    plans = _division_plans(place, arm)
     name_of = {id(own): domain for domain, own in arm.members.items()}
     found: dict[str, Member] = {}
 
@@ -122,35 +122,35 @@ def on_nodes(place: Place, arm: Arm) -> Arm:
     return replace(arm, members={domain: planned(domain) for domain in arm.members})
 
 
-def kept_division(place: Place, arm: Arm) -> Path:
+def division_path(place: Place, arm: Arm) -> Path:
     """Return the path of an arm's division, whether it exists or not."""
     nodes = place.config.nodes
     assert nodes is not None
     lanes = [asdict(lane) for lane in lanes_of(place.config, arm)]
-    asked = digest_of([lanes, _source(place.config, nodes), nodes.budget_s, place.config.seed])
-    return place.folder / DIVISION / f"{asked}.json"
+    digest = digest_of([lanes, _source(place.config, nodes), nodes.budget_s, place.config.seed])
+    return place.folder / DIVISION / f"{digest}.json"
 
 
-def _keep(place: Place, arm: Arm, division: Division) -> None:
+def _save_division(place: Place, arm: Arm, division: Division) -> None:
     """Write a division and its plans, if none is saved for the arm."""
-    kept = kept_division(place, arm)
-    if kept.exists():
+    path = division_path(place, arm)
+    if path.exists():
         return
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     names = {}
     for part in division.parts:
         for training, plan in zip(part.lane.trainings, part.plans, strict=True):
             written = plan.to_json()
             name = f"{digest_of(written)}.json"
-            atomic_write(kept.parent / name, json.dumps(written))
-            names[training.name] = str(Path(place.config.folder, kept.parent.name, name))
-    atomic_write(kept, json.dumps({"plans": names, **division.to_json()}, indent=1))
+            atomic_write(path.parent / name, json.dumps(written))
+            names[training.name] = str(Path(place.config.folder, path.parent.name, name))
+    atomic_write(path, json.dumps({"plans": names, **division.to_json()}, indent=1))
 
 
-def _kept_plans(place: Place, arm: Arm) -> dict[str, str]:
+def _division_plans(place: Place, arm: Arm) -> dict[str, str]:
     """Return the plan files of an arm's experts, by domain; make them if they are missing."""
-    kept = kept_division(place, arm)
-    if not kept.exists():
-        print(f"dividing nodes among the lanes of {arm.name}", flush=True)
+    path = division_path(place, arm)
+    if not path.exists():
+        print(f"dividing the nodes among the lanes of arm {arm.name}", flush=True)
         compared(place, arm)
-    return fields.load_json(kept, str(kept))["plans"]
+    return fields.load_json(path, str(path))["plans"]

@@ -58,7 +58,7 @@ def picture(
     top = LEGEND_TOP + LEGEND_LINE * (1 + (len(arms) - 1) // LEGEND_COLUMNS) + 8
     bottom = top + ROW * len(rows)
     svg = start_picture("experts", (WIDTH, bottom + AXIS), "Perplexity by domain and arm", STYLE)
-    add_title(svg, "Perplexity by domain", f"as a share of that of {first_name}")
+    add_title(svg, "Perplexity by domain", f"relative to {first_name}")
     for number, name in enumerate(arms):
         across, down = number % LEGEND_COLUMNS, number // LEGEND_COLUMNS
         place = MARGIN + across * (WIDTH - 2 * MARGIN) / LEGEND_COLUMNS

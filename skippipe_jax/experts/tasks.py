@@ -183,7 +183,7 @@ class Training:
         """Return a line with the last loss."""
         last = RunDir(self.place.run_dir(self.member)).metrics()[-1]
         loss = "none" if last.loss is None else f"{last.loss:.4f}"
-        return f"loss {loss} after {last.step} iterations"
+        return f"loss {loss} after {last.step} steps"
 
     def _is_trained(self) -> bool:
         return latest_step(self.place.run_dir(self.member)) == self.member.steps
@@ -198,10 +198,10 @@ class Training:
             tree["init_from"] = origin
         path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         resume = ["--resume"] if RunDir(run).is_run else []
-        given = ["--config", str(path), *resume]
+        options = ["--config", str(path), *resume]
         if self.member.hosts > 1:
-            return ["skippipe_jax", "launch", *given, "--hosts", str(self.member.hosts)]
-        return ["skippipe_jax.train", *given]
+            return ["skippipe_jax", "launch", *options, "--hosts", str(self.member.hosts)]
+        return ["skippipe_jax.train", *options]
 
 
 def asked_of(path: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: T
                 changed[task.name] = folder
             is_changed = task.name in changed
         model = task.model if isinstance(task, Training) else task
-        if model.is_done() and (is_changed or _were_of_others(model, texts)):
+        if model.is_done() and (is_changed or _scored_other_text(model, texts)):
             scores[task.name] = model.folder
     if changed or scores:
         folders = *changed.values(), *scores.values()
@@ -61,9 +61,8 @@ def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: T
         raise InputError(
             "folder",
             place.config.folder,
-            f"was made of another text or another case than there is now: {', '.join(names)}",
-            "Remove these there, bring back what has changed, or give another folder: "
-            "--set folder=...",
+            f"contains results of another text or case: {', '.join(names)}",
+            "Remove these, restore the text and the case, or set another folder: --set folder=DIR",
         )
 
 
@@ -92,7 +91,7 @@ def _fingerprint(run: Path) -> str | None:
     return None
 
 
-def _were_of_others(model: Scored, texts: Texts) -> bool:
+def _scored_other_text(model: Scored, texts: Texts) -> bool:
     """Return whether the scores of a model belong to another text."""
     return any(
         model.scores(domain, part).text != texts.held_out[domain, part]

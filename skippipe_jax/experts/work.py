@@ -23,7 +23,7 @@ from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
-from skippipe_jax.experts.nodes import kept_division, on_nodes, require_case
+from skippipe_jax.experts.nodes import division_path, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import Place, Scored, Training, data_of
 from skippipe_jax.experts.unchanged import Texts, require_unchanged
@@ -112,9 +112,10 @@ def prepare(place: Place) -> None:
         [sys.executable, "-m", module, str(text)], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        remedy = f"It says: {said}. Run python -m {module} {text} to see more"
-        raise InputError("prepare", module, f"ended with code {done.returncode}", remedy)
+        last_line = (done.stderr.strip().splitlines() or ["no output on stderr"])[-1]
+        problem = f"exited with code {done.returncode}: {last_line.removesuffix('.')}"
+        remedy = f"Run python -m {module} {text} to see all output"
+        raise InputError("prepare", module, problem, remedy)
     atomic_write(written, json.dumps({"by": module}))
 
 
@@ -135,18 +136,18 @@ def require_usable(place: Place) -> Texts:
     tokenizers: dict[str, str] = {}
     # Check one member of each kind and size: the others differ only in text and steps.
     for member in {(own.kind, own.size): own for own in each}.values():
-        told = member.config()
-        name = tokenizer_of(told.data)
+        run_config = member.config()
+        name = tokenizer_of(run_config.data)
         tokenizer = load_tokenizer(name)
         tokenizers.setdefault(tokenizer.digest, f"{member.size} ({name})")
-        check_vocabulary(told.model.vocabulary_size, tokenizer)
-        open_initial_weights(told, anew=True)
-        if not told.plan.measure and not (config.nodes and member.kind == EXPERT):
-            case, _ = what_is_planned(told, place.configs)
-            told.model.layers_of_stages(len(case.stages))
+        check_vocabulary(run_config.model.vocabulary_size, tokenizer)
+        open_initial_weights(run_config, anew=True)
+        if not run_config.plan.measure and not (config.nodes and member.kind == EXPERT):
+            case, _ = what_is_planned(run_config, place.configs)
+            run_config.model.layers_of_stages(len(case.stages))
     if len(tokenizers) > 1:
-        problem = "their tokenizers differ, so what they say cannot be mixed"
-        remedy = "Give all sizes one data.tokenizer"
+        problem = "tokenizers differ, so the predictions of experts cannot be mixed"
+        remedy = "Set the same data.tokenizer for all sizes"
         raise InputError("sizes", ", ".join(tokenizers.values()), problem, remedy)
     texts = _require_text(place, each)
     if config.nodes is not None:
@@ -273,8 +274,9 @@ def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
         InputError: if they have not.
     """
     for arm in Members(place.config, hard).arms() if place.config.nodes else []:
-        if arm.lanes and not kept_division(place, arm).exists():
-            raise InputError("arms", arm.name, "has no nodes yet", "Run skippipe experts CONFIG")
+        if arm.lanes and not division_path(place, arm).exists():
+            problem = "has no division of nodes yet"
+            raise InputError("arms", arm.name, problem, "Run skippipe experts CONFIG")
     return arms_of(place, hard)
 
 

@@ -247,8 +247,8 @@ class Weights:
             raise InputError(
                 f"{self.files[HEAD]}: {HEAD}",
                 list(embedding.shape),
-                f"differs from the embedding, though {CONFIG} says tie_word_embeddings",
-                "Write false there, if the model has a head of its own",
+                f"differs from the embedding, but {CONFIG} sets tie_word_embeddings",
+                "Set tie_word_embeddings to false if the model has a separate head",
             )
 
 
@@ -266,39 +266,36 @@ def open_weights(folder: Path, field: str = CONFIG) -> Weights:
     for name in expected:
         if name not in files:
             raise InputError(
-                f"{folder}: {name}", None, "no file holds this tensor", "Download the model again"
+                f"{folder}: {name}", None, "is not in any file", "Download the model again"
             )
     names_of_files: dict[Path, list[str]] = defaultdict(list)
     for name, path in files.items():
         if name in expected:
             names_of_files[path].append(name)
         elif name not in ignored and not COMPUTED.fullmatch(name):
-            raise InputError(
-                f"{path}: {name}", "a tensor", "our model has no such part", "Choose another model"
-            )
+            problem = "is not part of a LLaMA model"
+            raise InputError(f"{path}: {name}", "a tensor", problem, "Choose another model")
     dtypes = set()
     for path, names in names_of_files.items():
         with _opened(path) as file:
             held = set(file.keys())
             for name in names:
                 if name not in held:
-                    raise InputError(
-                        f"{path}: {name}", None, "this tensor is not there", DOWNLOAD_AGAIN
-                    )
+                    raise InputError(f"{path}: {name}", None, "is not in the file", DOWNLOAD_AGAIN)
                 tensor = file.get_slice(name)
                 shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if shape != expected[name]:
                     raise InputError(
                         f"{path}: {name}",
                         list(shape),
-                        f"by {CONFIG} its shape is {list(expected[name])}",
+                        f"must have the shape {list(expected[name])} according to {CONFIG}",
                         "Download config.json and the file again",
                     )
                 if dtype not in DTYPES:
                     raise InputError(
                         f"{path}: {name}",
                         dtype,
-                        f"this dtype is not supported, only {', '.join(DTYPES)}",
+                        f"must be one of {', '.join(DTYPES)}",
                         "Choose a model that is not quantized",
                     )
                 dtypes.add(DTYPES[dtype])
@@ -316,16 +313,16 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
         raise InputError(
             str(folder),
             ", ".join(others) or "no weights",
-            f"neither {WEIGHTS} nor {INDEX} is there, and pickled files are never loaded: "
-            "they can run any code",
-            "Choose a version with safetensors, or save it so with transformers: "
+            f"{WEIGHTS} and {INDEX} do not exist, and pickled files are not loaded because they "
+            "can run arbitrary code",
+            "Choose a version with safetensors, or convert the model by transformers: "
             "save_pretrained(DIR, safe_serialization=True)",
         )
     index = fields.load_json(folder / INDEX, INDEX)
     named = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
         raise InputError(
-            f"{folder / INDEX}: weight_map", named, "does not name files", DOWNLOAD_AGAIN
+            f"{folder / INDEX}: weight_map", named, "does not map tensors to files", DOWNLOAD_AGAIN
         )
     return {name: folder / file for name, file in named.items()}
 
@@ -339,7 +336,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(
-            str(path), "unreadable", f"cannot be read, or not whole: {error}", DOWNLOAD_AGAIN
+            str(path), "unreadable", f"cannot be read, or is incomplete: {error}", DOWNLOAD_AGAIN
         ) from error
 
 

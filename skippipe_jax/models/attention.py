@@ -114,7 +114,7 @@ def fault_of(kernel: str, model: ModelConfig, *, is_packed: bool) -> str:
         float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
         for one, other in zip(found, results(arrays, XLA), strict=True)
     )
-    return "" if worst < TOLERANCE else f"is wrong by {worst:.1%} on this device"
+    return "" if worst < TOLERANCE else f"deviates by {worst:.1%} on this device"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

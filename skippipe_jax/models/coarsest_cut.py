@@ -72,18 +72,19 @@ def devices_of(text: str) -> list[float]:
     if text.endswith((".yaml", ".yml")):
         sizes = [node.memory_bytes for node in load_cases(Path(text))[0].nodes]
         if None in sizes:
-            problem = f"its node {sizes.index(None)} does not say how much memory it has"
-            raise InputError("--devices", text, problem, f"Write {MEMORY_BYTES} in the case")
+            problem = f"node {sizes.index(None)} has no {MEMORY_BYTES}"
+            raise InputError("--devices", text, problem, f"Set {MEMORY_BYTES} in the case")
         return [size for size in sizes if size is not None]
     found = [FORM.fullmatch(part.strip()) for part in text.split(",")]
     remedy = "Write 3x24GB, 2x80GB,24GB or the path of a case"
     devices: list[float] = []
     for part in found:
         if part is None or float(part[2]) == 0 or int(part[1] or 1) == 0:
-            raise InputError("--devices", text, "is no number of devices with GB each", remedy)
+            problem = "is not a list of devices with their memory"
+            raise InputError("--devices", text, problem, remedy)
         count = int(part[1] or 1)
         if len(devices) + count > MOST_NODES:
-            raise InputError("--devices", text, f"are more than {MOST_NODES}", remedy)
+            raise InputError("--devices", text, f"has more than {MOST_NODES} devices", remedy)
         devices += count * [float(part[2]) * UNITS[part[3]]]
     return devices
 
@@ -161,13 +162,14 @@ def answer(configured: Callable[[str | None], Config], devices: Sequence[float])
     )
     lines = [
         f"{parameters:,} parameters in {model.layers} blocks; {', '.join(settings)}",
-        f"{'fits' if found else 'does not fit'} on {_names(devices)}: {_told(cut)}",
+        f"{'fits' if found else 'does not fit'} on {_names(devices)}: {_cut_text(cut)}",
     ]
     if found is None:
         lines.append(_machines(config, max(devices)))
     elif len(devices) > len(cut.blocks):
         spare = len(devices) - len(cut.blocks)
-        lines.append(f"{spare} more {'becomes a replica' if spare == 1 else 'become replicas'}")
+        become = "device becomes a replica" if spare == 1 else "devices become replicas"
+        lines.append(f"{spare} more {become}")
     return "\n".join([*lines, *_remedies(configured, devices, cut)])
 
 
@@ -186,10 +188,10 @@ def _remedies(
         saved = cut.bytes[stage] - _held(changed, *of_stage)
         if changed != config and saved > 0:
             fewest = coarsest_cut(changed, devices)
-            told = "none" if fewest is None else f"{len(fewest.blocks)}"
-            rows.append((saved, (remedy, size_text(saved), told)))
+            described = "none" if fewest is None else f"{len(fewest.blocks)}"
+            rows.append((saved, (remedy, size_text(saved), described)))
     if rows:
-        heading = "with --set", f"stage {stage} saves", "stages that fit"
+        heading = "with --set", f"stage {stage} saves", "fewest stages"
         yield aligned([heading, *(row for _, row in sorted(rows, reverse=True))])
 
 
@@ -199,18 +201,19 @@ def _machines(config: Config, size: float) -> str:
     if fewest is None:
         least = cut_into(config, [size] * config.model.layers, config.model.layers)
         taken = size_text(least.bytes[least.fullest])
-        return f"nor on any number of {size_text(size)}: a stage of one block takes {taken}"
-    told = _told(cut_into(config, [size] * fewest, fewest))
-    return f"it takes {fewest} of {size_text(size)}: {told}"
+        problem = f"does not fit on any number of {size_text(size)}"
+        return f"{problem}: a stage of one block takes {taken}"
+    described = _cut_text(cut_into(config, [size] * fewest, fewest))
+    return f"needs {fewest} x {size_text(size)}: {described}"
 
 
-def _told(cut: Cut) -> str:
+def _cut_text(cut: Cut) -> str:
     stages, fullest = len(cut.blocks), cut.fullest
     blocks = ", ".join(map(str, cut.blocks))
     return (
-        f"{stages} stage{'s' if stages > 1 else ''} (model.stage_layers=[{blocks}]), of which "
-        f"stage {fullest} takes {size_text(cut.bytes[fullest])} of the "
-        f"{size_text(cut.usable_bytes[fullest])} that may be filled"
+        f"{stages} stage{'s' if stages > 1 else ''} (model.stage_layers=[{blocks}]), "
+        f"stage {fullest} takes {size_text(cut.bytes[fullest])} of "
+        f"{size_text(cut.usable_bytes[fullest])} usable"
     )
 
 

@@ -67,8 +67,8 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
         raise InputError(
             "plan",
             "auto",
-            "which nodes there are is known only when they are measured",
-            "Measure them first (skippipe measure -o case.yaml), and give "
+            "the nodes are not known before the measurement at startup",
+            "Measure them first (skippipe measure -o case.yaml), and add "
             "--set plan='{case: case.yaml}'",
         )
     if config.plan.file is not None:
@@ -119,9 +119,9 @@ def _of_nodes(room: Room) -> dict[str, Any]:
     }
 
 
-def _told(room: Room) -> str:
+def _room_text(room: Room) -> str:
     """Format the figures of nodes that are alike as a line of text."""
-    one_more = "an iteration has no more"
+    one_more = "an iteration has no more microbatches"
     if room.one_more_bytes is not None:
         one_more = f"one more would take {size_text(room.one_more_bytes)}"
     return f"{names(room.nodes)}: {holding(room)}; {one_more}"
@@ -145,28 +145,25 @@ def _copies(config: Config, case: Case) -> list[dict[str, int]]:
     ]
 
 
-def _told_copies(config: Config, case: Case) -> str:
+def _copies_text(config: Config, case: Case) -> str:
     """Format the bytes of buddy checkpoints as a line of text."""
     kept = ", ".join(
         f"{size_text(own['first_host'])} and {size_text(own['buddy'])} of stage {own['stage']}"
         for own in _copies(config, case)
     )
-    return (
-        "for recovery.lost_stage: buddy its first host and its buddy keep in their own memory, "
-        f"which is none of a device: {kept}"
-    )
+    return f"buddy checkpoints in the memory of the first host and of the buddy: {kept}"
 
 
-def _told_host(memory: Sequence[NodeMemory]) -> str:
+def _host_memory_text(memory: Sequence[NodeMemory]) -> str:
     """Format the bytes that are offloaded to the memory of hosts as a line of text."""
     held = ", ".join(f"{size_text(own.host)} of stage {n}" for n, own in enumerate(memory))
-    return f"besides, each node's host holds in its own memory: {held}"
+    return f"in the memory of each node's host: {held}"
 
 
 def _hops(sent: Traffic) -> str:
     if sent.gradient_hop == sent.hop:
-        return f"{size_text(sent.hop)} a hop"
-    return f"{size_text(sent.hop)} a hop and {size_text(sent.gradient_hop)} a hop back"
+        return f"{size_text(sent.hop)} per hop"
+    return f"{size_text(sent.hop)} per hop and {size_text(sent.gradient_hop)} per hop back"
 
 
 HEADINGS = (
@@ -180,13 +177,13 @@ HEADINGS = (
     "gathered",
     "outer",
     "in flight",
-    "under way",
+    "in transit",
     "working",
-    "node in all",
+    "total",
 )
-OF_OUTER = ("outer", "under way")
+OUTER_COLUMNS = ("outer", "in transit")
 """Columns of outer mode: bytes that replicas always hold, and those of fragments in transit."""
-OF_MESHES = ("gathered",)
+MESH_COLUMNS = ("gathered",)
 """Column of weights that are gathered once an iteration, if any are."""
 
 
@@ -194,9 +191,9 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
     """Format the figures as text: a line for each stage, nodes, traffic, and sizes for a case."""
     layers = config.model.layers_of_stages(len(case.stages))
     is_outer = config.averaging.is_outer
-    left_out = () if is_outer else OF_OUTER
-    left_out += () if any(own.gathered for own in memory) else OF_MESHES
-    shown = [heading for heading in HEADINGS if heading not in left_out]
+    hidden = () if is_outer else OUTER_COLUMNS
+    hidden += () if any(own.gathered for own in memory) else MESH_COLUMNS
+    shown = [heading for heading in HEADINGS if heading not in hidden]
     lines = [tuple(shown)]
     for stage, own in enumerate(memory):
         parameters = stage_parameters(config.model, layers[stage], is_data_stage=stage == 0)
@@ -217,17 +214,17 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
         )
         of_heading: dict[str, str] = dict(zip(HEADINGS, cells, strict=True))
         lines.append(tuple(of_heading[heading] for heading in shown))
-    in_the_mean = f", in the mean over {config.averaging.every}" if is_outer else ""
+    mean_note = f" (mean of {config.averaging.every} iterations)" if is_outer else ""
     return "\n".join(
         [
             aligned(lines),
-            *(_told(room) for room in rooms(config, case)),
-            *([_told_host(memory)] if any(own.host for own in memory) else []),
-            *([_told_copies(config, case)] if _has_copies(config) else []),
+            *(_room_text(room) for room in rooms(config, case)),
+            *([_host_memory_text(memory)] if any(own.host for own in memory) else []),
+            *([_copies_text(config, case)] if _has_copies(config) else []),
             f"an iteration of {sum(case.microbatches)} microbatches sends "
-            f"{size_text(sent.pipeline)} of activations and gradients, {_hops(sent)}, and "
-            f"{size_text(sent.averaging)} for averaging{in_the_mean}",
-            "in a case for the planner alone: "
+            f"{size_text(sent.pipeline)} of activations and gradients ({_hops(sent)}) and "
+            f"{size_text(sent.averaging)} for averaging{mean_note}",
+            "keys for a case of the planner: "
             + ", ".join(f"{key}: {size}" for key, size in _sizes(config, case).items()),
         ]
     )

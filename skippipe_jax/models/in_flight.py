@@ -122,8 +122,8 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
     """
     return [
         f"case.memory = {room.held.in_flight} is more than {names(room.nodes)} can hold: "
-        f"{holding(room)}. Write {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
-        f"{ways_out(config, case, room)}"
+        f"{holding(room)}. Use {'' if room.held.in_flight == 1 else f'less, memory: {AUTO}, '}"
+        f"{memory_remedies(config, case, room)}"
         for room in rooms(config, case, stage_of)
         if room.is_short
     ]
@@ -132,7 +132,7 @@ def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None =
 def holding(room: Room) -> str:
     """Describe the bytes that are held, and the bytes that may be filled."""
     held = room.held
-    of_each = "" if room.mesh == ONE_DEVICE else f" of each of {room.mesh.devices} devices"
+    of_each = "" if room.mesh == ONE_DEVICE else f" on each of {room.mesh.devices} devices"
     gathered = f"{size_text(held.gathered)} gathered, " if held.gathered else ""
     text = (
         f"stage {room.stage} takes {size_text(held.total)}{of_each} with {held.in_flight} in "
@@ -143,32 +143,32 @@ def holding(room: Room) -> str:
     if room.memory_bytes is None or room.usable_bytes is None:
         return text
     return (
-        f"{text}, and {size_text(room.usable_bytes)} may be filled, {USABLE_SHARE:g} of "
+        f"{text}; {size_text(room.usable_bytes)} are usable, {USABLE_SHARE:g} of "
         f"{size_text(room.memory_bytes)}"
     )
 
 
-def ways_out(config: Config, case: Case, room: Room) -> str:
+def memory_remedies(config: Config, case: Case, room: Room) -> str:
     """Describe how nodes would hold less, as the end of a remedy."""
 
     def held_with(recompute: str) -> tuple[int, int]:
         other = replace(config, model=replace(config.model, recompute=recompute))
-        given = {"mesh": room.mesh, "memory_bytes": room.memory_bytes}
-        held = memory_of_stages(other, case, room.held.in_flight, **given)[room.stage]
+        options = {"mesh": room.mesh, "memory_bytes": room.memory_bytes}
+        held = memory_of_stages(other, case, room.held.in_flight, **options)[room.stage]
         return held.total, held.host
 
-    ways = ["more stages"]
+    remedies = ["more stages"]
     # The best one depends on the case: what is not kept is recomputed, and takes memory then.
     least = min(RECOMPUTE, key=held_with)
     if held_with(least)[0] < room.held.total:
-        ways.insert(0, f"model.recompute: {least}")
+        remedies.insert(0, f"model.recompute: {least}")
     if room.held.gathered and config.node.gather == ITERATION:
-        ways.insert(0, f"node.gather: {MICROBATCH}")
+        remedies.insert(0, f"node.gather: {MICROBATCH}")
     if config.data.microbatch_size > 1:
-        ways.append("a smaller data.microbatch_size")
+        remedies.append("a smaller data.microbatch_size")
     else:
-        ways.append("a shorter data.sequence_length")
-    return f"{', '.join(ways[:-1])} or {ways[-1]}"
+        remedies.append("a shorter data.sequence_length")
+    return f"{', '.join(remedies[:-1])} or {remedies[-1]}"
 
 
 def names(nodes: Sequence[int]) -> str:
@@ -179,8 +179,8 @@ def names(nodes: Sequence[int]) -> str:
             runs[-1].append(node)
         else:
             runs.append([node])
-    told = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(told)}"
+    ranges = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(ranges)}"
 
 
 def _room(
@@ -199,8 +199,8 @@ def _room(
     stage = max(may_serve, key=lambda stage: of_stages[stage].total)
     held, one_more_bytes = of_stages[stage], None
     if in_flight < all_of_them:
-        given = {"mesh": mesh, "memory_bytes": memory_bytes}
-        then = memory_of_stages(config, case, in_flight + 1, **given)
+        options = {"mesh": mesh, "memory_bytes": memory_bytes}
+        then = memory_of_stages(config, case, in_flight + 1, **options)
         one_more_bytes = max(then[stage].total for stage in may_serve) - held.total
     return Room(tuple(nodes), memory_bytes, mesh, stage, held, one_more_bytes)
 

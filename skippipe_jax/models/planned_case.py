@@ -23,7 +23,7 @@ from skippipe_sched.problem.case import AUTO, MEMORY_BYTES, Case, parse_case
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.footprint import averaged_bytes, hop_bytes
-from skippipe_jax.models.in_flight import holding, most_in_flight, rooms, ways_out
+from skippipe_jax.models.in_flight import holding, memory_remedies, most_in_flight, rooms
 
 # Fraction of the configuration's size: rounded values in a case cause no warning.
 TOLERANCE = 0.05
@@ -56,13 +56,13 @@ def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
     if _nodes_without_memory(given, len(cases[0].nodes)):
         left_open.add("memory")
 
-    def told(own: Case) -> str:
+    def fixed_keys(own: Case) -> str:
         source = {key: value for key, value in own.source.items() if key not in left_open}
         if "memory" in left_open and isinstance(source["nodes"], list):
             source["nodes"] = [{**node, "memory": AUTO} for node in source["nodes"]]
         return json.dumps(source, sort_keys=True)
 
-    return told(case) in map(told, cases)
+    return fixed_keys(case) in map(fixed_keys, cases)
 
 
 def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
@@ -72,10 +72,10 @@ def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
         raise InputError(
             "plan",
             None,
-            "is missing, and several hosts need one",
-            "Write plan: auto, by which they measure their links and plan when the run starts; "
-            "plan: {case: FILE}, a case that skippipe measure writes or you do; or plan: {file: "
-            "FILE}, a plan by skippipe plan",
+            "is missing, but several hosts need a plan",
+            "Write plan: auto, to measure the links and plan at startup; plan: {case: FILE}, with "
+            "a case that you or skippipe measure wrote; or plan: {file: FILE}, with a plan by "
+            "skippipe plan",
         )
     if isinstance(given, str):
         return fields.load_yaml(Path(given), "case"), Path(given).parent
@@ -104,9 +104,9 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
             raise InputError(
                 f"case.{MEMORY_BYTES}",
                 None,
-                f"is missing, and the memory of node {node} is to follow from it",
-                f"Add {MEMORY_BYTES}: to case, the bytes of each node's device, or write memory as "
-                f"a number of microbatches",
+                f"is missing, but the memory of node {node} is {AUTO}",
+                f"Set {MEMORY_BYTES} to the bytes of each node's device, or memory to a number of "
+                f"microbatches",
             )
     counts = [most_in_flight(config, case, left_open) for case in cases]
     possible = [
@@ -115,7 +115,7 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
         if all(own.values())
     ]
     if not possible:
-        raise _too_small(config, cases[0], counts[0], given)
+        raise _memory_error(config, cases[0], counts[0], given)
     return possible
 
 
@@ -130,8 +130,8 @@ def differing_sizes(config: Config, case: Case) -> list[str]:
         given, own = case.activation_bytes, hop.activation
         found.append(_sentence(config, "activation_bytes", "", given, own, own))
     # Without `gradient_bytes`, a case gives gradients the size of activations.
-    speaks = "gradient_bytes" in case.source or hop.gradient != hop.activation
-    if stages > 1 and speaks and _differs(case.gradient_bytes, hop.gradient):
+    is_given = "gradient_bytes" in case.source or hop.gradient != hop.activation
+    if stages > 1 and is_given and _differs(case.gradient_bytes, hop.gradient):
         given, own = case.gradient_bytes, hop.gradient
         found.append(_sentence(config, "gradient_bytes", "", given, own, own))
     differing = [
@@ -174,12 +174,12 @@ def _with_any_memory(case: dict[str, Any]) -> dict[str, Any]:
         filled["memory"] = 1
     if isinstance(filled.get("nodes"), list):
         filled["nodes"] = [
-            node | {"memory": 1} if _says_auto(node) else node for node in filled["nodes"]
+            node | {"memory": 1} if _has_auto_memory(node) else node for node in filled["nodes"]
         ]
     return filled
 
 
-def _says_auto(node: Any) -> bool:
+def _has_auto_memory(node: Any) -> bool:
     return isinstance(node, dict) and node.get("memory") == AUTO
 
 
@@ -205,7 +205,7 @@ def _with_memory(case: Case, counts: Mapping[int, int], given: Mapping[str, Any]
     return parse_case(source)
 
 
-def _too_small(
+def _memory_error(
     config: Config, case: Case, counts: Mapping[int, int], given: Mapping[str, Any]
 ) -> InputError:
     """Return an error on the first node that cannot hold one microbatch, with the bytes needed."""
@@ -216,13 +216,13 @@ def _too_small(
     one_each = replace(case, nodes=tuple(nodes))
     [room] = [room for room in rooms(config, one_each) if node in room.nodes]
     own = given["nodes"][node] if isinstance(given["nodes"], list) else {}
-    says_itself = MEMORY_BYTES in own
+    has_own_bytes = MEMORY_BYTES in own
     return InputError(
-        f"case.nodes[{node}].{MEMORY_BYTES}" if says_itself else f"case.{MEMORY_BYTES}",
-        (own if says_itself else given)[MEMORY_BYTES],
-        f"not one microbatch fits on node {node}: {holding(room)}",
-        f"Write {ways_out(config, one_each, room)}; or, if this node is to serve another stage, "
-        f"the number of microbatches as its memory",
+        f"case.nodes[{node}].{MEMORY_BYTES}" if has_own_bytes else f"case.{MEMORY_BYTES}",
+        (own if has_own_bytes else given)[MEMORY_BYTES],
+        f"node {node} cannot hold one microbatch: {holding(room)}",
+        f"Use {memory_remedies(config, one_each, room)}; or set the memory of this node to a "
+        f"number of microbatches, if it serves another stage",
     )
 
 
@@ -242,31 +242,30 @@ def _differs(given: float, own: int) -> bool:
 def _sentence(
     config: Config, key: str, place: str, given: float, own: int, right: int | list[int]
 ) -> str:
-    remedy = f"Make the plan again with {key}: {json.dumps(right)}"
+    remedy = f"Plan again with {key}: {json.dumps(right)}"
     if config.plan.case is not None:
-        remedy = f"Write {key}: {AUTO}"
+        remedy = f"Set it to {AUTO}"
         # If omitted, it would be the `activation_bytes` of the case.
         if key != "gradient_bytes":
-            remedy = f"Leave it out, or write {key}: {AUTO}"
+            remedy = f"Remove it, or set it to {AUTO}"
     return (
-        f"case.{key}{place} = {given:.0f}, and by the configuration it is {own}: the plan is for "
-        f"other transfers than those of this run. {remedy}"
+        f"case.{key}{place} = {given:.0f}, but the configuration gives {own}: predicted times are "
+        f"wrong. {remedy}"
     )
 
 
 def _sentence_of_averaging(config: Config, case: Case) -> str:
     right = config.averaging.of_case
-    remedy = "Leave it out, or write averaging: auto"
+    remedy = f"Remove it, or set it to {AUTO}"
     if config.plan.case is None:
-        remedy = "Make the plan again " + (
-            f"with averaging: {json.dumps(right['averaging'])}" if right else "without it"
+        remedy = "Plan again " + (
+            f"with averaging: {json.dumps(right['averaging'])}" if right else "without averaging"
         )
     return (
-        f"case.averaging = {_in_words(case.averaging)}, and by the configuration it is "
-        f"{_in_words(config.averaging.policy)}: the plan is for another averaging than that of "
-        f"this run. {remedy}"
+        f"case.averaging = {_averaging_text(case.averaging)}, but the configuration gives "
+        f"{_averaging_text(config.averaging.policy)}: predicted times are wrong. {remedy}"
     )
 
 
-def _in_words(averaging: AveragingPolicy) -> str:
+def _averaging_text(averaging: AveragingPolicy) -> str:
     return json.dumps(asdict(averaging)) if averaging.is_outer else averaging.mode

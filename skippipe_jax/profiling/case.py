@@ -102,13 +102,13 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write the case to `path`, and all measurements beside it, as NAME.measured.json."""
-        in_full = _in_full(path)
-        in_full.write_text(json.dumps(self.measured, indent=1) + "\n", encoding="utf-8")
+        measurements_path = _measurements_path(path)
+        measurements_path.write_text(json.dumps(self.measured, indent=1) + "\n", encoding="utf-8")
         names = dict.fromkeys(report["name"] for report in self.measured["hosts"])
         head = [
             f"Measured by skippipe measure at {self.measured['at']}, "
             f"{len(self.measured['hosts'])} hosts on {', '.join(names)}.",
-            f"All figures in full: {in_full.name}",
+            f"All measurements: {measurements_path.name}",
             f"Model: {json.dumps(self.measured['model'])}",
             f"Memory: {self.measured['memory']}",
         ]
@@ -132,7 +132,7 @@ class Profile:
         lines = [
             f"forward {min(forward_s):.4g} to {max(forward_s):.4g} s, backward "
             f"{self.case['backward_ratio']:.2f} times and loss {self.case['loss_ratio']:.2f} times "
-            f"as long; {in_flight} microbatches in flight in {size_text(min(sizes))} to "
+            f"as long; {in_flight} microbatches in flight, memory {size_text(min(sizes))} to "
             f"{size_text(max(sizes))}",
             f"{', '.join(hops)}, stages {stages} MB",
         ]
@@ -148,7 +148,7 @@ class Profile:
         return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
 
 
-def _in_full(path: Path) -> Path:
+def _measurements_path(path: Path) -> Path:
     """Return the path of the measurements of the case at `path`."""
     return path.with_suffix(".measured.json")
 
@@ -159,8 +159,12 @@ def read_measured(path: Path) -> dict[str, Any] | None:
     Raises:
         InputError: if the file cannot be read.
     """
-    in_full = _in_full(path)
-    return fields.load_json(in_full, str(in_full)) if in_full.exists() else None
+    measurements_path = _measurements_path(path)
+    return (
+        fields.load_json(measurements_path, str(measurements_path))
+        if measurements_path.exists()
+        else None
+    )
 
 
 def profile_again(config: Config, measured: Mapping[str, Any], hosts: int) -> Profile | None:
@@ -202,7 +206,7 @@ def profile_of(
         "model": to_tree(config.model),
         "node": to_tree(config.node),
         **{size: case[size] for size in SIZES_OF_HOPS if size in case},
-        "memory": _reason(config),
+        "memory": _memory_note(config),
         "host_of_node": host_of,
         "largest_error_of_costs": _costs(reports, host_of).largest_error,
         "hosts": [asdict(report) for report in reports],
@@ -216,7 +220,7 @@ def check_template(config: Config, hosts: int) -> tuple[int, ...]:
     Raises:
         InputError: if it does not, or hosts and nodes do not match.
     """
-    of_nodes, given = config.cluster.host_of_node, _given(config)
+    of_nodes, given = config.cluster.host_of_node, _configured_case(config)
     nodes = node_count(given["nodes"]) if "nodes" in given else hosts
     host_of = hosts_of_nodes(nodes if of_nodes is None else len(of_nodes), hosts, of_nodes)
     shapes = shapes_of_stages(config, stage_count(config, len(host_of)))
@@ -320,11 +324,11 @@ def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
     return [max(1, min(of_nodes[node] for of_nodes in found)) for node in nodes]
 
 
-def _reason(config: Config) -> str:
+def _memory_note(config: Config) -> str:
     """Return an explanation of the number of microbatches in flight."""
     given = _template(config).get("memory")
     if given == AUTO:
-        return f"{AUTO} stands for as many microbatches in flight as {MEMORY_BYTES} holds"
+        return f"{AUTO}: as many microbatches in flight as {MEMORY_BYTES} holds"
     return (
         f"as many microbatches in flight as {USABLE_SHARE:g} of {MEMORY_BYTES} holds with "
         f"model.recompute: {config.model.recompute}"
@@ -334,20 +338,20 @@ def _reason(config: Config) -> str:
 
 def _template(config: Config) -> dict[str, Any]:
     """Return the keys of the configured case that are not measured."""
-    return {key: value for key, value in _given(config).items() if key in NOT_MEASURED}
+    return {key: value for key, value in _configured_case(config).items() if key in NOT_MEASURED}
 
 
-def left_aside(config: Config) -> str:
+def ignored_keys_text(config: Config) -> str:
     """Return a sentence about ignored keys of the configured case; "" if there are none."""
-    keys = [key for key in _given(config) if key not in (*NOT_MEASURED, "nodes")]
+    keys = [key for key in _configured_case(config) if key not in (*NOT_MEASURED, "nodes")]
     if not keys:
         return ""
     plan = config.plan
     origin = plan.file or (plan.case if isinstance(plan.case, str) else "plan.case")
-    return f"measured, whatever {origin} says of it: {', '.join(keys)}"
+    return f"measured, so these keys of {origin} are ignored: {', '.join(keys)}"
 
 
-def _given(config: Config) -> Mapping[str, Any]:
+def _configured_case(config: Config) -> Mapping[str, Any]:
     """Return the configured case; an empty one if there is none."""
     plan = config.plan
     if plan.file is not None:

@@ -19,7 +19,7 @@ from skippipe_jax.profiling.case import (
     HostReport,
     Profile,
     check_template,
-    left_aside,
+    ignored_keys_text,
     profile_of,
     stage_count,
 )
@@ -67,31 +67,33 @@ def measure(
         PeerTimeout: if another host has not answered within `network.deadline_s`.
     """
     host_of = check_template(config, host.count)
-    if aside := left_aside(config):
-        say(aside)
+    if ignored := ignored_keys_text(config):
+        say(ignored)
     own = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
     devices = [here.devices[0] for here in own]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
     hardware = _hardware_of(host.index, own)
-    told = gather(host, "measure/place", lambda: msgspec.to_builtins(hardware), deadline_s)
-    of_hosts = msgspec.convert([*told.values()], list[HostHardware])
+    by_host = gather(host, "measure/place", lambda: msgspec.to_builtins(hardware), deadline_s)
+    of_hosts = msgspec.convert([*by_host.values()], list[HostHardware])
 
-    nodes_here = sum(
+    nodes_on_machine = sum(
         len(other.processors) for other in of_hosts if other.machine == hardware.machine
     )
     nodes_of = Counter(device for here in own for device in here.devices)
     # Count every device of a node, as all devices of a CPU share the memory of the machine.
-    on_machine = nodes_here * max(len(here.devices) for here in own)
+    devices_on_machine = nodes_on_machine * max(len(here.devices) for here in own)
     memory_bytes = [
-        min(available_bytes(device, nodes_of[device], on_machine) for device in here.devices)
+        min(
+            available_bytes(device, nodes_of[device], devices_on_machine) for device in here.devices
+        )
         for here in own
     ]
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
     copy_s = measure_copy(devices, size) if len(own) > 1 else None
     # A host that has measured its links must not disturb the others by compiling.
     tell(host, "measure/links", lambda: "measured")
-    _hear(host, "links", range(host.count), deadline_s)
-    say("all links are measured; compiling the stages")
+    _receive(host, "links", range(host.count), deadline_s)
+    say("measured all links; compiling the stages")
 
     report = HostReport(
         name=socket.gethostname(),
@@ -105,13 +107,13 @@ def measure(
     tell(host, "measure/report", lambda: msgspec.to_builtins(report))
     if host.index != 0:
         return None
-    heard = _hear(host, "report", range(host.count), deadline_s)
-    reports = msgspec.convert(heard, list[HostReport])
-    say("all stages are timed")
+    received = _receive(host, "report", range(host.count), deadline_s)
+    reports = msgspec.convert(received, list[HostReport])
+    say("timed all stages")
     return profile_of(config, host_of, reports)
 
 
-def _hear(host: Host, what: str, others: Iterable[int], deadline_s: float) -> list[Any]:
+def _receive(host: Host, what: str, others: Iterable[int], deadline_s: float) -> list[Any]:
     """Receive a message of each of the others in turn, with a separate deadline for each."""
     return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
@@ -148,25 +150,25 @@ def _time_stages(
     """
     own, hardware = host.index, of_hosts[host.index]
     first_host = {p: h for h in reversed(range(len(of_hosts))) for p in of_hosts[h].processors}
-    mine = {
+    untimed = {
         processor: here
         for processor, here in zip(hardware.processors, nodes, strict=True)
         if first_host[processor] == own
     }
     in_all = sum(len(other.processors) for other in of_hosts)
     shapes = shapes_of_stages(config, stage_count(config, in_all))
-    for here in mine.values():
+    for here in untimed.values():
         for shape in set(shapes):
             measure_stage(config, shape, here, 0.0)
     tell(host, "measure/stages", lambda: "compiled")
-    neighbours = [h for h, other in enumerate(of_hosts) if other.machine == hardware.machine]
+    same_machine = [h for h, other in enumerate(of_hosts) if other.machine == hardware.machine]
     deadline_s = config.network.deadline_s
-    _hear(host, "stages", neighbours, deadline_s)
-    _hear(host, "report", [other for other in neighbours if other < own], deadline_s)
-    to_time = sum(timing in neighbours for timing in first_host.values()) * len(set(shapes))
+    _receive(host, "stages", same_machine, deadline_s)
+    _receive(host, "report", [other for other in same_machine if other < own], deadline_s)
+    to_time = sum(timing in same_machine for timing in first_host.values()) * len(set(shapes))
     budget_s = min(STAGE_S, ALL_STAGES_S / to_time)
     timings = {}
-    for processor, here in mine.items():
+    for processor, here in untimed.items():
         of_shape = {shape: measure_stage(config, shape, here, budget_s) for shape in set(shapes)}
         timings[processor] = [of_shape[shape] for shape in shapes]
     return timings

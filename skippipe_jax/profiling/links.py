@@ -103,7 +103,7 @@ def measure_links(
     def measure_bandwidth(probe: _LinkProbe) -> None:
         measured.append(_measure(probe, round_trips[probe.other], activation_bytes, transfer_s))
         probe.request(NO_MORE)
-        say(f"bandwidth from {len(measured)} of {len(links)} hosts")
+        say(f"measured the bandwidth from {len(measured)} of {len(links)} hosts")
 
     # All latencies first, while the network is idle.
     for measure in (measure_latency, measure_bandwidth):
@@ -198,8 +198,8 @@ class _LinkProbe:
         if waiting is not None and time.time() - waiting[1] > deadline_s:
             since = time.strftime("%H:%M:%S", time.localtime(waiting[1]))
             raise PeerTimeout(
-                f"measuring the links, it has waited for {waiting[0]} from host {self.other} "
-                f"since {since}, {deadline_s:g} s, in vain"
+                f"link measurement: timed out waiting for {waiting[0]} from host {self.other} "
+                f"(network.deadline_s = {deadline_s:g} s, since {since})"
             )
 
     def _send(self, kind: int, array: jax.Array) -> None:

@@ -147,8 +147,8 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
             raise InputError(
                 "--hosts",
                 hosts,
-                f"the plan has {nodes} nodes, and a host needs one at least",
-                f"Start {nodes} hosts or fewer, or make a plan with more nodes",
+                f"the plan has {nodes} nodes, and each host must serve at least one",
+                f"Start {nodes} hosts or fewer, or plan with more nodes",
             )
         return tuple(node * hosts // nodes for node in range(nodes))
     if len(given) != nodes:
@@ -156,14 +156,14 @@ def hosts_of_nodes(nodes: int, hosts: int, given: Sequence[int] | None) -> tuple
             "cluster.host_of_node",
             list(given),
             f"has {len(given)} entries, but the plan has {nodes} nodes",
-            "Give the host of each node",
+            "List the host of each node",
         )
     if set(given) != set(range(hosts)):
         raise InputError(
             "cluster.host_of_node",
             list(given),
-            f"the run has {hosts} hosts, and each of 0 to {hosts - 1} must serve a node",
-            f"Start {max(given) + 1} hosts, or spread the nodes over {hosts}",
+            f"each host from 0 to {hosts - 1} must serve a node",
+            f"Start {max(given) + 1} hosts, or assign the nodes to {hosts} hosts",
         )
     return tuple(given)
 
@@ -180,7 +180,7 @@ def compile_held_out(
     data node has at most as many microbatches in flight as there are stages.
     """
     stages = [nodes for nodes in stages if nodes]
-    ways: list[list[Compute]] = []
+    chains: list[list[Compute]] = []
     for microbatch in range(count):
         path = [nodes[microbatch % len(nodes)] for nodes in stages]
         chain = [Operation("F", microbatch, node) for node in path]
@@ -190,16 +190,16 @@ def compile_held_out(
             is_hop = before.node != after.node
             hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
         hops.append(None)
-        ways.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
+        chains.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
     order = [
-        ways[microbatch][turn - microbatch]
+        chains[microbatch][turn - microbatch]
         for turn in range(count + len(stages))
         for microbatch in range(max(0, turn - len(stages)), min(turn + 1, count))
     ]
     following = {
         before.operation: after.operation
-        for way in ways
-        for before, after in itertools.pairwise(way)
+        for computes in chains
+        for before, after in itertools.pairwise(computes)
     }
     return tuple(
         Program(

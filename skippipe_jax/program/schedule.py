@@ -131,7 +131,7 @@ def make_schedule(
         InputError: naming the part of the recipe for which there is no plan.
     """
     if recipe.most_searches:
-        say(f"planning for the recipe: {recipe.most_searches} plans, {budget_s:g} s each at most")
+        say(f"planning for the recipe: {recipe.most_searches} plans, at most {budget_s:g} s each")
     plans = {OWN: own}
     for part in _parts(recipe, own.case):
         drawn = [own] if not part.changes else []
@@ -184,15 +184,15 @@ def _planned(part: _Part, case: Case, method: str, search: Search, recipe: Recip
     try:
         plan = best_plan([parse_case({**case.source, **changed})], method, search)
     except InputError as error:
-        problem = f"cannot be planned, as {error.field} = {error.value!r}: {error.problem}"
+        problem = f"cannot be planned: {error.field} = {error.value!r}: {error.problem}"
         raise InputError(part.field, part.value, problem, error.remedy) from error
     lengths = sorted({len(path) for path in plan.microbatches})
     if "path_length" in part.changes and lengths != [part.changes["path_length"]]:
         raise InputError(
             part.field,
             part.value,
-            f"plan.method = {method} knows no paths but those of {lengths[-1]} stages",
-            "Write another plan.method, such as joint",
+            f"plan.method = {method} makes only paths of {lengths[-1]} stages",
+            "Set another plan.method, for example joint",
         )
     return plan
 
@@ -207,10 +207,10 @@ def _redrawn(
         plan.microbatches: plan for plan in drawn if plan.predicted.iteration_s <= longest_s
     }.values()
     if len(kept) < len(drawn):
-        slower = "" if longest is None else f"take more than {longest_s:.3g} s, or "
+        slower = "" if longest is None else f"take more than {longest_s:.3g} s or "
         say(
-            f"{name}: {len(kept)} of {len(drawn)} redrawn plans are used; the others {slower}are "
-            f"the same"
+            f"{name}: using {len(kept)} of {len(drawn)} redrawn plans; "
+            f"the others {slower}are duplicates"
         )
     return {f"{_redraw(name)}{number:03}": plan for number, plan in enumerate(kept)}
 

@@ -50,11 +50,11 @@ def report(folder: Path) -> str:
         InputError: if the folder does not hold a run, or a file in it is damaged.
     """
     run = RunDir(folder)
-    config, schedule, whole = run.config("RUN"), run.schedule(), load_metrics(folder)
-    steps = whole.figures["step"].tolist()
+    config, schedule, all_metrics = run.config("RUN"), run.schedule(), load_metrics(folder)
+    steps = all_metrics.figures["step"].tolist()
     plans = [schedule.name(step - 1) for step in steps]
     name = plans[-1] if plans else OWN
-    plan, metrics = schedule.plans[name], whole.of([other == name for other in plans])
+    plan, metrics = schedule.plans[name], all_metrics.of([other == name for other in plans])
     last = steps[-1] if steps else 1
     predicted, sent = timeline_of(plan, config.averaging, last), bytes_per_link(config, plan, last)
     recorded = recorded_steps(folder)
@@ -65,11 +65,11 @@ def report(folder: Path) -> str:
     ]
     measured, notes = load_timelines(folder, plan, shown)
     if len(shown) < len(recorded):
-        notes.append(f"{len(recorded) - len(shown)} recorded iterations had other plans.")
+        notes.append(f"{len(recorded) - len(shown)} recorded iterations used other plans.")
     newest, *others = sorted(measured, reverse=True) or [None]
     newest_timeline = None if newest is None else measured[newest]
     timeline = newest_timeline or predicted
-    links, left_out = _busiest_links(plan, timeline)
+    links, num_hidden = _busiest_links(plan, timeline)
     return _template().render(
         name=folder.resolve().name,
         evaluate=f"skippipe evaluate --run {shlex.quote(str(folder))}",
@@ -85,9 +85,9 @@ def report(folder: Path) -> str:
         locations=len({node.location for node in plan.case.nodes}),
         visited=sorted({len(path) for path in plan.microbatches}),
         metrics=metrics,
-        whole=whole,
-        held_out=_held_out(whole),
-        curves=[*curves(whole).values()] if steps else [],
+        all_metrics=all_metrics,
+        held_out=_held_out(all_metrics),
+        curves=[*curves(all_metrics).values()] if steps else [],
         newest=newest,
         timelines=gantt_series(plan, {"predicted": predicted} | _titled(measured, newest)),
         others=len(others),
@@ -99,7 +99,7 @@ def report(folder: Path) -> str:
             (link_name(plan.case, flow), flow, sent.get((flow.source, flow.target), 0))
             for flow in links
         ],
-        left_out=left_out,
+        num_hidden=num_hidden,
         idle=_idle_shares(newest_timeline, metrics, predicted.nodes),
         expected_idle=_idle_of(predicted),
     )
@@ -124,20 +124,20 @@ def conversations(run: RunDir, config: Config) -> str:
         tokenizer = load_tokenizer(tokenizer_of(data))
         corpora = load_corpora(data)
     except InputError:  # On another machine, or deleted.
-        return "the text is not here"
-    count = tokens = learnt = 0
+        return "text not found"
+    count = tokens = trained = 0
     for own in (corpus.training for corpus in corpora):
         if own.learnt is not None:
             count, tokens = count + len(own.ends), tokens + own.tokens.size
-            learnt += int((own.learnt.ends - own.learnt.starts).sum())
-    told = (
-        f"{count:,} to train on, of {tokens:,} tokens; of these {learnt:,} ({learnt / tokens:.0%}) "
-        "are the assistant's, which alone are learnt"
+            trained += int((own.learnt.ends - own.learnt.starts).sum())
+    counts = (
+        f"{count:,} for training, {tokens:,} tokens; trained on the {trained:,} "
+        f"({trained / tokens:.0%}) tokens of the assistant"
     )
     if all(source.kind == "tokens" for source in data.sources()):
-        return told  # `skippipe tokenize` applied the template.
-    by_tokenizer = "none" if tokenizer.chat_template is None else "the tokenizer's own"
-    return f"{told}; chat template: {config.data.chat_template or by_tokenizer}"
+        return counts  # `skippipe tokenize` applied the template.
+    by_tokenizer = "none" if tokenizer.chat_template is None else "of the tokenizer"
+    return f"{counts}; chat template: {config.data.chat_template or by_tokenizer}"
 
 
 def _template() -> Any:
@@ -151,7 +151,7 @@ def _template() -> Any:
     environment.filters |= {
         "change": lambda share: f"{share:+.0%}",
         "grouped": lambda number: f"{number:,.0f}",
-        "loss": lambda loss: "not known" if loss is None else f"{loss:.4f}",
+        "loss": lambda loss: "unknown" if loss is None else f"{loss:.4f}",
         "median": np.median,
         "percent": lambda share: f"{share:.0%}",
         "seconds": seconds_text,

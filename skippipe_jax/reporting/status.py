@@ -16,9 +16,9 @@ def status_text(status: RunStatus) -> str:
     """Return the status on one screen: progress, hosts, stages and slowest links."""
     leading = [] if status.generation is None else [f"generation {status.generation}"]
     if status.leader is not None:
-        leading.append(f"host {status.leader} leads")
+        leading.append(f"leader: host {status.leader}")
     lines = [
-        f"run {status.run}: {status.phase}, as host {status.host} tells it",
+        f"run {status.run}: {status.phase} (reported by host {status.host})",
         _progress(status.progress),
         ", ".join(leading),
         _missing(status),
@@ -40,27 +40,27 @@ def status_text(status: RunStatus) -> str:
 def _progress(progress: Progress | None) -> str:
     if progress is None:
         return ""
-    told = [f"step {progress.step}/{progress.steps}"]
+    parts = [f"step {progress.step}/{progress.steps}"]
     if progress.loss is not None:
-        told.append(f"loss {progress.loss:.3f}")
+        parts.append(f"loss {progress.loss:.3f}")
     if progress.seconds_per_iteration is not None:
-        told.append(f"{seconds_text(progress.seconds_per_iteration)} an iteration")
+        parts.append(f"{seconds_text(progress.seconds_per_iteration)} an iteration")
     if progress.left_s is not None:
-        told.append(f"{duration_text(progress.left_s)} left")
-    return "  ".join(told)
+        parts.append(f"{duration_text(progress.left_s)} left")
+    return "  ".join(parts)
 
 
 def _missing(status: RunStatus) -> str:
     """Return a line with the hosts and stages that are missing."""
-    told = []
+    parts = []
     stages = [stage for stage, hosts in enumerate(status.stages) if not hosts]
     if stages:
-        told.append(f"stages lost: {_numbers(stages)}")
+        parts.append(f"stages lost: {_numbers(stages)}")
     for state in ("waited for", "lost", "left", "joining"):
         hosts = [own.host for own in status.hosts if own.state == state]
         if hosts:
-            told.append(f"hosts {state}: {_numbers(hosts)}")
-    return "; ".join(told) or "all hosts are present"
+            parts.append(f"hosts {state}: {_numbers(hosts)}")
+    return "; ".join(parts) or "all hosts are present"
 
 
 def _hosts(status: RunStatus) -> str:
@@ -81,7 +81,7 @@ def _hosts(status: RunStatus) -> str:
 
 def _links(status: RunStatus) -> str:
     shown = status.links[:MOST_SHOWN]
-    which = "measured" if status.links_are_measured else "as the case says them"
+    which = "measured" if status.links_are_measured else "from the case"
     heads = "link", "latency", "bandwidth"
     rows = [
         (

@@ -76,7 +76,7 @@ class Worker:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(running, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(running, "POLL_S", 0.02)
     monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.2)
     (tmp_path / "worker.py").write_text(WORKER)
@@ -120,9 +120,9 @@ def test_every_task_comes_after_what_it_needs(data: st.DataObject):
 @pytest.mark.parametrize(
     ("needs", "message"),
     [
-        ({"a": ("b",), "b": ("a",), "c": ()}, "needs = 'a, b': none can begin before the others"),
-        ({"a": ("a",)}, "needs = 'a': none can begin"),
-        ({"a": ("elsewhere",)}, "needs = 'elsewhere': a needs it"),
+        ({"a": ("b",), "b": ("a",), "c": ()}, "needs = 'a, b': these tasks need each other"),
+        ({"a": ("a",)}, "needs = 'a': these tasks need each other"),
+        ({"a": ("elsewhere",)}, "needs = 'elsewhere': does not exist, but a needs it"),
     ],
 )
 def test_circles_and_needs_that_are_not_there_are_refused(folder, needs, message):
@@ -143,7 +143,7 @@ def test_tasks_run_once_after_what_they_need(folder, capsys):
     out = capsys.readouterr().out
     assert "2 of 3 runs have been trained" in out
     assert "b: something; " in out
-    assert "0 runs, about 0.0 h, to go" in out
+    assert "0 runs left, about 0.0 h" in out
     run(folder, *tasks)
     assert len(notes(folder)) == 8
 
@@ -176,7 +176,7 @@ def test_others_go_on_when_one_fails(folder):
     assert failure.value.exit_code == 2
     assert failure.value.value == "wrong"
     log = folder / "logs" / "wrong.log"
-    expected = f"It says: error: field = 1: is wrong. Write 2. Look at {log}."
+    expected = f"Its last line is: error: field = 1: is wrong. Write 2. Read {log}."
     assert str(failure.value).endswith(expected)
     assert "ended last" in notes(folder)
     assert "began child" not in notes(folder)
@@ -184,19 +184,21 @@ def test_others_go_on_when_one_fails(folder):
 
 def test_who_dies_without_a_word_has_failed_too(folder):
     (folder / "worker.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(InputError, match=r"run = 'a': failed.* Look at .*a\.log") as failure:
+    with pytest.raises(InputError, match=r"run = 'a': failed.* Read .*a\.log") as failure:
         run(folder, Worker(folder, "a"))
-    assert "It says" not in str(failure.value)
+    assert "Its last line" not in str(failure.value)
 
 
 def test_what_found_something_in_use_tries_again(folder, capsys):
     words = ("unless=tried", "make=tried", "exit=75")
     assert run(folder, Worker(folder, "a", words=words)) == ["began a", "began a", "ended a"]
-    assert "a tries again in 0.01 s. It says: error: field = 1" in capsys.readouterr().out
+    assert (
+        "a failed; retry in 0.01 s. Its last line is: error: field = 1" in capsys.readouterr().out
+    )
 
 
 def test_what_is_in_use_for_long_is_tried_ever_less_often_and_not_for_ever(folder, capsys):
-    with pytest.raises(InputError, match=r"run = 'a': failed.*It says: error: field = 1"):
+    with pytest.raises(InputError, match=r"run = 'a': failed.*Its last line is: error: field = 1"):
         run(folder, Worker(folder, "a", words=("exit=75",)))
     pauses = [float(line.split()[4]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert len(pauses) == running.MOST_TRIES == len(notes(folder)) - 1

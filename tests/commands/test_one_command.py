@@ -263,7 +263,7 @@ def test_training_starts_as_a_module_too(words: list[str]):
 def test_a_command_runs_under_the_one_name(folder: Path, command: Command):
     shown = command("estimate-memory", "--config", "config.yaml")
     assert shown.code == 0
-    assert "node in all" in shown.out
+    assert "working" in shown.out
     wrong = command("estimate-memory", "--config", "config.yaml", "--set", "model.depth=3")
     assert wrong.code == 2
     assert wrong.err.startswith("error: model.depth = 3: unknown key.")

@@ -282,8 +282,8 @@ def test_the_table_marks_the_least_of_each_line(place: Place, arms: list[Arm]):
         assert by_name[name] == expected
         assert sum("*" in cell for cell in by_name[name]) == 1
     assert by_name["training compute"] == ["1.000", "1.067", "1.000", "1.000"]
-    assert by_name["with what they begin with"] == ["1.000", "1.229", "1.000", "1.000"]
-    assert by_name["models asked"] == ["3", "3", "1", "1"]
+    assert by_name["training compute with seeds"] == ["1.000", "1.229", "1.000", "1.000"]
+    assert by_name["models evaluated"] == ["3", "3", "1", "1"]
     columns, *ways_lines = ways.splitlines()[1:]
     assert columns.split() == ["equal", "sizes"]
     assert len(ways_lines) == len(WAYS) + 1
@@ -291,7 +291,7 @@ def test_the_table_marks_the_least_of_each_line(place: Place, arms: list[Arm]):
     assert ways_lines[-1].rstrip().endswith("/ -")
     # One that has nothing to mix has no second part.
     dense = {"dense": results["dense"]}
-    assert "means by how" not in evaluation.table(place.config, dense)
+    assert "means by mixing" not in evaluation.table(place.config, dense)
 
 
 def test_the_picture_has_a_dot_for_each_arm_and_domain(place: Place, arms: list[Arm]):

@@ -138,7 +138,7 @@ def test_a_proposal_has_the_same_compute(count: int, steps: int, data: st.DataOb
     names = NAMES[:count]
     hard = {name: data.draw(st.floats(0.5, 5)) for name in names}
     config = named(names, sizes={"S": {}, "M": {}, "L": {}})
-    written = difficulty.told(config, hard, steps)
+    written = difficulty.report_text(config, hard, steps)
     proposed = yaml.safe_load(written[written.index("#") :])
     lanes = proposed["lanes"]
     total = sum(proposed["steps"][lane] * len(own) for lane, own in lanes.items())

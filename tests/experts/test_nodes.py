@@ -14,7 +14,7 @@ from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.experts import nodes, work
 from skippipe_jax.experts.members import Arm, Members
-from skippipe_jax.experts.nodes import kept_division, lanes_of, on_nodes
+from skippipe_jax.experts.nodes import division_path, lanes_of, on_nodes
 from skippipe_jax.experts.tasks import Place, Training
 from tests.experts.conftest import Run
 from tests.experts.examples import place_in, write_config
@@ -102,9 +102,9 @@ def test_experts_train_by_plans_of_their_lanes_nodes_that_are_kept(
 ):
     place.folder.mkdir()
     arm = arm_of(place)
-    assert not kept_division(place, arm).exists()
+    assert not division_path(place, arm).exists()
     found = on_nodes(place, arm)
-    written = json.loads(kept_division(place, arm).read_text())
+    written = json.loads(division_path(place, arm).read_text())
     used: list[set[int]] = []
     parts = {part["name"]: part for part in written["lanes"]}
     for lane, domains in arm.lanes.items():
@@ -133,7 +133,7 @@ def test_experts_train_by_plans_of_their_lanes_nodes_that_are_kept(
         name: own.digest for name, own in found.members.items()
     }
     other = place_in(Path(), **SECTIONS | {"nodes": {"case": CASE | {"forward_s": 0.2}}})
-    assert not kept_division(other, arm).exists()
+    assert not division_path(other, arm).exists()
 
 
 def test_a_case_in_a_file_has_its_link_table_beside_it(place: Place, folder: Path):
@@ -147,9 +147,9 @@ def test_a_case_in_a_file_has_its_link_table_beside_it(place: Place, folder: Pat
     other = place_in(folder, **SECTIONS | {"nodes": config})
     arm = arm_of(other)
     assert len(nodes.compared(other, arm)["divided"].parts) == 2
-    before = kept_division(other, arm)
+    before = division_path(other, arm)
     case.write_text(json.dumps(CASE | {"forward_s": 0.3}))
-    assert kept_division(other, arm) != before
+    assert division_path(other, arm) != before
 
 
 def test_the_command_compares_the_division_with_equal_numbers(folder: Path, experts_command: Run):

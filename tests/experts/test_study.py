@@ -73,7 +73,7 @@ def test_how_far_apart_lanes_end_is_a_share_of_the_first():
     }
     figures = side_by_side.figures_of(lanes)
     assert figures["apart"] == pytest.approx(0.08)
-    assert "the last is done 8.0% after the first" in side_by_side.table(figures)
+    assert "the last lane ends 8.0% after the first" in side_by_side.table(figures)
 
 
 def test_nodes_as_listed_are_all_dealt_out_and_keep_their_links():

@@ -83,7 +83,7 @@ def test_a_table_for_people(command: Any):
     assert inner.split()[:4] == ["1", "2", "2", "3,904"]
     assert "2 x 4.10 kB" in inner
     assert nodes.startswith("nodes 0-2: stage 0 takes ")
-    assert nodes.endswith("; an iteration has no more")
+    assert nodes.endswith("; an iteration has no more microbatches")
     assert "2 microbatches" in sent
     assert in_a_case.endswith("activation_bytes: 4096, stage_bytes: [48832, 15616]")
 
@@ -98,7 +98,7 @@ def test_copies_for_buddies_are_counted_on_hosts(command: Any):
             "stage": stage["stage"], "bytes": copied, "first_host": copied, "buddy": 2 * copied,
         }  # fmt: skip
     _, said, _ = command(CONFIG, *words)
-    assert "its first host and its buddy keep in their own memory" in said
+    assert "buddy checkpoints in the memory of the first host" in said
     _, said, _ = command(CONFIG, "--json")
     assert "copies" not in json.loads(said)
 
@@ -113,7 +113,7 @@ def test_hops_that_differ_by_direction_are_told_apart(command: Any):
     assert figures["case"]["activation_bytes"] == sent["hop"]
     assert figures["case"]["gradient_bytes"] == sent["gradient_hop"]
     _, said, _ = command(CONFIG, *words)
-    assert "1.15 kB a hop and 2.05 kB a hop back" in said
+    assert "1.15 kB per hop and 2.05 kB per hop back" in said
     assert "activation_bytes: 1152, gradient_bytes: 2048, stage_bytes:" in said
 
 
@@ -132,7 +132,7 @@ def test_it_explains_how_many_microbatches_fit(command: Any):
     assert nodes["one_more_bytes"] == nodes["bytes"]["kept"] + 4096
     told = command(config)[1].splitlines()[3]
     assert f"with {count} in flight" in told
-    assert "1.17 MB may be filled, 0.9 of 1.30 MB; one more would take " in told
+    assert "1.17 MB are usable, 0.9 of 1.30 MB; one more would take " in told
     code, _, warned = command(CONFIG | {"plan": {"case": case | {"memory": count + 1}}}, "--json")
     assert code == 0
     assert warned.startswith(f"warning: case.memory = {count + 1} is more than nodes 0-2 can hold")
@@ -202,7 +202,7 @@ def test_the_page_shows_what_the_command_prints(command: Any):
     [line] = re.findall(r"^    (nodes 0-19: .*)$", page, re.M)
     assert line in of_room.splitlines()
     [taken] = re.findall(r"takes (\S+ GB) of each of 4 devices on its data nodes", page)
-    assert f"stage 0 takes {taken} of each of 4 devices with 16 in flight" in of_meshes
+    assert f"stage 0 takes {taken} on each of 4 devices with 16 in flight" in of_meshes
     launched = (root / "experiments" / "paper" / "configs" / "8b.yaml").read_text(encoding="utf-8")
     assert command(yaml.safe_load(launched))[1] == said
 
@@ -273,13 +273,13 @@ def test_the_table_has_columns_of_outer_averaging(command: Any):
     _, said, _ = command(CONFIG | {"averaging": OUTER})
     head, data, inner, _, sent, in_a_case = said.splitlines()
     names = re.split(r"  +", head)
-    assert names[7:11] == ["outer", "in flight", "under way", "working"]
+    assert names[7:11] == ["outer", "in flight", "in transit", "working"]
     columns = dict(zip(names, re.split(r"  +", inner), strict=True))
     assert columns["outer"] == "46.8 kB"
-    assert dict(zip(names, re.split(r"  +", data), strict=True))["under way"] == "0 B"
-    assert sent.endswith(" for averaging, in the mean over 4")
+    assert dict(zip(names, re.split(r"  +", data), strict=True))["in transit"] == "0 B"
+    assert sent.endswith(" for averaging (mean of 4 iterations)")
     assert "averaging: {'mode': 'outer', 'every': 4," in in_a_case
-    assert "under way" not in command(CONFIG)[1]
+    assert "in transit" not in command(CONFIG)[1]
     # What is under way is among what waits.
     _, said, _ = command(CONFIG | {"plan": {"case": SMALL_CASE | {"stages": [2, 1]}}})
     _, more, _ = command(

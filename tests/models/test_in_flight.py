@@ -225,16 +225,16 @@ def test_what_some_stages_leave_no_room_for_is_no_candidate():
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
-        ({}, "case.memory_bytes", ["is missing", "Add memory_bytes"]),
+        ({}, "case.memory_bytes", ["is missing", "Set memory_bytes"]),
         (
             {"memory_bytes": 4096},
             "case.memory_bytes",
-            ["not one microbatch fits on node 0", "0.9 of 4.10 kB", "more stages or a smaller"],
+            ["node 0 cannot hold one microbatch", "0.9 of 4.10 kB", "more stages or a smaller"],
         ),
         (
             {"memory_bytes": 1e9, "nodes": [{}, {}, {"memory_bytes": 5e4}, {}, {}]},
             "case.nodes[2].memory_bytes",
-            ["not one microbatch fits on node 2", "stage 0 takes", "with 1 in flight", "45.0 kB"],
+            ["node 2 cannot hold one microbatch", "stage 0 takes", "with 1 in flight", "45.0 kB"],
         ),
         ({"memory_bytes": -1}, "case.memory_bytes", ["greater than 0"]),
         ({"memory_bytes": "all"}, "case.memory_bytes", ["must be a number"]),
@@ -273,7 +273,7 @@ def test_a_number_that_is_too_great_is_warned_of_where_bytes_are_given():
     case = parse_case(SIZED | {"memory": 4, "memory_bytes": size})
     [sentence] = short_of_memory(config, case)
     assert sentence.startswith("case.memory = 4 is more than nodes 0-4 can hold: stage 0 takes ")
-    assert "Write less, memory: auto, " in sentence
+    assert "Use less, memory: auto, " in sentence
     for fine in ({"memory": 3, "memory_bytes": size}, {"memory": 4}):
         assert short_of_memory(config, parse_case(SIZED | fine)) == []
     # A plan may have put small nodes where less is needed.

@@ -138,11 +138,11 @@ def test_a_figure_of_its_own_is_compared():
     right = list(case_of(config_of(OPEN)).stage_bytes)
     assert said_of(HOP, right) == said_of(0.96 * HOP, [1.04 * size for size in right]) == []
     [of_hop] = said_of(1, right)
-    assert of_hop.startswith(f"case.activation_bytes = 1, and by the configuration it is {HOP}")
-    assert "activation_bytes: auto" in of_hop
+    assert of_hop.startswith(f"case.activation_bytes = 1, but the configuration gives {HOP}")
+    assert of_hop.endswith("set it to auto")
     [of_stage] = said_of(HOP, [right[0], 7])
-    assert of_stage.startswith(f"case.stage_bytes[1] = 7, and by the configuration it is {inner}")
-    assert "stage_bytes: auto" in of_stage
+    assert of_stage.startswith(f"case.stage_bytes[1] = 7, but the configuration gives {inner}")
+    assert of_stage.endswith("set it to auto")
 
 
 def test_gradients_have_what_activations_have_unless_a_case_speaks_of_them():
@@ -158,8 +158,8 @@ def test_gradients_have_what_activations_have_unless_a_case_speaks_of_them():
     assert said_of(gradient_bytes=back) == (back, [])
     found, [sentence] = said_of(activation_bytes=forward)
     assert found == forward
-    assert sentence.startswith(f"case.gradient_bytes = {forward}, and by the configuration it is")
-    assert sentence.endswith("Write gradient_bytes: auto")
+    assert sentence.startswith(f"case.gradient_bytes = {forward}, but the configuration gives")
+    assert sentence.endswith("Set it to auto")
 
 
 OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 2}
@@ -183,10 +183,10 @@ def test_averaging_follows_from_the_configuration(said: dict[str, str]):
 def test_another_averaging_is_told_of():
     exact, outer = (config_of(OPEN, averaging=own) for own in ({}, OUTER))
     [sentence] = differing_sizes(outer, case_of(exact))
-    assert sentence.startswith('case.averaging = exact, and by the configuration it is {"mode"')
-    assert sentence.endswith("write averaging: auto")
+    assert sentence.startswith('case.averaging = exact, but the configuration gives {"mode"')
+    assert sentence.endswith("set it to auto")
     [sentence] = differing_sizes(exact, case_of(outer))
-    assert ", and by the configuration it is exact: " in sentence
+    assert ", but the configuration gives exact: " in sentence
     other = config_of(OPEN, averaging=OUTER | {"dtype": "float32"})
     assert len(differing_sizes(other, case_of(outer))) == 1
     # What a plan does not depend on: the outer optimizer.
@@ -196,13 +196,15 @@ def test_another_averaging_is_told_of():
     assert [own.partition(" = ")[0] for own in said] == ["case.averaging"]
 
 
-@pytest.mark.parametrize(("averaging", "remedy"), [({}, "without it"), (OUTER, '"every": 10,')])
+@pytest.mark.parametrize(
+    ("averaging", "remedy"), [({}, "without averaging"), (OUTER, '"every": 10,')]
+)
 def test_a_plan_of_another_averaging_is_told_the_right_one(averaging: Any, remedy: str):
     case = case_of(config_of(OPEN, averaging=OUTER | {"every": 7} if averaging else OUTER))
     given = {"model": MODEL, "plan": {"file": "plan.json"}, "averaging": averaging}
     config = parse_config(given | {"data": {"sequence_length": 32, "microbatch_size": 2}})
     [sentence] = differing_sizes(config, case)
-    assert "Make the plan again with" in sentence
+    assert "Plan again with" in sentence
     assert remedy in sentence
 
 

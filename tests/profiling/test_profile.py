@@ -23,7 +23,7 @@ from skippipe_jax.profiling.case import (
     HostReport,
     case_of,
     check_template,
-    left_aside,
+    ignored_keys_text,
     profile_again,
     profile_of,
     read_measured,
@@ -226,7 +226,7 @@ def reports_of(hosts: int) -> list[HostReport]:
     [
         (None, [1, 3, 4], "holds with model.recompute: none"),
         (2, [1, 2, 2], "holds with model.recompute: none, but no more than 2 (plan.case.memory)"),
-        ("auto", [None] * 3, "auto stands for as many microbatches"),
+        ("auto", [None] * 3, "auto: as many microbatches"),
     ],
 )
 def test_the_written_case_says_why_it_has_so_much_memory(
@@ -241,7 +241,7 @@ def test_the_written_case_says_why_it_has_so_much_memory(
     assert [node.get("memory") for node in written["nodes"]] == numbers
     assert head in text.splitlines()[3]
     assert found.warnings == []
-    assert "microbatches in flight in 800 kB to 1.30 MB" in found.summary()
+    assert "microbatches in flight, memory 800 kB to 1.30 MB" in found.summary()
     if memory != "auto":
         assert [n.memory for n in load_cases(tmp_path / "case.yaml")[0].nodes] == numbers
     else:
@@ -268,7 +268,7 @@ def test_a_node_with_room_for_none_is_warned_of_and_the_case_is_written():
     assert [node["memory"] for node in found.case["nodes"]] == [1, 1, 1]
     [warning] = found.warnings
     assert warning.startswith("case.memory = 1 is more than nodes 0-2 can hold: stage 0 takes ")
-    assert "Write more stages or " in warning or "Write model.recompute: " in warning
+    assert "Use more stages or " in warning or "Use model.recompute: " in warning
     assert found.summary().endswith(f"warning: {warning}")
     asked = config_of(plan=to_measure(stages=[1, 2], memory="auto"))
     assert len(profile_of(asked, (0, 1, 2), reports).warnings) == 1
@@ -371,11 +371,11 @@ def test_of_a_complete_case_what_cannot_be_measured_is_kept(form: str, tmp_path:
     assert case["stages"] == [2, 2]
     assert case["microbatches_per_data_node"] == 3
     assert case["forward_s"] != COMPLETE["forward_s"]
-    said = left_aside(config)
+    said = ignored_keys_text(config)
     assert "links" in said
     assert "forward_s" in said
     assert "stages" not in said
-    assert not left_aside(config_of(plan=to_measure(stages=[1, 1])))
+    assert not ignored_keys_text(config_of(plan=to_measure(stages=[1, 1])))
 
 
 # The command.

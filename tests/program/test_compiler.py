@@ -242,9 +242,9 @@ def test_hosts_can_be_given():
     [
         (9, 12, None, "--hosts", "the plan has 9 nodes"),
         (3, 2, (0, 1), "cluster.host_of_node", "has 2 entries, but the plan has 3 nodes"),
-        (3, 2, (0, 0, 0), "cluster.host_of_node", "each of 0 to 1 must serve a node"),
+        (3, 2, (0, 0, 0), "cluster.host_of_node", "each host from 0 to 1 must serve a node"),
         (3, 1, (0, 0, 1), "cluster.host_of_node", "Start 2 hosts"),
-        (3, 2, (0, 1, -1), "cluster.host_of_node", "each of 0 to 1"),
+        (3, 2, (0, 1, -1), "cluster.host_of_node", "each host from 0 to 1"),
     ],
 )
 def test_plans_for_another_number_of_hosts_are_refused(

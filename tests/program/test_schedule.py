@@ -193,7 +193,7 @@ def assert_recordings_are_of_their_plans(run_dir: Path) -> None:
         recording = (run_dir / "timelines" / f"{step:08d}" / "host_0.json").read_text()
         counts.append(len(json.loads(recording)["runs"]))
     assert counts == [6 * (2 * length + 1) for length in (2, 3)]
-    assert "2 recorded iterations had other plans." in report(run_dir)
+    assert "2 recorded iterations used other plans." in report(run_dir)
 
 
 @pytest.mark.nightly
@@ -433,7 +433,7 @@ def test_a_method_for_full_paths_has_no_plan_for_a_phase_with_shorter_ones():
     with pytest.raises(InputError) as caught:
         make_schedule(RecipeConfig(phases=(Phase(3, 2),)), own, "full", 0, 0.1, print)
     assert caught.value.field == "recipe.phases[0]"
-    assert "knows no paths but those of 4 stages" in caught.value.problem
+    assert "makes only paths of 4 stages" in caught.value.problem
 
 
 def test_redrawn_plans_that_take_longer_are_left_out():
@@ -449,7 +449,7 @@ def test_redrawn_plans_that_take_longer_are_left_out():
     longest_s = 1.03 * min(seconds.values())
     assert kept == [paths for paths, taken_s in seconds.items() if taken_s <= longest_s]
     assert 0 < len(kept) < len(seconds)
-    assert told[-1].startswith(f"plan: {len(kept)} of 9 redrawn plans are used; ")
+    assert told[-1].startswith(f"plan: using {len(kept)} of 9 redrawn plans; ")
     for longest in (2 * max(seconds.values()) / min(seconds.values()), None):
         recipe = RecipeConfig(redraw_every=1, redraws=9, longest_redraw=longest)
         plans = schedule_of(recipe, own, told.append).plans

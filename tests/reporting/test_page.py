@@ -179,7 +179,7 @@ def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
 def test_a_run_that_has_just_started_says_so(tmp_path):
     folder = start_run(tmp_path / "run")
     root = parsed(report(folder))
-    assert "No iteration has ended yet." in text_of(root)
+    assert "No iteration is complete yet." in text_of(root)
     assert not pictures(root, "chart")
     assert len(pictures(root, "gantt")) == len(pictures(root, "flows")) == 1
 
@@ -257,7 +257,7 @@ def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
     text = text_of(parsed(report(folder)))
     assert "measured, step 10" in text
     assert "measured, step 20" not in text
-    assert "1 recorded iterations had other plans." in text
+    assert "1 recorded iterations used other plans." in text
 
 
 def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monkeypatch):
@@ -310,9 +310,9 @@ def test_links_within_a_location_are_left_out_beside_others(tmp_path, locations)
     assert rows
     if len(locations) == 2:
         assert all("Iowa" in row and "Oregon" in row for row in rows)
-        assert f"{len(within)} links within a location are left out" in text_of(root)
+        assert f"{len(within)} links within a location are not shown" in text_of(root)
     else:
-        assert "left out" not in text_of(root)
+        assert "not shown" not in text_of(root)
 
 
 def test_the_table_of_hosts_breaks_its_lines_and_scrolls(tmp_path):
@@ -395,9 +395,9 @@ def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
         [PLAN.method, seconds_text(planned_s), seconds_text(s), f"{s / planned_s - 1:+.0%}"]
         for s in (4.0, 4.0)
     ]
-    rewound = "host 0 was lost; all went back to the checkpoint"
+    rewound = "host 0 was lost; all hosts rolled back to the checkpoint"
     assert told[1:] == [
-        ["1", "0", "the run began", "3", "0, 1, 2", "0", *ran[0]],
+        ["1", "0", "start of the run", "3", "0, 1, 2", "0", *ran[0]],
         ["2", "8", rewound, "2", "1, 2", "1", *ran[1]],
     ]
     line = {"generation": 2, "cause": "lost", "stages": [1, 2]}
@@ -405,8 +405,8 @@ def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
     line |= {"step": 8, "steps_old": 3, "loss_before": 2.5, "loss_after": None}
     append_record(folder / RECOVERIES, line)
     rows = [[text_of(cell) for cell in row] for row in parsed(report(folder)).iter("tr")]
-    by = "rewind, as buddy could not be"
-    assert ["2", "1, 2", by, "3", "2.5000", "not known"] in rows
+    by = "rewind, because buddy was not possible"
+    assert ["2", "1, 2", by, "3", "2.5000", "unknown"] in rows
     go_on(Generation(3, (1, 2), (7, 7), 1, 9, cause="host 0 was lost", left_out=(1, 2)))
     rows = [[text_of(cell) for cell in row] for row in parsed(report(folder)).iter("tr")]
     assert "host 0 was lost; without stage 1, 2" in [row[3] for row in rows if len(row) == 11]
@@ -551,12 +551,12 @@ def test_the_page_tells_of_conversations_and_of_what_is_learnt_of_them(tmp_path:
     size = 1 + len("<|user|>\nWhy 10?\n<|assistant|>\n") + len("So.") + 1
     found = re.search(r"<dt>Conversations</dt><dd>(.*?)</dd>", report(folder))
     assert found is not None
-    counts = re.match(r"(\d+) to train on, of (\d+) tokens; of these (\d+) \(", found[1])
+    counts = re.match(r"(\d+) for training, (\d+) tokens; trained on the (\d+) \(", found[1])
     assert counts is not None
     count, tokens, learnt = map(int, counts.groups())
     assert (tokens, learnt) == (count * size, count * 4)
-    assert found[1].endswith("are the assistant&#39;s, which alone are learnt; chat template: none")
+    assert found[1].endswith("tokens of the assistant; chat template: none")
     chats.unlink()
     read_corpus.cache_clear()
-    assert "<dt>Conversations</dt><dd>the text is not here</dd>" in report(folder)
+    assert "<dt>Conversations</dt><dd>text not found</dd>" in report(folder)
     assert "<dt>Conversations</dt>" not in report(start_run(tmp_path / "text"))

@@ -9,9 +9,9 @@ from skippipe_jax.reporting.status import MOST_SHOWN, status_text
 from tests.connections.meshes import STATUS
 
 SHOWN = """\
-run runs/a: training, as host 0 tells it
+run runs/a: training (reported by host 0)
 step 40/100  loss 2.500  2.00 s an iteration  2min left
-generation 3, host 1 leads
+generation 3, leader: host 1
 stages lost: 1; hosts lost: 2
 
 host  state    stages  location  address        name
@@ -39,7 +39,7 @@ def test_what_is_not_known_yet_is_left_out():
     given = {"generation": None, "progress": None, "links": (), "stages": (), "hosts": hosts}
     early = msgspec.structs.replace(STATUS, phase="gathering", leader=0, **given)
     assert status_text(early) == (
-        "run runs/a: gathering, as host 0 tells it\nhost 0 leads\nhosts waited for: 1\n\n"
+        "run runs/a: gathering (reported by host 0)\nleader: host 0\nhosts waited for: 1\n\n"
         "host  state       stages  location  address  name\n0     present\n1     waited for"
     )
 

@@ -170,7 +170,7 @@ def test_a_report_is_told_and_drawn():
     }
     report["wrong"] = serve_churn.wrong_in(report, [answered(1.0, 2.0)])
     assert report["wrong"] == [
-        "0 of 4 tokens came",
+        "received 0 of 4 tokens",
         "descriptors of the front have grown to 14, above 13",
     ]
     rows = [line.split("  ") for line in serve_churn.table(report).splitlines()]
