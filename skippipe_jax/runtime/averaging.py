@@ -82,10 +82,10 @@ class LiveAveraging:
         for part in self.parts.values():
             source = part.ring.nodes[part.position - 1]
             whence = f"node {source} on host {self.topology.host_of[source]}"
-            yield f"a part of the average of stage {part.ring.stage} from {whence}"
+            yield f"a chunk of the gradient average of stage {part.ring.stage} from {whence}"
         if self.left and not self.parts:
             stage = min(self.replicas.stage_of(replica) for replica in self.left)
-            yield f"the average of stage {stage}"
+            yield f"the gradient average of stage {stage}"
 
     def _when_summed(self, replica: int, start_s: float) -> None:
         # All arrays of a sum are ready at the same time.

@@ -149,7 +149,7 @@ class Behind:
             if self._error is not None and not (self._is_over or future.done()):
                 raise self._error
             if seconds_since(max(since_s, self._loop.last_event_s)) > self._deadline_s:
-                during = f"the totals of step {step}"
+                during = f"step {step}"
                 raise PeerTimeout(told(during, self.waits(step), self._deadline_s))
         return future.result()
 
@@ -163,13 +163,16 @@ class Behind:
                     ring = part.gathering.ring
                     source = ring.nodes[part.gathering.position - 1]
                     yield (
-                        f"what stage {ring.stage} has sent after step {sent_after}, from node "
+                        f"the message of stage {ring.stage} sent after step {sent_after} from node "
                         f"{source} on host {hosts[source]}",
                         own.since_s,
                     )
             if not any(own.left for _, own in rounds):
                 others = [str(host) for host in self.topology.hosts if host != self.topology.host]
-                yield f"step {step} to count on host {', '.join(others)}", self._loop.last_event_s
+                yield (
+                    f"the commit of step {step} on host {', '.join(others)}",
+                    self._loop.last_event_s,
+                )
 
     @property
     def last_event_s(self) -> float:

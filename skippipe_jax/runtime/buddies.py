@@ -172,7 +172,10 @@ class Buddies:
         if self._then is not None and self._left:
             host_of = self._exchange.topology.host_of
             for way in self._keeping:
-                yield f"a part of the copy of stage {way.stage} from host {host_of[way.source]}"
+                yield (
+                    f"a part of the buddy checkpoint of stage {way.stage} "
+                    f"from host {host_of[way.source]}"
+                )
 
     def _offer(self, iteration: int, way: Way, turn: int) -> None:
         here = self._exchange.topology.spread(way.source).first

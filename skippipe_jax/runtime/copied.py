@@ -56,7 +56,7 @@ def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
     """Restore a state of these shapes from its bytes."""
     leaves, structure = jax.tree.flatten(shapes)
     ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
-    assert ends[-1] == len(given), "are the bytes of such a state"
+    assert ends[-1] == len(given), "the bytes do not match these shapes"
     parts = np.split(given, ends[:-1])
     return structure.unflatten(
         part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)

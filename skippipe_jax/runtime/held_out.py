@@ -62,7 +62,7 @@ class HeldOut:
             self._as_it_happens(step, batches)
         else:
             for _ in in_program_order(self.program, self.operations, batches):
-                raise AssertionError("nothing is averaged")
+                raise AssertionError("validation has no averaging")
         losses, self.operations.losses = self.operations.losses, {}
         return {m: np.asarray(loss, np.float64) for m, loss in sorted(losses.items())}
 
@@ -83,7 +83,7 @@ class HeldOut:
         def what_is_waited_for() -> str | None:
             if not flow.is_idle:
                 return None
-            return told(f"the held-out loss after step {step}", flow.waits(), loop.deadline_s)
+            return told(f"validation after step {step}", flow.waits(), loop.deadline_s)
 
         while not flow.is_done:
             flow.start_what_can()

@@ -141,7 +141,7 @@ class Iteration(ABC):
         """Describe the pending waits for a timeout message; return None while a node computes."""
         if not self.flow.is_idle:
             return None
-        during = f"iteration {self.iteration + 1}"
+        during = f"step {self.iteration + 1}"
         return told(during, self._waits(), self.loop.deadline_s)
 
 
@@ -153,6 +153,6 @@ def told(during: str, found: Iterator[tuple[str, float]], deadline_s: float) -> 
     since_s = waits[0][1]
     clock = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_since(since_s)))
     return (
-        f"in {during}, since {clock}, {seconds_since(since_s):.0f} s, this host "
-        f"has waited for {named}{more}; network.deadline_s is {deadline_s:g}"
+        f"{during}: timed out after {seconds_since(since_s):.0f} s waiting for {named}{more} "
+        f"(network.deadline_s = {deadline_s:g} s, since {clock})"
     )

@@ -177,7 +177,7 @@ class LiveIteration(Iteration):
             known = {self.topology.host, *self.totals_of_hosts}
             hosts = self.topology.hosts if hears_all else [0]
             missing = [str(host) for host in hosts if host not in known]
-            yield f"the totals from host {', '.join(missing)}", self.loop.last_event_s
+            yield f"the global sums from host {', '.join(missing)}", self.loop.last_event_s
         elif self.flow.is_done or self.averaging.parts:
             for what in self.averaging.waits():
                 yield what, self.loop.last_event_s

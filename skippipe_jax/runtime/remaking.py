@@ -140,10 +140,10 @@ class Remaking:
         def make(stage: int, shapes: State) -> State:
             own = [gift for gift in self.gifts if gift.made.stage == stage]
             if not own:
-                assert others is not None, "a host that goes on holds its stages"
+                assert others is not None, "a remaining host lacks the state of its stage"
                 return others(stage, shapes)
             given = [self._taken(gift, links) for gift in own if gift.target == self.topology.host]
-            assert self.remains.updates is not None, "known to whoever has a source"
+            assert self.remains.updates is not None, "a source without an update count"
             if own[0].made.by == AVERAGE:
                 norms = self.remains.squared_norms
                 weights = (1.0, 1.0) if norms is None else (norms[stage - 1], norms[stage + 1])

@@ -142,7 +142,7 @@ class RingPart:
         length = self.of_block * ring.chunk_length
         blocks = len(ring.nodes) * ring.blocks
         if self._is_cut:
-            assert self._here is not None, "is a mesh"
+            assert self._here is not None, "the node has no mesh"
             self.blocks = cut_rows(gradients, self._here, blocks, length)
         else:
             if self._here is not None:
@@ -181,7 +181,7 @@ class RingPart:
     def result(self) -> PyTree:
         """Return the sum of all replicas' gradients, once no chunk is `left`."""
         if self._is_cut:
-            assert self._here is not None, "is a mesh"
+            assert self._here is not None, "the node has no mesh"
             return joined_rows(self.blocks, self._here, self.like)
         leaves, structure = jax.tree.flatten(self.like)
         summed = _join(self.blocks, tuple(leaf.shape for leaf in leaves))

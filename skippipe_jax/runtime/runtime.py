@@ -245,8 +245,8 @@ class Runtime:
             self.emulations.get((name, is_exact)),
         )
         if not is_exact:
-            assert self._apart is not None, "is outer"
-            assert self._behind is not None, "is outer"
+            assert self._apart is not None, "averaging.mode is not outer"
+            assert self._behind is not None, "averaging.mode is not outer"
             outer = OuterIteration(setup, steps=self._apart, behind=self._behind)
             return outer.run(batches, stop, clock)
         live = LiveIteration(

@@ -114,7 +114,7 @@ class StageState:
 
     def own_to_save(self) -> dict[str, PyTree]:
         """Return the local state of this replica for a checkpoint, beside that of the stage."""
-        assert self.outer is not None, "takes steps of its own"
+        assert self.outer is not None, "the replica takes no local steps"
         return {
             "parameters": self.parameters,
             "optimizer_state": self.optimizer_state,

@@ -160,7 +160,7 @@ class HostLink:
 
     @property
     def _open_server(self) -> transfer.TransferServer:
-        assert self.server is not None, "is open"
+        assert self.server is not None, "the link is closed"
         return self.server
 
 

@@ -177,7 +177,7 @@ class Checkpointer:
         whole = step_folder(self._run_dir, step)
         if is_committed(whole):
             raise InputError(
-                str(whole), step, "is saved already", "Resume the run, or name a new run folder"
+                str(whole), step, "already exists", "Resume the run, or set another run_dir"
             )
         self._attempt = self._attempt + 1 if step == self._step else 1
         self._step = step
@@ -237,17 +237,17 @@ class Checkpointer:
             raise
         except NotWritten as error:
             self._failures += 1
-            problem = f"a checkpoint cannot be written there: {error}"
+            problem = f"the checkpoint could not be written: {error}"
             if self._failures == MOST_FAILURES:
-                remedy = "Mend that, and --resume goes on from the checkpoint before"
+                remedy = "Fix the storage, then continue from the previous checkpoint with --resume"
                 raise TemporaryError("run_dir", str(self._run_dir), problem, remedy) from error
-            log.warning(f"{self._run_dir}, step {self._step}: {problem}. Training goes on")
+            log.warning(f"{self._run_dir}, step {self._step}: {problem}. Training continues")
             return False
         except Exception as error:
             if isinstance(error, PeerFailed) and f"{NotWritten.__name__}: " in str(error):
                 return False
             problem = f"{type(error).__name__}: {error}"
-            raise CheckpointFailed(f"a checkpoint is not committed: {problem}") from error
+            raise CheckpointFailed(f"the checkpoint was not committed: {problem}") from error
         self._failures = 0
         return True
 
@@ -277,7 +277,7 @@ class Checkpointer:
             self._background.shutdown()
             self._copying.shutdown()
         if self._mirror is not None and (missing := self._not_copied(self._mirror)):
-            log.warning(f"not copied to {self._mirror.url}: the checkpoints of steps {missing}")
+            log.warning(f"checkpoints of steps {missing} not copied to {self._mirror.url}")
 
     def _finish(
         self,
@@ -376,7 +376,7 @@ class Checkpointer:
                 for old in set(steps) - self._retained(steps) - self._being_copied:
                     remove(step_folder(self._run_dir, old))
         except OSError as error:  # The next checkpoint retries.
-            log.warning(f"old checkpoints in {self._run_dir} are not removed: {error.strerror}")
+            log.warning(f"old checkpoints in {self._run_dir} were not removed: {error.strerror}")
 
 
 def write_initial_checkpoint(

@@ -202,7 +202,7 @@ def _require_same(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, A
 
     def describe(arrays: Mapping[str, Any], name: str) -> str:
         if name not in arrays:
-            return "no such array"
+            return "no array of this name"
         return f"{np.dtype(arrays[name].dtype).name}{list(arrays[name].shape)}"
 
     differing = [

@@ -70,14 +70,14 @@ class Mirror:
         if isinstance(self._files, LocalFileSystem) and Path(self._root).is_relative_to(
             run_dir.absolute()
         ):
-            problem = f"lies in {run_dir}, of which it is to be a copy"
+            problem = f"is inside {run_dir}, the folder to copy"
             raise InputError("checkpoint.copy_to", self.url, problem, "Name another folder")
         is_here = resume and RunDir(run_dir).is_run
         try:
             steps = self.steps()
             if resume and not is_here and steps:
                 self._fetch(run_dir, {steps[-1], *self._best(steps)})
-                log.output(f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}")
+                log.output(f"fetched step {steps[-1]} of the run from {self.url} into {run_dir}")
                 return
         except InputError:
             raise
@@ -87,10 +87,10 @@ class Mirror:
                 return
             raise self._unusable(error) from error
         if resume and not is_here:
-            problem, remedy = "holds no checkpoint, nor does run_dir", "Name the copy of a run"
+            problem, remedy = "has no checkpoint, and neither has run_dir", "Name the copy of a run"
         elif steps and steps[-1] > (latest_step(run_dir) or 0):
             problem = f"has a checkpoint of step {steps[-1]}, which this run has not reached"
-            remedy = f"Name another folder, or resume that run where {run_dir} does not exist"
+            remedy = f"Name another folder, or resume the copied run where {run_dir} does not exist"
         else:
             return
         raise InputError("checkpoint.copy_to", self.url, problem, remedy)
@@ -144,7 +144,7 @@ class Mirror:
             self._bring(run_dir, [name for name in names if name != mark], [mark])
         except Exception as error:  # whatever the file system raises
             log.warning(
-                f"step {step} is not fetched from {self.url}: {type(error).__name__}: {error}"
+                f"step {step} was not fetched from {self.url}: {type(error).__name__}: {error}"
             )
             return False
         return True
@@ -154,7 +154,7 @@ class Mirror:
         try:
             return [found for found in self.steps() if found < step]
         except Exception as error:  # whatever the file system raises
-            log.warning(f"no earlier step is fetched: {self._unusable(error)}")
+            log.warning(f"no earlier step was fetched: {self._unusable(error)}")
             return []
 
     def forget(self, step: int) -> None:
@@ -163,7 +163,7 @@ class Mirror:
             self._remove(step)
         except Exception as error:  # whatever the file system raises
             log.warning(
-                f"step {step} is not removed from {self.url}: {type(error).__name__}: {error}"
+                f"step {step} was not removed from {self.url}: {type(error).__name__}: {error}"
             )
 
     def _remove(self, step: int) -> None:
@@ -227,7 +227,7 @@ class Mirror:
                 "checkpoint.copy_to",
                 self.url,
                 f"cannot be fetched: {error}",
-                "Look who can write there, and remove what is no run's file",
+                "Check who can write to it, and remove files that are not part of a run",
             ) from error
 
     def _get(self, names: list[PurePosixPath], paths: list[Path]) -> None:
@@ -256,5 +256,5 @@ class Mirror:
             "checkpoint.copy_to",
             self.url,
             f"cannot be used: {type(error).__name__}: {error}",
-            "Check the URL, and whether its package and credentials are there",
+            "Check the URL, its fsspec package and its credentials",
         )

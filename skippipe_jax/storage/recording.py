@@ -175,8 +175,8 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
             raise InputError(
                 field,
                 str(run.operation),
-                "is recorded twice, or is no operation of this plan",
-                "Remove the recordings of this step: they are not all of this run",
+                "is recorded twice, or is not an operation of this plan",
+                "Remove the recordings of this step: some are of another run",
             )
         missing.remove(run.operation)
         found[run.operation] = run
@@ -185,9 +185,9 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
         raise IncompleteRecordingError(
             field,
             f"{len(found)} operations",
-            f"step {step} is recorded in part: operations are missing of nodes "
-            f"{', '.join(map(str, nodes))}",
-            "Copy the files of the hosts that serve them there, or remove this folder",
+            f"the recording of step {step} is incomplete: operations of nodes "
+            f"{', '.join(map(str, nodes))} are missing",
+            "Copy the recordings of their hosts into this folder, or remove it",
         )
     return found
 

@@ -200,7 +200,7 @@ def read_records(path: Path, kind: type[T]) -> list[T]:
         except DAMAGE as error:
             text = line.decode(errors="replace")
             field = f"{path}, line {number}"
-            log.warning(str(InputError(field, text, str(error), "This line is left out")))
+            log.warning(str(InputError(field, text, str(error), "This line is skipped")))
     return found
 
 

@@ -60,7 +60,7 @@ def _latest_intact(run_dir: Path) -> Checkpoint:
             damages.append(error)
         else:
             for damage in damages:
-                log.warning(str(damage.with_remedy(f"Step {found.step} is read, before it")))
+                log.warning(str(damage.with_remedy(f"Step {found.step} is read instead")))
             return found
     raise damages[-1]
 
@@ -88,7 +88,7 @@ def rewind(
     search = CheckpointSearch(run_dir, host, parts, mirror, timeout_s=timeout_s, up_to=up_to)
     last = search.newest()
     if last is None:
-        problem, remedy = "there is no checkpoint to go back to", "Start a new run"
+        problem, remedy = "there is no checkpoint to roll back to", "Start a new run"
         raise InputError("run_dir", str(run_dir), problem, remedy)
 
     def clear() -> None:
@@ -177,9 +177,9 @@ class CheckpointSearch:
         Called on host 0. Quarantines damaged checkpoints, and warns of them and of stale stages.
         """
         for step, damage in self.damages.items():
-            remedy = "It was fetched from the copy again"
+            remedy = "It was fetched again from the copy"
             if last is not None and step != last.step:
-                remedy = f"The run goes on from step {last.step}"
+                remedy = f"The run continues from step {last.step}"
             log.warning(str(damage.with_remedy(remedy)))
         for sentence in [] if last is None else last.staleness_warnings():
             log.warning(sentence)

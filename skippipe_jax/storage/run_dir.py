@@ -110,8 +110,8 @@ class RunDir:
             raise InputError(
                 "run_dir",
                 str(self.path),
-                "holds a run already",
-                "Go on with it by --resume, or give another folder: --set run_dir=...",
+                "already contains a run",
+                "Continue it with --resume, or set another folder: --set run_dir=...",
             )
 
     def create(self, config: Config, schedule: Schedule) -> None:
@@ -333,10 +333,10 @@ class RunDir:
         if not isinstance(step, str):
             return step
         if step != BEST_STEP:
-            raise InputError("--step", step, "is no step", f'Write a number, or "{BEST_STEP}"')
+            raise InputError("--step", step, "is not a step", f'Write a number, or "{BEST_STEP}"')
         best = self.best()
         if best is None:
-            problem = f"{self.path} has no best checkpoint: its held-out loss was never computed"
+            problem = f"{self.path} has no best checkpoint: its validation loss was never computed"
             raise InputError("--step", step, problem, "Name a step, or train with validation.every")
         return best["step"]
 

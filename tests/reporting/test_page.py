@@ -245,7 +245,7 @@ def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
     text = text_of(parsed(report(folder)))
     assert "measured, step 10" in text
     assert "measured, step 20" not in text
-    assert re.search(r"Not shown: timelines/00000020 .* missing of nodes 3, 4\.", text)
+    assert re.search(r"Not shown: timelines/00000020 .* of nodes 3, 4 are missing\.", text)
 
 
 def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
