@@ -244,7 +244,7 @@ class Checkpointer:
             log.warning(f"{self._run_dir}, step {self._step}: {problem}. Training continues")
             return False
         except Exception as error:
-            if isinstance(error, PeerFailed) and f"{NotWritten.__name__}: " in str(error):
+            if isinstance(error, PeerFailed) and error.kind == NotWritten.__name__:
                 return False
             problem = f"{type(error).__name__}: {error}"
             raise CheckpointFailed(f"the checkpoint was not committed: {problem}") from error

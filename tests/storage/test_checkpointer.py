@@ -377,6 +377,25 @@ def test_a_host_that_can_write_no_checkpoint_ends_alone_with_an_error_that_may_b
     assert latest_step(tmp_path) is None
 
 
+def test_an_error_of_a_peer_that_only_names_a_failed_write_ends_the_save(tmp_path, monkeypatch):
+    """The kind of the error decides, not its text."""
+    complete = checkpointer_module._complete_part
+
+    def failing_on_one(folder, parts, texts):
+        if "stage_1" in parts:
+            raise ValueError("NotWritten: in the text of another error")
+        return complete(folder, parts, texts)
+
+    monkeypatch.setattr(checkpointer_module, "_complete_part", failing_on_one)
+    writers = two_writers(tmp_path)
+    for stage, writer in enumerate(writers):
+        writer.save(1, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    for writer in writers:
+        with pytest.raises(CheckpointFailed, match="NotWritten: in the text"):
+            writer.wait()
+        writer.close()
+
+
 def failing(monkeypatch, name, *numbers):
     """Let a function of the writer fail with these errors, and then no more."""
     left, real = [*numbers], getattr(checkpointer_module, name)
