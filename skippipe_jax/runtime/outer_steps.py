@@ -90,7 +90,7 @@ class OuterSteps:
             return None
         functions = self._functions(replica, fragment)
         message, sent, state.outer = functions.send(state.parameters, state.outer)
-        state.under_way[step] = UnderWay(fragment, sent, message, counts_with=step)
+        state.under_way[step] = UnderWay(fragment, sent, message, committed_with=step)
         return state.under_way[step]
 
     def due(self, replica: int, step: int) -> int | None:
@@ -128,7 +128,7 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
         own = state.under_way.pop(sent_after)
         assert state.outer is not None, "no fragment was sent"
         of_fragment = functions[own.fragment]
-        if own.counts_with > step:
+        if own.committed_with > step:
             state.outer = of_fragment.take_back(state.outer, own.sent, own.message)
             continue
         assert own.messages is not None, "committed before all messages arrived"

@@ -111,7 +111,7 @@ class RingPart:
     """Part of one replica in a ring. The caller sends the returned chunks, and passes in arrivals.
 
     Attributes:
-        unasked, ahead, left: see `RingMember`.
+        unrequested, ahead, left: see `RingMember`.
         travelling: shape and dtype of the array of each hop.
     """
 
@@ -133,7 +133,7 @@ class RingPart:
         self.ahead = ring.ahead[self.position]
         rows = () if ring.rows == 1 else (ring.rows,)
         self.travelling = jax.ShapeDtypeStruct((*rows, ring.chunk_length), dtype)
-        self.unasked = self._arriving()
+        self.unrequested = self._arriving()
         self.left = ring.steps * ring.chunks
         self.like = jax.eval_shape(lambda tree: tree, gradients)
         # In `blocks`, sums replace the gradients. A chunk is copied out only when it is sent, so

@@ -375,7 +375,7 @@ def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
 
 
-def where_state_waits(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
+def state_shardings(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
     """Return the shardings of the optimizer's state between updates on the node `here`."""
     return here.of_tree(optimizer_state, functions.state_memory)
 

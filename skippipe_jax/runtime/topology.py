@@ -295,7 +295,7 @@ class Topology:
         return tuple(node for node, host in enumerate(self.host_of) if host == self.host)
 
     @cached_property
-    def own_replicas(self) -> tuple[int, ...]:
+    def local_replicas(self) -> tuple[int, ...]:
         """Replicas that this host holds, in the order of its nodes."""
         return tuple(dict.fromkeys(self.replica_of[node] for node in self.nodes))
 

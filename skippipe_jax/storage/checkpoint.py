@@ -262,17 +262,17 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
     if part in checkpoint.intact:
         return
     files = checkpoint.record.files
-    recorded = {name: told for name, told in files.items() if part_of(name) == part}
+    recorded = {name: expected for name, expected in files.items() if part_of(name) == part}
     # COMMITTED lists no file of this part: report its folder as missing.
-    for name, told in (recorded or {part: "no files"}).items():
+    for name, expected in (recorded or {part: "no files"}).items():
         path = checkpoint.folder / name
         found = digest(path) if path.is_file() else "missing"
-        if found != told:
+        if found != expected:
             raise CorruptCheckpoint(
                 checkpoint.step,
                 str(path),
                 found,
-                f"the commit record lists {told}",
+                f"the commit record lists {expected}",
                 _remedy(checkpoint.folder),
             )
 
@@ -335,10 +335,10 @@ def remove_unfinished(run_dir: Path, up_to: tuple[int, int] | None = None) -> No
 
 def quarantine(folder: Path) -> None:
     """Rename the folder of a damaged step, replacing one that was quarantined before."""
-    aside = folder.with_name(folder.name + DAMAGED)
-    if aside.exists():
-        shutil.rmtree(aside)
-    folder.rename(aside)
+    quarantined = folder.with_name(folder.name + DAMAGED)
+    if quarantined.exists():
+        shutil.rmtree(quarantined)
+    folder.rename(quarantined)
 
 
 def _remedy(folder: Path) -> str:

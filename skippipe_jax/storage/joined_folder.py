@@ -28,7 +28,7 @@ from skippipe_jax.storage.run_dir import PLAN, PLANS
 
 JOINED = "joined.json"
 
-WHAT_TO_DO = "Name another folder with --run-dir"
+NAME_ANOTHER = "Name another folder with --run-dir"
 
 
 def is_joined(folder: Path) -> bool:
@@ -107,11 +107,11 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
     identity = _identity(contents)
     if is_joined(folder) and _joined(folder)["run"] != identity:
         problem = "a host used this folder to join another run"
-        raise InputError("--run-dir", str(folder), problem, WHAT_TO_DO)
-    with os_errors_as("--run-dir", folder, "cannot be written", WHAT_TO_DO):
+        raise InputError("--run-dir", str(folder), problem, NAME_ANOTHER)
+    with os_errors_as("--run-dir", folder, "cannot be written", NAME_ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
-        told = {"run": identity, "addresses": [*addresses]}
-        atomic_write(folder / JOINED, json.dumps(told, indent=1) + "\n")
+        record = {"run": identity, "addresses": [*addresses]}
+        atomic_write(folder / JOINED, json.dumps(record, indent=1) + "\n")
         for path in (folder / PLANS).glob("*.json"):
             if path.relative_to(folder).as_posix() not in contents:
                 path.unlink()
@@ -171,8 +171,8 @@ def _is_of_a_run(name: str) -> bool:
 
 
 def _joined(folder: Path) -> Mapping[str, Any]:
-    told = fields.load_json(folder / JOINED, JOINED)
+    record = fields.load_json(folder / JOINED, JOINED)
     names = ("run", "addresses")
-    given = fields.mapping(told, JOINED, names, names)
-    fields.sequence(given["addresses"], f"{JOINED}.addresses", minimum_length=0)
-    return given
+    record = fields.mapping(record, JOINED, names, names)
+    fields.sequence(record["addresses"], f"{JOINED}.addresses", minimum_length=0)
+    return record

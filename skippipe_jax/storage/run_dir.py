@@ -159,9 +159,9 @@ class RunDir:
 
     def files_to_mirror(self) -> list[Path]:
         """Return the files besides checkpoints that are needed to resume or inspect a run."""
-        elsewhere = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
+        excluded = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
         # Do not list excluded folders: those of checkpoints may change meanwhile.
-        tops = [path for path in sorted(self.path.iterdir()) if path.name not in elsewhere]
+        tops = [path for path in sorted(self.path.iterdir()) if path.name not in excluded]
         found = (p for top in tops for p in (sorted(top.rglob("*")) if top.is_dir() else [top]))
         return [p for p in found if p.is_file() and p.suffix != PARTIAL and p.name != LEASE]
 
@@ -385,11 +385,11 @@ class RunDir:
         if folder == os.getcwd():
             return config
 
-        def there(path: str | None) -> str | None:
+        def relocated(path: str | None) -> str | None:
             found = os.path.join(folder, path or "")
             return found if path and (os.path.exists(found) or glob.glob(found)) else path
 
         mixture = config.mixture and tuple(
-            replace(one, path=there(one.path)) for one in config.mixture
+            replace(one, path=relocated(one.path)) for one in config.mixture
         )
-        return replace(config, path=there(config.path), mixture=mixture)
+        return replace(config, path=relocated(config.path), mixture=mixture)

@@ -185,14 +185,14 @@ class _Lease:
         while not self._ends.wait(RENEWED_S):
             try:
                 with self._lock:
-                    found = self._read()
-                    if found is not None and found.get("holder") == self._holder:
+                    lease = self._read()
+                    if lease is not None and lease.get("holder") == self._holder:
                         self._write()
                         continue
             except OSError as error:
                 log.warning(f"the lease {self._path} was not renewed: {error.strerror}")
                 continue
-            if found is None or found.get("start") != self._start:
+            if lease is None or lease.get("start") != self._start:
                 log.warning(
                     f"{self._path}: another training run took over the folder, or removed the lease"
                 )
