@@ -532,7 +532,7 @@ def test_a_recording_of_another_plan_ends_with_code_2(tmp_path, monkeypatch, cap
     record(folder, 10)
     small_plan(PATHS[::-1]).save(folder / "plan.json")
     assert run_main(folder) == 2
-    assert "is no operation of this plan" in capsys.readouterr().err
+    assert "is not an operation of this plan" in capsys.readouterr().err
 
 
 def test_the_page_tells_of_conversations_and_of_what_is_learnt_of_them(tmp_path: Path):

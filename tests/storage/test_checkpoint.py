@@ -34,7 +34,7 @@ def test_a_new_run_is_prepared_by_host_0_alone(tmp_path):
 
 
 def test_no_checkpoint(two_checkpoints, tmp_path):
-    with pytest.raises(InputError, match="Name a run that has saved one"):
+    with pytest.raises(InputError, match="Name a run that has checkpoints"):
         open_checkpoint(tmp_path)
     with pytest.raises(InputError, match=r"= 15: .*Choose one of the steps \[10, 20\]"):
         open_checkpoint(two_checkpoints, 15)

@@ -64,7 +64,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="is the folder of a run itself"):
         known_before(run)
     require_not_joined(run)
-    with pytest.raises(InputError, match="what a host was given that has joined"):
+    with pytest.raises(InputError, match="the folder of a diskless host"):
         require_not_joined(tmp_path / "far")
 
 
