@@ -16,7 +16,16 @@ class PeerTimeout(PeerError, TimeoutError):
 
 
 class PeerFailed(PeerError):
-    """Failure of another host during an operation that this host waited for."""
+    """Failure of another host during an operation that this host waited for.
+
+    Attributes:
+        kind: name of the class of the other host's error; empty if unknown.
+    """
+
+    def __init__(self, text: str, kind: str = ""):
+        """Store both."""
+        super().__init__(text)
+        self.kind = kind
 
 
 class TlsMismatch(PeerError):

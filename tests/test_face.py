@@ -260,7 +260,7 @@ def test_steps_one_by_one_are_a_run(tmp_path: Path):
 def test_a_trainer_that_is_closed_saves_nothing_more_and_lets_the_folder_go(tmp_path: Path):
     trainer = sp.Trainer(config_in(tmp_path))
     trainer.train_step()
-    with pytest.raises(sp.InputError, match="another training is writing it"):
+    with pytest.raises(sp.InputError, match="another training run is writing to it"):
         sp.Trainer(config_in(tmp_path), resume=True).setup()
     trainer.close()
     assert sp.Run(tmp_path / "run").steps == []

@@ -292,8 +292,8 @@ def wrap_package(witness: Witness) -> None:
     wrap(LiveIteration, "_finish", finished)
     witness.watch(LiveIteration, "_finish", "committed")
     # The same phases where replicas go apart: what is on its way is applied some steps later.
-    wrap(Runtime, "_go_apart", begun)
-    wrap(Behind, "_count", counted)
+    wrap(Runtime, "_begin_local_steps", begun)
+    wrap(Behind, "_commit", counted)
     wrap(OuterIteration, "_apply", applied)
     witness.watch(Behind, "_begin", "ring")
     witness.watch(Behind, "_end_part", "prepared")

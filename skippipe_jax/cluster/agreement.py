@@ -119,7 +119,8 @@ def tell(host: Host, name: str, make: Callable[[], Any]) -> Any:
     try:
         text = json.dumps({"value": make()})
     except Exception as error:
-        host.put(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        kind = type(error).__name__
+        host.put(key, json.dumps({"error": f"{kind}: {error}", "kind": kind}))
         raise
     host.put(key, text)
     return json.loads(text)["value"]
@@ -138,6 +139,7 @@ def hear(host: Host, name: str, hosts: Iterable[int], timeout_s: float) -> dict[
         left_s = max(0.0, end - time.monotonic())
         message = json.loads(host.get(f"{name}/{source}", left_s, source))
         if "error" in message:
-            raise PeerFailed(f"host {source} failed at {name!r}: {message['error']}")
+            text = f"host {source} failed at {name!r}: {message['error']}"
+            raise PeerFailed(text, message["kind"])
         heard[source] = message["value"]
     return heard

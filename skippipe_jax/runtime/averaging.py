@@ -65,8 +65,8 @@ class LiveAveraging:
         if ring is None or replica in self.begun:
             return
         self.begun.add(replica)
-        here = self.topology.spread(replica)
-        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype, here)
+        spread = self.topology.spread(replica)
+        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype, spread)
         self.parts[replica] = part
         start_s = time.perf_counter()
 
@@ -75,17 +75,17 @@ class LiveAveraging:
             self.replicas.take_sum(replica, part.result())
             self._when_summed(replica, start_s)
 
-        self.exchange.go_round(part, self.iteration, ended)
+        self.exchange.run_ring(part, self.iteration, ended)
 
     def waits(self) -> Iterator[str]:
         """Yield descriptions of the sums that are waited for."""
         for part in self.parts.values():
             source = part.ring.nodes[part.position - 1]
-            whence = f"node {source} on host {self.topology.host_of[source]}"
-            yield f"a part of the average of stage {part.ring.stage} from {whence}"
+            sender = f"node {source} on host {self.topology.host_of[source]}"
+            yield f"a chunk of the gradient average of stage {part.ring.stage} from {sender}"
         if self.left and not self.parts:
             stage = min(self.replicas.stage_of(replica) for replica in self.left)
-            yield f"the average of stage {stage}"
+            yield f"the gradient average of stage {stage}"
 
     def _when_summed(self, replica: int, start_s: float) -> None:
         # All arrays of a sum are ready at the same time.

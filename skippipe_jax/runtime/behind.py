@@ -27,18 +27,18 @@ from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop, Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.gathering import Gathering
-from skippipe_jax.runtime.iteration import told
+from skippipe_jax.runtime.iteration import timeout_text
 from skippipe_jax.runtime.state import UnderWay
 
 T = TypeVar("T")
 # Interval at which a waiting thread checks for errors and for the deadline.
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 Summed = Future[Float[np.ndarray, " all"]]
 """Future sum over all hosts of the vectors of `totals.add_up`, ready some iterations later."""
 
 
 @dataclass
-class _Made:
+class _LocalStep:
     """Step that this host has made, with its contribution to the totals."""
 
     step: int
@@ -75,7 +75,7 @@ class Behind:
     Attributes:
         topology: assignment of nodes, replicas and devices to hosts.
         group: the hosts that commit steps together.
-        counted: the last committed step that this host has been notified of.
+        committed_step: the last committed step that this host has been notified of.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class Behind:
         step: int,
     ):
         """Begin after `step`, which is committed, with the links of `exchange`."""
-        self.counted = step
+        self.committed_step = step
         self.group = group
-        self.topology, self._tell = exchange.topology, exchange.loop.post
+        self.topology, self._post = exchange.topology, exchange.loop.post
         # The loop itself has no deadline: `wait_for` and the iterations check it.
         self._deadline_s = exchange.loop.deadline_s
         self._loop = EventLoop(deadline_s=0.0)
         self._exchange = Exchange(self._loop, exchange.topology, exchange.links)
-        self._made: deque[_Made] = deque()
+        self._local_steps: deque[_LocalStep] = deque()
         self._contributed = step
         self._rounds: dict[int, _Round] = {}
         self._averagings: list[Averaging] = []
         self._error: Exception | None = None
-        self._is_over = False
-        self._when_counted: list[tuple[int, Then]] = []
+        self._has_ended = False
+        self._when_committed: list[tuple[int, Then]] = []
         # Guards the fields that both threads use.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="skippipe-behind", daemon=True)
@@ -122,20 +122,20 @@ class Behind:
 
     def end(self, step: int, local: jax.Array) -> Summed:
         """Contribute a step of this host; return the future sum of all hosts."""
-        made = _Made(step, local, Future())
+        made = _LocalStep(step, local, Future())
         with self._lock:
-            if self._is_over:
+            if self._has_ended:
                 made.summed.set_exception(GenerationEnded())
                 return made.summed
-            self._made.append(made)
+            self._local_steps.append(made)
         self._loop.post(lambda _: self._loop.when_ready(local, partial(self._computed, made)))
         return made.summed
 
-    def when_counted(self, step: int, then: Then) -> None:
+    def when_committed(self, step: int, then: Then) -> None:
         """Call `then` once a step is committed, so that its messages may be applied."""
         with self._lock:
-            self._when_counted.append((step, then))
-        self._tell_what_counts()
+            self._when_committed.append((step, then))
+        self._notify_commits()
 
     def wait_for(self, future: Future[T], step: int) -> T:
         """Return the result of a future that depends on the totals of a step.
@@ -145,12 +145,12 @@ class Behind:
         """
         since_s = time.perf_counter()
         while not future.done():
-            wait([future], LOOK_S)
-            if self._error is not None and not (self._is_over or future.done()):
+            wait([future], CHECK_INTERVAL_S)
+            if self._error is not None and not (self._has_ended or future.done()):
                 raise self._error
             if seconds_since(max(since_s, self._loop.last_event_s)) > self._deadline_s:
-                during = f"the totals of step {step}"
-                raise PeerTimeout(told(during, self.waits(step), self._deadline_s))
+                operation = f"step {step}"
+                raise PeerTimeout(timeout_text(operation, self.waits(step), self._deadline_s))
         return future.result()
 
     def waits(self, step: int) -> Iterator[tuple[str, float]]:
@@ -163,13 +163,16 @@ class Behind:
                     ring = part.gathering.ring
                     source = ring.nodes[part.gathering.position - 1]
                     yield (
-                        f"what stage {ring.stage} has sent after step {sent_after}, from node "
+                        f"the message of stage {ring.stage} sent after step {sent_after} from node "
                         f"{source} on host {hosts[source]}",
                         own.since_s,
                     )
             if not any(own.left for _, own in rounds):
                 others = [str(host) for host in self.topology.hosts if host != self.topology.host]
-                yield f"step {step} to count on host {', '.join(others)}", self._loop.last_event_s
+                yield (
+                    f"the commit of step {step} on host {', '.join(others)}",
+                    self._loop.last_event_s,
+                )
 
     @property
     def last_event_s(self) -> float:
@@ -203,14 +206,14 @@ class Behind:
                 self._loop.run_one(lambda: None)
             except GenerationEnded as error:
                 with self._lock:
-                    self._is_over, made = True, [*self._made]
+                    self._has_ended, made = True, [*self._local_steps]
                 for own in made:
                     own.summed.set_exception(error)
                 return
             except Exception as error:
                 # The thread continues, as a step that all hosts have made may still be committed.
                 self._error = error
-                self._tell(partial(_raise, error))
+                self._post(partial(_raise, error))
 
     def _begin(self, part: _Part, at_s: float) -> None:
         part.start_s = at_s
@@ -218,7 +221,7 @@ class Behind:
         def ended(ended_s: float) -> None:
             self._loop.at(ended_s + part.takes_s, partial(self._end_part, part))
 
-        self._exchange.go_round(part.gathering, part.step, ended)
+        self._exchange.run_ring(part.gathering, part.step, ended)
 
     def _end_part(self, part: _Part, at_s: float) -> None:
         part.own.messages = part.gathering.messages()
@@ -227,45 +230,45 @@ class Behind:
             del self._rounds[part.step].left[part.replica]
         self._contribute()
 
-    def _computed(self, made: _Made, _: float) -> None:
+    def _computed(self, made: _LocalStep, _: float) -> None:
         made.is_computed = True
         self._contribute()
 
     def _contribute(self) -> None:
         """Contribute to the next step once its totals and all its messages are complete."""
         with self._lock:
-            if not self._made or self._contributed == self._made[0].step:
+            if not self._local_steps or self._contributed == self._local_steps[0].step:
                 return
-            made = self._made[0]
+            made = self._local_steps[0]
             lacks = any(own.left for step, own in self._rounds.items() if step <= made.step)
             if lacks or not made.is_computed:
                 return
             self._contributed = made.step
 
-        def counted(outcome: tuple[float, ...]) -> None:
-            summed = np.asarray(outcome, np.float32)
-            self._loop.post(lambda _: self._count(made, summed))
+        def committed(sums: tuple[float, ...]) -> None:
+            summed = np.asarray(sums, np.float32)
+            self._loop.post(lambda _: self._commit(made, summed))
 
-        self.group.contribute(made.step, np.asarray(made.local).tolist(), counted)
+        self.group.contribute(made.step, np.asarray(made.local).tolist(), committed)
 
-    def _count(self, made: _Made, summed: Float[np.ndarray, " all"]) -> None:
+    def _commit(self, made: _LocalStep, summed: Float[np.ndarray, " all"]) -> None:
         with self._lock:
-            self.counted = made.step
-            self._made.popleft()
+            self.committed_step = made.step
+            self._local_steps.popleft()
             for step in [step for step in self._rounds if step <= made.step]:
                 del self._rounds[step]
         made.summed.set_result(summed)
-        self._tell_what_counts()
+        self._notify_commits()
         self._contribute()
 
-    def _tell_what_counts(self) -> None:
+    def _notify_commits(self) -> None:
         with self._lock:
-            waiting, self._when_counted = self._when_counted, []
+            waiting, self._when_committed = self._when_committed, []
             for step, then in waiting:
-                if step <= self.counted:
-                    self._tell(then)
+                if step <= self.committed_step:
+                    self._post(then)
                 else:
-                    self._when_counted.append((step, then))
+                    self._when_committed.append((step, then))
 
 
 def _raise(error: Exception, _: float) -> NoReturn:

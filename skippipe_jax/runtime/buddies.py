@@ -30,11 +30,11 @@ from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.topology import Topology
 
 # Pieces of a copy that are requested at once: one on the link, and the next one.
-AHEAD = 2
+REQUESTED_AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Way:
+class CopyRoute:
     """Route of the copies of a stage: from its first replica to a node of its buddy."""
 
     stage: int
@@ -54,14 +54,14 @@ class Way:
         )
 
 
-def ways_of(topology: Topology, config: Config) -> list[Way]:
+def copy_routes(topology: Topology, config: Config) -> list[CopyRoute]:
     """Return the routes of all stages with a buddy: a stage that all hosts serve has none."""
     plan, host_of = topology.plan, topology.host_of
     sizes = copied_bytes(config, len(plan.stages))
     numbers = iter(topology.copies)
-    ways = []
+    routes = []
     for stage, own in enumerate(pieces_of_copies(config, len(plan.stages))):
-        taken = [*itertools.islice(numbers, len(own))]
+        hop_numbers = [*itertools.islice(numbers, len(own))]
         serving = {host_of[node] for node in plan.stages[stage]}
         further = (*plan.stages[stage + 1 :], *plan.stages[:stage])
         target = next(
@@ -69,9 +69,9 @@ def ways_of(topology: Topology, config: Config) -> list[Way]:
         )
         if target is not None:
             source = topology.replicas[stage][0]
-            hops = tuple(Hop(number, source, target) for number in taken)
-            ways.append(Way(stage, sizes[stage], source, target, hops))
-    return ways
+            hops = tuple(Hop(number, source, target) for number in hop_numbers)
+            routes.append(CopyRoute(stage, sizes[stage], source, target, hops))
+    return routes
 
 
 class Buddies:
@@ -85,12 +85,12 @@ class Buddies:
         self,
         exchange: Exchange,
         replicas: Replicas,
-        ways: Collection[Way],
+        routes: Collection[CopyRoute],
         every: int,
         first: int,
         copies: Collection[Copy],
     ):
-        """Begin after step `first` with the `copies` kept so far; without `ways` send none.
+        """Begin after step `first` with the `copies` kept so far; without `routes` send none.
 
         Sending a copy takes `every` iterations.
         """
@@ -98,92 +98,97 @@ class Buddies:
         self._exchange, self._replicas = exchange, replicas
         self._first, self._every = first, every
         topology = exchange.topology
-        self._giving = [way for way in ways if topology.is_here(way.source)]
-        self._keeping = [way for way in ways if topology.is_here(way.target)]
-        self._told: Copies = tuple(copy.name for copy in self.copies)
-        self._given: dict[int, Bytes] = {}
-        self._coming: dict[int, Copy] = {}
-        self._left = 0
-        self._then: Callable[[Copies], None] | None = None
+        self._sent_routes = [route for route in routes if topology.is_here(route.source)]
+        self._received_routes = [route for route in routes if topology.is_here(route.target)]
+        self._reported: Copies = tuple(copy.name for copy in self.copies)
+        self._packed: dict[int, Bytes] = {}
+        self._incoming: dict[int, Copy] = {}
+        self._pending = 0
+        self._when_complete: Callable[[Copies], None] | None = None
 
     def begin(self, iteration: int) -> None:
         """Send this iteration's parts of copies, and request those of the copies kept here."""
         # The previous step is committed, so all hosts know the copies reported with it.
-        self.copies = [copy for copy in self.copies if copy.name in self._told]
+        self.copies = [copy for copy in self.copies if copy.name in self._reported]
         turn = (iteration - self._first) % self._every
-        for way in self._giving:
+        for route in self._sent_routes:
             if turn == 0:
-                self._pack(iteration, way)
+                self._pack(iteration, route)
             else:
-                self._offer(iteration, way, turn)
+                self._offer(iteration, route, turn)
         # Copies by an earlier placement are kept until the first copies by this one are complete.
         self._is_settled = iteration - self._first >= self._every
         self._is_last_part = turn == self._every - 1
-        for way in self._keeping:
+        for route in self._received_routes:
             if turn == 0:
-                self._coming[way.stage] = Copy(way.stage, iteration, np.empty(way.size, np.uint8))
-            unasked = way.part(turn, self._every)
-            asked = [*way.part(turn, self._every)]
-            self._left += len(asked)
-            for _ in range(AHEAD):
-                self._ask_next(iteration, way.stage, unasked)
+                self._incoming[route.stage] = Copy(
+                    route.stage, iteration, np.empty(route.size, np.uint8)
+                )
+            unrequested = route.part(turn, self._every)
+            requested = [*route.part(turn, self._every)]
+            self._pending += len(requested)
+            for _ in range(REQUESTED_AHEAD):
+                self._request_next(iteration, route.stage, unrequested)
 
-    def _pack(self, iteration: int, way: Way) -> None:
+    def _pack(self, iteration: int, route: CopyRoute) -> None:
         """Pack the state of a stage while nodes compute, and offer its first part.
 
         The step is committed only after that, so nothing overwrites the state before.
         """
-        self._given.pop(way.stage, None)
-        state = self._replicas.states[way.source].to_save()
+        self._packed.pop(route.stage, None)
+        state = self._replicas.states[route.source].to_save()
 
         def pack() -> None:
-            self._given[way.stage] = packed(state)
+            self._packed[route.stage] = packed(state)
 
-        def go_on(_: float) -> None:
-            self._offer(iteration, way, 0)
-            self._left -= 1
-            self._look()
+        def offer_first_part(_: float) -> None:
+            self._offer(iteration, route, 0)
+            self._pending -= 1
+            self._check_complete()
 
-        self._left += 1
-        self._exchange.loop.when_done(pack, go_on)
+        self._pending += 1
+        self._exchange.loop.when_done(pack, offer_first_part)
 
-    def when_there(self, then: Callable[[Copies], None]) -> None:
+    def when_complete(self, then: Callable[[Copies], None]) -> None:
         """Call `then` with the names of kept copies, once this iteration's parts are complete."""
-        self._then = then
-        self._look()
+        self._when_complete = then
+        self._check_complete()
 
-    def _tell(self) -> Copies:
+    def _report(self) -> Copies:
         """Return the names of the copies kept here, the newest of each stage."""
         if self._is_last_part:
             # An iteration that is run again brings its copy again.
-            coming = {copy.name: copy for copy in self._coming.values()}
-            self.copies = [*(c for c in self.copies if c.name not in coming), *coming.values()]
+            incoming = {copy.name: copy for copy in self._incoming.values()}
+            self.copies = [*(c for c in self.copies if c.name not in incoming), *incoming.values()]
         newest = {copy.stage: copy for copy in sorted(self.copies, key=lambda copy: copy.step)}
-        own = {way.stage for way in self._keeping}
-        self._told = tuple(
+        own = {route.stage for route in self._received_routes}
+        self._reported = tuple(
             copy.name
             for stage, copy in sorted(newest.items())
             if stage in own or not self._is_settled
         )
-        return self._told
+        return self._reported
 
     def waits(self) -> Iterator[str]:
         """Yield descriptions of the copies that are waited for."""
-        if self._then is not None and self._left:
+        if self._when_complete is not None and self._pending:
             host_of = self._exchange.topology.host_of
-            for way in self._keeping:
-                yield f"a part of the copy of stage {way.stage} from host {host_of[way.source]}"
+            for route in self._received_routes:
+                yield (
+                    f"a part of the buddy checkpoint of stage {route.stage} "
+                    f"from host {host_of[route.source]}"
+                )
 
-    def _offer(self, iteration: int, way: Way, turn: int) -> None:
-        here = self._exchange.topology.spread(way.source).first
+    def _offer(self, iteration: int, route: CopyRoute, turn: int) -> None:
+        here = self._exchange.topology.spread(route.source).first
         # The arrays may share the memory of the copy, which is not changed.
         own = (
-            (hop, jax.device_put(self._given[way.stage][piece], here))
-            for hop, piece in way.part(turn, self._every)
+            (hop, jax.device_put(self._packed[route.stage][piece], here))
+            for hop, piece in route.part(turn, self._every)
         )
         self._exchange.give_in_turn(own, iteration)
 
-    def _ask_next(self, iteration: int, stage: int, own: Iterator[tuple[Hop, slice]]) -> None:
+    def _request_next(self, iteration: int, stage: int, own: Iterator[tuple[Hop, slice]]) -> None:
         for hop, piece in itertools.islice(own, 1):
             like = jax.ShapeDtypeStruct((piece.stop - piece.start,), np.uint8)
             then = partial(self._arrived, iteration, stage, piece, own)
@@ -198,12 +203,12 @@ class Buddies:
         _: float,
         array: jax.Array,
     ) -> None:
-        self._coming[stage].state[piece] = np.asarray(array)
-        self._left -= 1
-        self._ask_next(iteration, stage, own)
-        self._look()
+        self._incoming[stage].state[piece] = np.asarray(array)
+        self._pending -= 1
+        self._request_next(iteration, stage, own)
+        self._check_complete()
 
-    def _look(self) -> None:
-        if self._then is not None and self._left == 0:
-            then, self._then = self._then, None
-            then(self._tell())
+    def _check_complete(self) -> None:
+        if self._when_complete is not None and self._pending == 0:
+            then, self._when_complete = self._when_complete, None
+            then(self._report())

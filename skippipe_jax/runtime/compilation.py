@@ -24,5 +24,5 @@ def keep_programs(cache: str | None) -> None:
     except OSError as error:
         log.warning(
             f"compilation_cache = {cache!r}: cannot be used: {error.strerror}. Programs "
-            "are compiled anew in every run",
+            "are compiled again in every run",
         )

@@ -33,7 +33,7 @@ from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     activation,
     functions_of_run,
-    where_state_waits,
+    state_shardings,
     wire_of_run,
 )
 from skippipe_jax.runtime.state import StageState
@@ -60,17 +60,17 @@ class Ahead:
         """
         self.count += 1
         traced = function.trace(*arguments, **static)
-        return _lying(traced.out_info, traced.lower().compile().output_shardings)
+        return _with_shardings(traced.out_info, traced.lower().compile().output_shardings)
 
 
-def _lying(shapes: Any, there: Any) -> Any:
-    """Return these shapes with the shardings `there`."""
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Return these shapes with these shardings."""
 
-    def described(own: Any, lies: Any) -> jax.ShapeDtypeStruct:
+    def described(own: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         weak = own.weak_type
-        return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=lies, weak_type=weak)
+        return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=sharding, weak_type=weak)
 
-    return jax.tree.map(described, shapes, there)
+    return jax.tree.map(described, shapes, shardings)
 
 
 class Kind(NamedTuple):
@@ -126,32 +126,32 @@ class _Replica:
         self._compile_operations(ahead)
         averaging = self.config.averaging
         if not averaging.is_outer or averaging.exact_steps:
-            totals, draw = self._whole((TOTALS,), jnp.float32), np.zeros(2, np.uint32)
+            totals, draw = self._replicated((TOTALS,), jnp.float32), np.zeros(2, np.uint32)
             ahead(functions.squared_norm, state.gradients)
-            given = state.parameters, state.optimizer_state, state.gradients, totals, draw
-            ahead(functions.update, *given)
+            arguments = state.parameters, state.optimizer_state, state.gradients, totals, draw
+            ahead(functions.update, *arguments)
         if averaging.is_outer:
             self._compile_own_steps(ahead)
         if self.config.validation.every:
-            come, tokens = self._come(self._computed), self._tokens()
-            inputs = come if self.stage else self._tokens(are_inputs=True)
+            arriving, tokens = self._arriving(self._computed), self._tokens()
+            inputs = arriving if self.stage else self._tokens(are_inputs=True)
             ahead(functions.predict, state.parameters, inputs)
             if self.stage == 0:
-                ahead(functions.held_out, state.parameters, come, tokens)
+                ahead(functions.held_out, state.parameters, arriving, tokens)
 
     @property
     def _computed(self) -> jax.ShapeDtypeStruct:
         return activation(self.config.model, self.config.data)
 
-    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.here.whole)
 
-    def _come(self, own: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def _arriving(self, own: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=self.here.of_hop(own.shape))
 
     def _tokens(self, *, are_inputs: bool = False) -> jax.ShapeDtypeStruct:
         is_marked = are_inputs and self.config.data.packing == "documents"
-        return self._whole((*self._computed.shape[:2], *(2,) * is_marked), jnp.int32)
+        return self._replicated((*self._computed.shape[:2], *(2,) * is_marked), jnp.int32)
 
     def _compile_operations(self, ahead: Ahead) -> None:
         wire, state, functions = wire_of_run(self.config), self.state, self.state.functions
@@ -159,34 +159,34 @@ class _Replica:
         if state.gathers:
             blocks = ahead(functions.gather, parameters["blocks"])
             parameters = {**parameters, "blocks": blocks}
-        gauge, saved_ways = self._whole((2,), jnp.int32), []
+        gauge, saved_residuals = self._replicated((2,), jnp.int32), []
         # F first, as B is compiled for the residuals of F.
         for letter, arrives, leaves in sorted(self.kinds, key=lambda kind: "FLB".index(kind[0])):
-            way = wire.gradients if letter == "B" else wire.activations
-            value = self._come(way.travelling if arrives else self._computed)
+            wire_format = wire.gradients if letter == "B" else wire.activations
+            value = self._arriving(wire_format.travelling if arrives else self._computed)
             draw = np.zeros(4, np.uint32) if leaves and wire.gradients.is_drawn else None
             if letter == "F":
                 value = value if self.stage else self._tokens(are_inputs=True)
                 outputs, saved, _ = ahead(
                     functions.forward, parameters, gauge, value, leaves=leaves
                 )
-                saved_ways.append(saved)
+                saved_residuals.append(saved)
                 if leaves and self.config.averaging.is_outer:
                     self._compile_counts(ahead, outputs)
             elif letter == "L":
-                totals = self._whole((TOTALS,), jnp.float32)
-                given = gradients, totals, gauge, value, self._tokens(), draw
-                ahead(functions.loss, parameters, *given, leaves=leaves)
+                totals = self._replicated((TOTALS,), jnp.float32)
+                arguments = gradients, totals, gauge, value, self._tokens(), draw
+                ahead(functions.loss, parameters, *arguments, leaves=leaves)
             else:
-                for saved in saved_ways:
-                    given = gradients, gauge, saved, value, draw
-                    ahead(functions.backward, parameters, *given, leaves=leaves)
+                for saved in saved_residuals:
+                    arguments = gradients, gauge, saved, value, draw
+                    ahead(functions.backward, parameters, *arguments, leaves=leaves)
 
     def _compile_counts(self, ahead: Ahead, outputs: Any) -> None:
         """Compile the functions that send the number of targets along with these outputs."""
-        way, targets = wire_of_run(self.config).activations, self._whole((), jnp.int32)
+        wire_format, targets = wire_of_run(self.config).activations, self._replicated((), jnp.int32)
         ahead(with_targets, outputs, targets)
-        ahead(without_targets, self._come(way.with_targets), way.travelling)
+        ahead(without_targets, self._arriving(wire_format.with_targets), wire_format.travelling)
         ahead(add_targets, targets, targets)
 
     def _compile_own_steps(self, ahead: Ahead) -> None:
@@ -196,9 +196,9 @@ class _Replica:
         """
         config, state = self.config, self.state
         cut = config.model.layers_of_stages(self.of_stages)
-        given = state.parameters, state.optimizer_state, state.gradients
+        arguments = state.parameters, state.optimizer_state, state.gradients
         own_step = inner_steps(config, self.of_stages)[self.stage]
-        parameters, _, _, norm = ahead(own_step, *given, self._whole((), jnp.int32))
+        parameters, _, _, norm = ahead(own_step, *arguments, self._replicated((), jnp.int32))
         if self.count is not None:
             ahead(share_of_norm, norm, self.count)
         if self.count == 1:
@@ -228,11 +228,15 @@ def compile_ahead(
     for here in nodes:
         for own, stage in distinct.items():
             shapes = jax.eval_shape(own.create, jax.random.key(0), 0)
-            parameters, held, gradients = (_lying(tree, here.of_tree(tree)) for tree in shapes)
-            held = _lying(held, where_state_waits(own, held, here))
+            parameters, optimizer_state, gradients = (
+                _with_shardings(tree, here.of_tree(tree)) for tree in shapes
+            )
+            optimizer_state = _with_shardings(
+                optimizer_state, state_shardings(own, optimizer_state, here)
+            )
             own, draw = own.on(here.mesh), np.zeros(2, np.uint32)
             gathers = case is not None and gathers_once(config, case, stage, here.shape)
-            state = StageState(own, parameters, held, gradients, draw, gathers=gathers)
+            state = StageState(own, parameters, optimizer_state, gradients, draw, gathers=gathers)
             _Replica(config, stage, of_stages, state, here, _usual_kinds(stage)).compile(ahead)
             with jax.default_device(here.devices[0]):
                 ahead(own.no_gradients, parameters)
@@ -284,7 +288,7 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
     part = RingPart(ring, replica, replicas.to_sum(replica), jnp.dtype(dtype or np.float32), here)
     zeros = _zeros(part.travelling, here)
     next(part.begin())
-    for step, chunk, *_ in part.unasked:
+    for step, chunk, *_ in part.unrequested:
         # One chunk of each block, as the others call the same programs.
         if chunk % part.of_block == 0:
             part.arrive(step, chunk, zeros)
@@ -303,7 +307,7 @@ def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
         gathering = Gathering(topology.gatherings[stage], replica, message)
         for _ in gathering.begin():
             pass
-        for step, chunk, _, like in gathering.unasked:
+        for step, chunk, _, like in gathering.unrequested:
             gathering.arrive(step, chunk, _zeros(like, here))
         gathering.messages()
 

@@ -52,12 +52,12 @@ def _fetched(leaf: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
 
 
-def unpacked(given: Bytes, shapes: PyTree) -> PyTree:
+def unpacked(packed_bytes: Bytes, shapes: PyTree) -> PyTree:
     """Restore a state of these shapes from its bytes."""
     leaves, structure = jax.tree.flatten(shapes)
     ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
-    assert ends[-1] == len(given), "are the bytes of such a state"
-    parts = np.split(given, ends[:-1])
+    assert ends[-1] == len(packed_bytes), "the bytes do not match these shapes"
+    parts = np.split(packed_bytes, ends[:-1])
     return structure.unflatten(
         part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
     )

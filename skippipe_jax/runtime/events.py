@@ -88,19 +88,19 @@ class EventLoop:
         """Restart the deadline."""
         self.last_event_s = time.perf_counter()
 
-    def run_one(self, what_is_waited_for: Callable[[], str | None]) -> None:
+    def run_one(self, describe_waits: Callable[[], str | None]) -> None:
         """Wait for the next event and call its callback.
 
         Raises:
             PeerTimeout: if there was none within the deadline, with the message of
-                `what_is_waited_for`. If that returns None, as while this host computes, the
+                `describe_waits`. If that returns None, as while this host computes, the
                 wait continues without a limit.
         """
-        self.last_event_s, then = self._next(what_is_waited_for)
+        self.last_event_s, then = self._next(describe_waits)
         self.events += 1
         then(self.last_event_s)
 
-    def _next(self, what_is_waited_for: Callable[[], str | None]) -> tuple[float, Then]:
+    def _next(self, describe_waits: Callable[[], str | None]) -> tuple[float, Then]:
         while True:
             now = time.perf_counter()
             if self._timers and self._timers[0][0] <= now:
@@ -109,7 +109,7 @@ class EventLoop:
             deadline = self.last_event_s + self.deadline_s
             # Queued events are handled even after the deadline: the host may have been suspended.
             is_late = now > deadline and self._happened.empty()
-            if is_late and (waits := what_is_waited_for()) is not None:
+            if is_late and (waits := describe_waits()) is not None:
                 raise PeerTimeout(waits)
             until = min([max(deadline, now + 1.0), *(entry[0] for entry in self._timers[:1])])
             self._is_waiting = True

@@ -25,13 +25,13 @@ class RingMember(Protocol):
     """Part of one replica in a ring: `RingPart` for sums, `Gathering` for messages.
 
     Attributes:
-        unasked: step, chunk, hop and shape of all arrivals that have not been requested, in the
+        unrequested: step, chunk, hop and shape of all arrivals that have not been requested, in the
             order in which they are sent.
         ahead: number of chunks to request in advance.
         left: number of chunks that have not arrived.
     """
 
-    unasked: Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]
+    unrequested: Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]
     ahead: int
     left: int
 
@@ -53,8 +53,8 @@ class Exchange:
         self.topology = topology
         self.links = links
         # Between nodes of this host: arrays sent before they were requested, and the reverse.
-        self.given: dict[tuple[int, Hop], jax.Array] = {}
-        self.wanted: dict[tuple[int, Hop], Arrived] = {}
+        self.offered: dict[tuple[int, Hop], jax.Array] = {}
+        self.requested: dict[tuple[int, Hop], Arrived] = {}
         self._connections: dict[Case, Queues] = {}
 
     def connections(self, case: Case) -> Queues | None:
@@ -66,15 +66,15 @@ class Exchange:
     def give(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Send an array, or pass it on to a node of this host."""
         if not self.topology.is_here(hop.target):
-            sent = array if self._goes_as_it_lies(hop) else whole(array)
+            sent = array if self._keeps_sharding(hop) else whole(array)
             self.links[self.topology.host_of[hop.target]].send(hop, iteration, sent)
             return
         array = jax.device_put(array, self.topology.spread(hop.target).of_hop(array.shape))
         name = iteration, hop
-        if name in self.wanted:
-            self._hand_over(array, self.wanted.pop(name))
+        if name in self.requested:
+            self._deliver(array, self.requested.pop(name))
         else:
-            self.given[name] = array
+            self.offered[name] = array
 
     def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
         """Request the array of a hop; call `then` with its time of arrival and the array."""
@@ -82,17 +82,17 @@ class Exchange:
         if not self.topology.is_here(hop.source):
             link = self.links[self.topology.host_of[hop.source]]
             there = self.topology.spread(hop.target).of_hop(like.shape)
-            if self._goes_as_it_lies(hop):
+            if self._keeps_sharding(hop):
                 like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=there)
                 array = link.receive(hop, iteration, like)
                 self.loop.when_ready(array, lambda at_s: then(at_s, array))
             else:
                 array = link.receive(hop, iteration, like)
                 self.loop.when_ready(array, lambda at_s: then(at_s, jax.device_put(array, there)))
-        elif name in self.given:
-            self._hand_over(self.given.pop(name), then)
+        elif name in self.offered:
+            self._deliver(self.offered.pop(name), then)
         else:
-            self.wanted[name] = then
+            self.requested[name] = then
 
     def give_in_turn(self, own: Iterator[tuple[Hop, jax.Array]], iteration: int) -> None:
         """Send one array after another, with other events processed in between."""
@@ -100,17 +100,17 @@ class Exchange:
             self.give(hop, iteration, array)
             self.loop.post(lambda _: self.give_in_turn(own, iteration))
 
-    def go_round(self, member: RingMember, iteration: int, then: Then) -> None:
+    def run_ring(self, member: RingMember, iteration: int, then: Then) -> None:
         """Run a replica's part in a ring; call `then` when all chunks have arrived."""
 
         def ask() -> None:
-            for step, chunk, hop, like in itertools.islice(member.unasked, 1):
+            for step, chunk, hop, like in itertools.islice(member.unrequested, 1):
                 self.ask(hop, iteration, like, partial(arrive, step, chunk))
 
         def arrive(step: int, chunk: int, at_s: float, array: jax.Array) -> None:
-            going_on = member.arrive(step, chunk, array)
-            if going_on is not None:
-                hop, sent = going_on
+            following = member.arrive(step, chunk, array)
+            if following is not None:
+                hop, sent = following
                 self.give(hop, iteration, sent)
             ask()
             if member.left == 0:
@@ -120,10 +120,10 @@ class Exchange:
         for _ in range(member.ahead):
             ask()
 
-    def _goes_as_it_lies(self, hop: Hop) -> bool:
+    def _keeps_sharding(self, hop: Hop) -> bool:
         """Return whether both nodes of a hop have equal meshes; otherwise it is sent whole."""
         meshes = self.topology.meshes
         return meshes[hop.source] == meshes[hop.target]
 
-    def _hand_over(self, array: jax.Array, then: Arrived) -> None:
+    def _deliver(self, array: jax.Array, then: Arrived) -> None:
         self.loop.at(self.loop.last_event_s, lambda at_s: then(at_s, array))

@@ -29,17 +29,17 @@ from skippipe_jax.runtime.turns import Turns
 
 # Inputs that a node requests in advance: enough that the sender always has a request, and few
 # enough to bound the memory of arrays that have arrived.
-INPUTS_ASKED_AHEAD = 8
+INPUTS_REQUESTED_AHEAD = 8
 
 
 @dataclass
 class NodeProgress:
-    """Progress of a node. `asked` counts inputs that are requested and have not arrived."""
+    """Progress of a node. `requested` counts inputs that are requested and have not arrived."""
 
     turns: Turns
-    unasked: deque[Compute]
+    unrequested: deque[Compute]
     idle_since_s: float | None
-    asked: int = 0
+    requested: int = 0
     busy_s: float = 0.0
     inputs: dict[Operation, tuple[float, jax.Array]] = field(default_factory=dict)
 
@@ -119,11 +119,11 @@ class Flow:
         for operation, compute in self.computes.items():
             if operation.kind == "F" and compute.arrives is None:
                 first = self.operations.first_input(operation, batches[operation.microbatch])
-                self._give_input(operation, self.loop.last_event_s, first)
+                self._store_input(operation, self.loop.last_event_s, first)
         for progress in self.nodes.values():
-            self._ask_ahead(progress)
+            self._request_ahead(progress)
 
-    def start_what_can(self) -> None:
+    def start_ready(self) -> None:
         """Start an operation on every idle node that has a ready one."""
         for node, progress in self.nodes.items():
             if progress.idle_since_s is not None:
@@ -135,28 +135,28 @@ class Flow:
             if progress.turns.left and progress.idle_since_s is not None:
                 operation = progress.turns.left[0]
                 arrives = self.computes[operation].arrives
-                whence = ""
+                sender = ""
                 if arrives is not None:
                     host = self.exchange.topology.host_of[arrives.source]
-                    whence = f" from node {arrives.source} on host {host}"
-                yield f"the input of the {operation}{whence}", progress.idle_since_s
+                    sender = f" from node {arrives.source} on host {host}"
+                yield f"the input of the {operation}{sender}", progress.idle_since_s
 
-    def _ask_ahead(self, progress: NodeProgress) -> None:
-        while progress.unasked and progress.asked < INPUTS_ASKED_AHEAD:
-            compute = progress.unasked.popleft()
+    def _request_ahead(self, progress: NodeProgress) -> None:
+        while progress.unrequested and progress.requested < INPUTS_REQUESTED_AHEAD:
+            compute = progress.unrequested.popleft()
             assert compute.arrives is not None
-            progress.asked += 1
+            progress.requested += 1
             then = partial(self._arrive, compute.operation)
             like = self.operations.arriving(compute.operation)
             self.exchange.ask(compute.arrives, self.iteration, like, then)
 
     def _arrive(self, operation: Operation, at_s: float, array: jax.Array) -> None:
         progress = self.nodes[operation.node]
-        progress.asked -= 1
-        self._give_input(operation, at_s, array)
-        self._ask_ahead(progress)
+        progress.requested -= 1
+        self._store_input(operation, at_s, array)
+        self._request_ahead(progress)
 
-    def _give_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
+    def _store_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
         progress = self.nodes[operation.node]
         progress.inputs[operation] = at_s, array
         progress.turns.arrive(operation)
@@ -173,14 +173,14 @@ class Flow:
         progress.idle_since_s = None
         leaves = self.computes[operation].leaves
         result, at_the_end = self.operations.dispatch(operation, value, leaves=leaves is not None)
-        if leaves is not None and self._goes_at_once(leaves):
+        if leaves is not None and self._may_be_offered_early(leaves):
             self.exchange.give(leaves, self.iteration, result)
         self.loop.when_computed(
             at_the_end,
             lambda at_s: self._computed(Run(operation, arrived_s, start_s, at_s), result),
         )
 
-    def _goes_at_once(self, hop: Hop) -> bool:
+    def _may_be_offered_early(self, hop: Hop) -> bool:
         """Return whether a hop may be offered while its array is still being computed."""
         is_late = self.emulation is not None or self.connections is not None
         return not is_late and not self.exchange.topology.is_here(hop.target)
@@ -210,7 +210,7 @@ class Flow:
     ) -> None:
         leaves = self.computes[operation].leaves
         if leaves is None:
-            self._give_input(following, end_s, result)
+            self._store_input(following, end_s, result)
         elif self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
             # The loop receives local hops before it stops, so its own timer is enough for them.
@@ -220,5 +220,5 @@ class Flow:
             hop = following.kind, operation.node, following.node
             offer_s = self.connections.offer_s(*hop, end_s)
             self.send_at(offer_s, lambda _: self.exchange.give(leaves, self.iteration, result))
-        elif not self._goes_at_once(leaves):
+        elif not self._may_be_offered_early(leaves):
             self.exchange.give(leaves, self.iteration, result)

@@ -80,7 +80,7 @@ class Gathering:
     Attributes:
         ring: the ring of the messages.
         position: position of the replica in it.
-        unasked, ahead, left: see `RingMember`.
+        unrequested, ahead, left: see `RingMember`.
     """
 
     def __init__(self, ring: GatheringRing, node: int, message: Array):
@@ -92,7 +92,7 @@ class Gathering:
         self._starts = range(0, message.size, ring.chunk_length)
         self._steps = len(ring.nodes) - 1
         self.left = self._steps * len(self._starts)
-        self.unasked = self._arriving()
+        self.unrequested = self._arriving()
         # Received chunks by the position of their replica, and by their number.
         self._chunks: dict[int, dict[int, Array]] = {}
 

@@ -19,7 +19,7 @@ from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.handover import arrived, shapes_of_state
+from skippipe_jax.runtime.handover import shapes_of_state, wait_for_arrays
 from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState
@@ -38,25 +38,26 @@ class GivenStages:
     def __init__(self, topology: Topology, config: Config, group: Group):
         """Find the stages that only diskless hosts hold."""
         self._topology, self._group = topology, group
-        given = [
+        stages_to_send = [
             (stage, replicas[0])
             for stage, replicas in enumerate(topology.replicas)
             if replicas and all(topology.host_of[replica] in group.apart for replica in replicas)
         ]
-        self.source_of = {stage: topology.host_of[replica] for stage, replica in given}
+        self.source_of = {stage: topology.host_of[replica] for stage, replica in stages_to_send}
         stages = len(topology.plan.stages)
         cut = config.model.layers_of_stages(stages)
         functions = functions_of_run(config, stages)
         numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
         self._shapes = {
-            stage: shapes_of_state(functions[stage], cut.blocks(stage).start) for stage, _ in given
+            stage: shapes_of_state(functions[stage], cut.blocks(stage).start)
+            for stage, _ in stages_to_send
         }
         self._hops: dict[int, Sequence[Hop]] = {
             stage: [
                 Hop(number, replica, leader)
                 for number in numbers.take(len(jax.tree.leaves(self._shapes[stage])))
             ]
-            for stage, replica in given
+            for stage, replica in stages_to_send
         }
         self.numbers = range(topology.first_free_hop, numbers.free)
 
@@ -91,7 +92,7 @@ class GivenStages:
         return own
 
     def _set_aside(self, array: jax.Array) -> jax.Array:
-        [array] = arrived([array], self._group)
+        [array] = wait_for_arrays([array], self._group)
         return beside(array)
 
 

@@ -21,7 +21,7 @@ from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
 # Interval at which a waiting host checks whether its group still exists.
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 
 
 class Handover(NamedTuple):
@@ -62,14 +62,14 @@ class Handovers:
         A stage without owners has no transfer: the hosts that serve it rebuild it.
         """
         host_of, numbers = self.topology.host_of, self.numbers
-        for stage, holding in enumerate(holders):
-            if not holding:
+        for stage, owners in enumerate(holders):
+            if not owners:
                 continue
             replicas = self.topology.replicas[stage]
-            targets = {host_of[node]: node for node in replicas if host_of[node] not in holding}
+            targets = {host_of[node]: node for node in replicas if host_of[node] not in owners}
             # Prefer owners that continue to serve the stage: the others may be about to leave.
             serving = {host_of[node] for node in replicas}
-            sources = sorted(holding, key=lambda host, serving=serving: host not in serving)
+            sources = sorted(owners, key=lambda host, serving=serving: host not in serving)
             for place, target in enumerate(targets.values()):
                 source = sources[place % len(sources)]
                 own = self.topology.first_nodes[source]
@@ -78,7 +78,7 @@ class Handovers:
                 yield Handover(stage, source, hops)
 
     @property
-    def taken(self) -> frozenset[int]:
+    def received_stages(self) -> frozenset[int]:
         """Stages whose state this host receives from others."""
         return frozenset(
             handover.stage
@@ -116,12 +116,14 @@ class Handovers:
                 links[own.source].receive(hop, 0, leaf)
                 for hop, leaf in zip(own.hops, leaves, strict=True)
             ]
-            return jax.tree.unflatten(structure, list(map(np.asarray, arrived(arrays, group))))
+            return jax.tree.unflatten(
+                structure, list(map(np.asarray, wait_for_arrays(arrays, group)))
+            )
 
         return take
 
 
-def exchanged(
+def transfer_states(
     handovers: Handovers,
     make: Callable[[Origin | None, Kept, Collection[int]], Mapping[int, StageState]],
     origin: Origin | None,
@@ -137,13 +139,13 @@ def exchanged(
     Raises:
         GenerationEnded: if the group ends before all has arrived.
     """
-    topology, taken = handovers.topology, handovers.taken
-    own = dict(make(origin, kept, set(topology.stage_of) - taken))
+    topology, received_stages = handovers.topology, handovers.received_stages
+    own = dict(make(origin, kept, set(topology.stage_of) - received_stages))
     of_stages = {stage: state for (stage, _), state in kept.items()}
     of_stages |= {topology.stage_of[node]: state for node, state in own.items()}
     handovers.give(of_stages, links)
-    own |= make(handovers.origin(links, group), {}, taken)
-    return {replica: own[replica] for replica in topology.own_replicas}
+    own |= make(handovers.origin(links, group), {}, received_stages)
+    return {replica: own[replica] for replica in topology.local_replicas}
 
 
 def shapes_of_state(
@@ -157,7 +159,7 @@ def shapes_of_state(
     return {**saved, MOMENTUM: parameters} if with_momentum else saved
 
 
-def arrived(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
+def wait_for_arrays(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
     """Wait for the arrays, and raise `GenerationEnded` if the group ends meanwhile."""
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -172,7 +174,7 @@ def arrived(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
     threading.Thread(target=wait, name="skippipe-handover", daemon=True).start()
     while True:
         try:
-            error = ended.get(timeout=LOOK_S)
+            error = ended.get(timeout=CHECK_INTERVAL_S)
         except queue.Empty:
             group.require_goes_on()
             continue

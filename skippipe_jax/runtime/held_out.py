@@ -19,7 +19,7 @@ from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.flow import Flow
-from skippipe_jax.runtime.iteration import told
+from skippipe_jax.runtime.iteration import timeout_text
 from skippipe_jax.runtime.operations import HeldOutOperations
 
 
@@ -62,7 +62,7 @@ class HeldOut:
             self._as_it_happens(step, batches)
         else:
             for _ in in_program_order(self.program, self.operations, batches):
-                raise AssertionError("nothing is averaged")
+                raise AssertionError("validation has no averaging")
         losses, self.operations.losses = self.operations.losses, {}
         return {m: np.asarray(loss, np.float64) for m, loss in sorted(losses.items())}
 
@@ -80,12 +80,12 @@ class HeldOut:
         )
         flow.begin(batches)
 
-        def what_is_waited_for() -> str | None:
+        def describe_waits() -> str | None:
             if not flow.is_idle:
                 return None
-            return told(f"the held-out loss after step {step}", flow.waits(), loop.deadline_s)
+            return timeout_text(f"validation after step {step}", flow.waits(), loop.deadline_s)
 
         while not flow.is_done:
-            flow.start_what_can()
+            flow.start_ready()
             if not flow.is_done:
-                loop.run_one(what_is_waited_for)
+                loop.run_one(describe_waits)

@@ -21,7 +21,7 @@ from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.storage.recording import Recording
 
 # Number of waits that a timeout message names, the oldest first.
-WAITS_NAMED = 5
+MAX_NAMED_WAITS = 5
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Iteration(ABC):
         self.flow.begin(batches)
         self._begin()
         while self.outcome is None:
-            self.flow.start_what_can()
-            self.loop.run_one(self._what_is_waited_for)
+            self.flow.start_ready()
+            self.loop.run_one(self._describe_waits)
         if clock is None:
             return self.outcome
         return replace(self.outcome, recording=self._recording(clock))
@@ -137,22 +137,22 @@ class Iteration(ABC):
             tuple(Averaging(a.stage, a.start_s + by, a.end_s + by) for a in self._averagings()),
         )
 
-    def _what_is_waited_for(self) -> str | None:
+    def _describe_waits(self) -> str | None:
         """Describe the pending waits for a timeout message; return None while a node computes."""
         if not self.flow.is_idle:
             return None
-        during = f"iteration {self.iteration + 1}"
-        return told(during, self._waits(), self.loop.deadline_s)
+        operation = f"step {self.iteration + 1}"
+        return timeout_text(operation, self._waits(), self.loop.deadline_s)
 
 
-def told(during: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:
+def timeout_text(operation: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:
     """Return the timeout message that names the waits of a host, the oldest first."""
     waits = sorted(found, key=lambda wait: wait[1])
-    named = ", ".join(what for what, _ in waits[:WAITS_NAMED])
-    more = f" and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""
+    named = ", ".join(what for what, _ in waits[:MAX_NAMED_WAITS])
+    more = f" and {len(waits) - MAX_NAMED_WAITS} more" if len(waits) > MAX_NAMED_WAITS else ""
     since_s = waits[0][1]
     clock = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_since(since_s)))
     return (
-        f"in {during}, since {clock}, {seconds_since(since_s):.0f} s, this host "
-        f"has waited for {named}{more}; network.deadline_s is {deadline_s:g}"
+        f"{operation}: timed out after {seconds_since(since_s):.0f} s waiting for {named}{more} "
+        f"(network.deadline_s = {deadline_s:g} s, since {clock})"
     )

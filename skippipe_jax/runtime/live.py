@@ -133,12 +133,14 @@ class LiveIteration(Iteration):
         Waits for this iteration's parts of the copies that this host keeps for other stages.
         """
 
-        def counted(outcome: tuple[float, ...]) -> None:
+        def committed(outcome: tuple[float, ...]) -> None:
             summed = np.asarray(outcome, np.float32)
             self.loop.post(lambda _: self._finish(jax.device_put(summed)))
 
         step, own = self.iteration + 1, totals.tolist()
-        self.buddies.when_there(lambda copies: self.group.contribute(step, own, counted, copies))
+        self.buddies.when_complete(
+            lambda copies: self.group.contribute(step, own, committed, copies)
+        )
 
     def _totals_hop(self, host: int) -> Hop:
         first_nodes = self.topology.first_nodes
@@ -177,7 +179,7 @@ class LiveIteration(Iteration):
             known = {self.topology.host, *self.totals_of_hosts}
             hosts = self.topology.hosts if hears_all else [0]
             missing = [str(host) for host in hosts if host not in known]
-            yield f"the totals from host {', '.join(missing)}", self.loop.last_event_s
+            yield f"the global sums from host {', '.join(missing)}", self.loop.last_event_s
         elif self.flow.is_done or self.averaging.parts:
             for what in self.averaging.waits():
                 yield what, self.loop.last_event_s

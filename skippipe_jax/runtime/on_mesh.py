@@ -48,10 +48,12 @@ class Results:
         )
 
 
-def jitted(function: Callable, lies: Any, **how: Any) -> Callable:
+def jitted(function: Callable, shardings: Any, **how: Any) -> Callable:
     """Jit a function, with the shardings of its results if they are not None."""
     return (
-        jax.jit(function, **how) if lies is None else jax.jit(function, out_shardings=lies, **how)
+        jax.jit(function, **how)
+        if shardings is None
+        else jax.jit(function, out_shardings=shardings, **how)
     )
 
 

@@ -71,19 +71,19 @@ class TrainingOperations(Operations):
 
     Attributes:
         targets: number of target tokens of the microbatches that have visited each replica in this
-            iteration, if `tells_targets`.
+            iteration, if `sends_targets`.
     """
 
-    def __init__(self, replicas: Replicas, wire: Wire, seed: int, *, tells_targets: bool = False):
+    def __init__(self, replicas: Replicas, wire: Wire, seed: int, *, sends_targets: bool = False):
         """Start with nothing in flight; call `begin` before each iteration.
 
         The replicas' functions are made for this `wire`; `seed` is that of stochastic rounding.
-        With `tells_targets`, activations carry the number of their microbatch's target tokens.
+        With `sends_targets`, activations carry the number of their microbatch's target tokens.
         """
         super().__init__(replicas)
         self.wire = wire
         self.seed = seed
-        self.tells_targets = tells_targets
+        self.sends_targets = sends_targets
         self.targets: dict[int, jax.Array] = {}
         self.iteration = 0
         self.nodes = make_nodes(replicas.topology)
@@ -93,7 +93,7 @@ class TrainingOperations(Operations):
         """Reset totals and targets for an iteration."""
         self.iteration = iteration
         topology = self.replicas.topology
-        if self.tells_targets:
+        if self.sends_targets:
             self.targets = {
                 replica: self._put(np.zeros((), np.int32), replica)
                 for replica in self.replicas.states
@@ -109,13 +109,13 @@ class TrainingOperations(Operations):
         if operation.kind == "B":
             return self.wire.gradients.travelling
         way = self.wire.activations
-        return way.with_targets if self.tells_targets else way.travelling
+        return way.with_targets if self.sends_targets else way.travelling
 
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
         """Put the tokens of a microbatch on its data node and return them; keep its targets."""
         own = self.nodes[operation.node]
         own.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
-        if self.tells_targets:
+        if self.sends_targets:
             counted = np.int32(np.count_nonzero(batch["targets"] >= 0))
             own.counts[operation.microbatch] = self._put(np.asarray(counted), operation.node)
         return self._put(marked_tokens(batch), operation.node)
@@ -128,7 +128,7 @@ class TrainingOperations(Operations):
         own, state = self.nodes[node], self._state(node)
         functions = state.functions
         targets = own.counts.pop(microbatch, None)
-        if self.tells_targets and kind != "B" and value.ndim == 1:
+        if self.sends_targets and kind != "B" and value.ndim == 1:
             value, targets = without_targets(value, self.wire.activations.travelling)
         if kind == "F":
             result, own.saved[microbatch], own.gauge = functions.forward(

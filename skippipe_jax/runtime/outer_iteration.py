@@ -62,7 +62,7 @@ class OuterIteration(Iteration):
             if sent_after is not None:
                 self.to_apply[replica] = sent_after
         if self.to_apply:
-            self.behind.when_counted(self._counts_with(), lambda _: self._apply())
+            self.behind.when_committed(self._commit_step(), lambda _: self._apply())
         else:
             self._end()
 
@@ -85,18 +85,18 @@ class OuterIteration(Iteration):
     def _averagings(self) -> list[Averaging]:
         return self.averaged
 
-    def _what_is_waited_for(self) -> str | None:
+    def _describe_waits(self) -> str | None:
         # Arrivals in the background rings are progress, too.
         if self.to_apply and seconds_since(self.behind.last_event_s) <= self.loop.deadline_s:
             return None
-        return super()._what_is_waited_for()
+        return super()._describe_waits()
 
     def _waits(self) -> Iterator[tuple[str, float]]:
         yield from self.flow.waits()
         if self.to_apply:
-            yield from self.behind.waits(self._counts_with())
+            yield from self.behind.waits(self._commit_step())
 
-    def _counts_with(self) -> int:
+    def _commit_step(self) -> int:
         """Return the step that must be committed before the due messages are applied."""
         states = self.replicas.states
-        return max(states[own].under_way[of].counts_with for own, of in self.to_apply.items())
+        return max(states[own].under_way[of].committed_with for own, of in self.to_apply.items())

@@ -90,7 +90,7 @@ class OuterSteps:
             return None
         functions = self._functions(replica, fragment)
         message, sent, state.outer = functions.send(state.parameters, state.outer)
-        state.under_way[step] = UnderWay(fragment, sent, message, counts_with=step)
+        state.under_way[step] = UnderWay(fragment, sent, message, committed_with=step)
         return state.under_way[step]
 
     def due(self, replica: int, step: int) -> int | None:
@@ -102,8 +102,8 @@ class OuterSteps:
         """Apply the mean of all messages to a replica, once they have arrived."""
         state = self._states[replica]
         own = state.under_way.pop(sent_after)
-        assert own.messages is not None, "all have come"
-        assert state.outer is not None, "has sent something"
+        assert own.messages is not None, "a message has not arrived"
+        assert state.outer is not None, "no fragment was sent"
         functions = self._functions(replica, own.fragment)
         state.parameters, state.outer = functions.apply(
             state.parameters, state.outer, own.sent, own.messages
@@ -126,12 +126,12 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
     functions = functions_of_fragments(config, layers)
     for sent_after in sorted(state.under_way):
         own = state.under_way.pop(sent_after)
-        assert state.outer is not None, "has sent something"
+        assert state.outer is not None, "no fragment was sent"
         of_fragment = functions[own.fragment]
-        if own.counts_with > step:
+        if own.committed_with > step:
             state.outer = of_fragment.take_back(state.outer, own.sent, own.message)
             continue
-        assert own.messages is not None, "counts when all have all messages"
+        assert own.messages is not None, "committed before all messages arrived"
         state.parameters, state.outer = of_fragment.apply(
             state.parameters, state.outer, own.sent, own.messages
         )
@@ -183,7 +183,7 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
         fragments = fragments_of(averaging, layers[stage])
 
         def shapes(fragment: int | None) -> dict[str, Any]:
-            assert fragment is not None, "one was sent"
+            assert fragment is not None, "no fragment was sent"
             own = fragments[fragment]
             message = message_shape(averaging, own, parameters)
             return {"sent": jax.eval_shape(own.part, parameters), "message": message}

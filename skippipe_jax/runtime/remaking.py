@@ -27,7 +27,7 @@ from skippipe_jax.config.cluster import AVERAGE
 from skippipe_jax.consensus.generations import Remade
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.copied import Copy, pieces, unpacked
-from skippipe_jax.runtime.handover import arrived
+from skippipe_jax.runtime.handover import wait_for_arrays
 from skippipe_jax.runtime.state import Kept, Origin, State
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
@@ -55,7 +55,7 @@ class Remains:
 NO_REMAINS = Remains()
 
 
-class Gift(NamedTuple):
+class SourceTransfer(NamedTuple):
     """Transfer from a source of a rebuilt stage to a host that serves the stage.
 
     `number` is the index of the source in `made.sources`; `source` and `target` are indices of
@@ -87,9 +87,9 @@ class Remaking:
         """
         self.topology, self.group, self.shapes = topology, group, shapes
         self.kept, self.remains = kept, remains
-        self.gifts = tuple(self._planned(numbers))
+        self.transfers = tuple(self._planned(numbers))
 
-    def _planned(self, numbers: HopNumbers) -> Iterator[Gift]:
+    def _planned(self, numbers: HopNumbers) -> Iterator[SourceTransfer]:
         host_of, place = self.topology.host_of, self.group.hosts.index
         for made in self.group.generation.remade:
             targets = {host_of[node]: node for node in self.topology.plan.stages[made.stage]}
@@ -98,7 +98,7 @@ class Remaking:
                     first = self.topology.first_nodes[source]
                     count = 0 if source == target else len(self._shapes(made))
                     hops = tuple(Hop(taken, first, node) for taken in numbers.take(count))
-                    yield Gift(made, number, source, target, hops)
+                    yield SourceTransfer(made, number, source, target, hops)
 
     def _shapes(self, made: Remade) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays that a source sends for a stage."""
@@ -111,11 +111,11 @@ class Remaking:
             for piece in pieces(size, PIECE_BYTES)
         ]
 
-    def _own(self, gift: Gift) -> list[np.ndarray]:
+    def _local_arrays(self, transfer: SourceTransfer) -> list[np.ndarray]:
         """Return the arrays that this host sends, or uses, for a stage."""
-        made = gift.made
+        made = transfer.made
         if made.by == AVERAGE:
-            stage = made.stage + (-1, 1)[gift.number]
+            stage = made.stage + (-1, 1)[transfer.number]
             states = [state for (of, _), state in self.kept.items() if of == stage]
             return [np.asarray(leaf) for leaf in jax.tree.leaves(states[0].parameters["blocks"])]
         name = made.stage, made.step
@@ -124,11 +124,11 @@ class Remaking:
 
     def give(self, links: Mapping[int, HostLink]) -> None:
         """Offer the arrays that other hosts need; they must not be donated before the transfer."""
-        for gift in self.gifts:
-            if self.topology.host == gift.source and gift.hops:
-                here = self.topology.spread(gift.hops[0].source).first
-                for hop, array in zip(gift.hops, self._own(gift), strict=True):
-                    links[gift.target].send(hop, 0, jax.device_put(array, here))
+        for transfer in self.transfers:
+            if self.topology.host == transfer.source and transfer.hops:
+                here = self.topology.spread(transfer.hops[0].source).first
+                for hop, array in zip(transfer.hops, self._local_arrays(transfer), strict=True):
+                    links[transfer.target].send(hop, 0, jax.device_put(array, here))
 
     def origin(self, links: Mapping[int, HostLink], others: Origin | None) -> Origin:
         """Return the origin of the stages rebuilt here; other stages come from origin `others`.
@@ -138,50 +138,56 @@ class Remaking:
         """
 
         def make(stage: int, shapes: State) -> State:
-            own = [gift for gift in self.gifts if gift.made.stage == stage]
+            own = [transfer for transfer in self.transfers if transfer.made.stage == stage]
             if not own:
-                assert others is not None, "a host that goes on holds its stages"
+                assert others is not None, "a remaining host lacks the state of its stage"
                 return others(stage, shapes)
-            given = [self._taken(gift, links) for gift in own if gift.target == self.topology.host]
-            assert self.remains.updates is not None, "known to whoever has a source"
+            received = [
+                self._received(transfer, links)
+                for transfer in own
+                if transfer.target == self.topology.host
+            ]
+            assert self.remains.updates is not None, "a source without an update count"
             if own[0].made.by == AVERAGE:
                 norms = self.remains.squared_norms
                 weights = (1.0, 1.0) if norms is None else (norms[stage - 1], norms[stage + 1])
-                return averaged(shapes, given, weights, self.remains.updates)
-            state = unpacked(np.concatenate(given[0]), dict(shapes))
+                return averaged(shapes, received, weights, self.remains.updates)
+            state = unpacked(np.concatenate(received[0]), dict(shapes))
             counted = with_count(state["optimizer_state"], self.remains.updates)
             return {**state, "optimizer_state": counted}
 
         return make
 
-    def _taken(self, gift: Gift, links: Mapping[int, HostLink]) -> list[np.ndarray]:
-        if gift.source == gift.target:
-            return self._own(gift)
-        asked = zip(gift.hops, self._shapes(gift.made), strict=True)
-        arrays = [links[gift.source].receive(hop, 0, like) for hop, like in asked]
-        return [np.asarray(array) for array in arrived(arrays, self.group)]
+    def _received(
+        self, transfer: SourceTransfer, links: Mapping[int, HostLink]
+    ) -> list[np.ndarray]:
+        if transfer.source == transfer.target:
+            return self._local_arrays(transfer)
+        requests = zip(transfer.hops, self._shapes(transfer.made), strict=True)
+        arrays = [links[transfer.source].receive(hop, 0, like) for hop, like in requests]
+        return [np.asarray(array) for array in wait_for_arrays(arrays, self.group)]
 
 
 def averaged(
     shapes: State,
-    beside: Sequence[Sequence[np.ndarray]],
+    neighbors: Sequence[Sequence[np.ndarray]],
     squared_norms: tuple[float, float],
     updates: int,
 ) -> State:
     """Average two stages into the stage between them, by the formula above, in float32.
 
-    `beside` are the arrays of the blocks of the previous and the next stage. If both norms are
+    `neighbors` are the arrays of the blocks of the previous and the next stage. If both norms are
     zero, or one is not finite, both stages have equal weights.
     """
     before, after = (np.sqrt(np.float32(squared)) for squared in squared_norms)
-    whole = before + after
-    if not (np.isfinite(whole) and whole > 0):
+    total = before + after
+    if not (np.isfinite(total) and total > 0):
         before = after = np.float32(1)
-        whole = before + after
+        total = before + after
     likes, structure = jax.tree.flatten(shapes["parameters"]["blocks"])
     means = [
-        ((after * two.astype(np.float32) + before * one.astype(np.float32)) / whole).astype(like)
-        for one, two, like in zip(*beside, [like.dtype for like in likes], strict=True)
+        ((after * two.astype(np.float32) + before * one.astype(np.float32)) / total).astype(like)
+        for one, two, like in zip(*neighbors, [like.dtype for like in likes], strict=True)
     ]
     zeros = jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), shapes["optimizer_state"])
     return {

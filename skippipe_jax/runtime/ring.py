@@ -111,7 +111,7 @@ class RingPart:
     """Part of one replica in a ring. The caller sends the returned chunks, and passes in arrivals.
 
     Attributes:
-        unasked, ahead, left: see `RingMember`.
+        unrequested, ahead, left: see `RingMember`.
         travelling: shape and dtype of the array of each hop.
     """
 
@@ -133,7 +133,7 @@ class RingPart:
         self.ahead = ring.ahead[self.position]
         rows = () if ring.rows == 1 else (ring.rows,)
         self.travelling = jax.ShapeDtypeStruct((*rows, ring.chunk_length), dtype)
-        self.unasked = self._arriving()
+        self.unrequested = self._arriving()
         self.left = ring.steps * ring.chunks
         self.like = jax.eval_shape(lambda tree: tree, gradients)
         # In `blocks`, sums replace the gradients. A chunk is copied out only when it is sent, so
@@ -142,7 +142,7 @@ class RingPart:
         length = self.of_block * ring.chunk_length
         blocks = len(ring.nodes) * ring.blocks
         if self._is_cut:
-            assert self._here is not None, "is a mesh"
+            assert self._here is not None, "the node has no mesh"
             self.blocks = cut_rows(gradients, self._here, blocks, length)
         else:
             if self._here is not None:
@@ -181,7 +181,7 @@ class RingPart:
     def result(self) -> PyTree:
         """Return the sum of all replicas' gradients, once no chunk is `left`."""
         if self._is_cut:
-            assert self._here is not None, "is a mesh"
+            assert self._here is not None, "the node has no mesh"
             return joined_rows(self.blocks, self._here, self.like)
         leaves, structure = jax.tree.flatten(self.like)
         summed = _join(self.blocks, tuple(leaf.shape for leaf in leaves))

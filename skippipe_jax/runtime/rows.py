@@ -24,14 +24,14 @@ Rows = Float[Array, "devices numbers"]
 
 def cut_rows(tree: PyTree, here: Spread, blocks: int, length: int) -> list[Rows]:
     """Cut a tree sharded over `here` into blocks of `length` columns and a row for each device."""
-    assert here.mesh is not None, "is a mesh"
+    assert here.mesh is not None, "the node has no mesh"
     leaves, structure = jax.tree.flatten(_described(tree))
     return _cutting(here.mesh, structure, tuple(leaves), blocks, length)(tree)
 
 
 def joined_rows(blocks: Sequence[Rows], here: Spread, like: PyTree) -> PyTree:
     """Join the blocks of rows to a tree with the shapes of `like`, in float32."""
-    assert here.mesh is not None, "is a mesh"
+    assert here.mesh is not None, "the node has no mesh"
     leaves, structure = jax.tree.flatten(_described(like))
     return _joining(here.mesh, structure, tuple(leaves), len(blocks))(list(blocks))
 

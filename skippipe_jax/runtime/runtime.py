@@ -26,7 +26,7 @@ from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
 from skippipe_jax.runtime.behind import Behind
-from skippipe_jax.runtime.buddies import Buddies, ways_of
+from skippipe_jax.runtime.buddies import Buddies, copy_routes
 from skippipe_jax.runtime.compiled_ahead import compile_session
 from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.dispatch import in_program_order
@@ -34,7 +34,7 @@ from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.given_stages import GivenStages
-from skippipe_jax.runtime.handover import Handovers, exchanged
+from skippipe_jax.runtime.handover import Handovers, transfer_states
 from skippipe_jax.runtime.held_out import HeldOut
 from skippipe_jax.runtime.iteration import Clock, IterationSetup
 from skippipe_jax.runtime.live import LiveIteration
@@ -102,7 +102,7 @@ class Runtime:
             self.replicas,
             wire_of_run(config),
             config.seed,
-            tells_targets=config.averaging.is_outer,
+            sends_targets=config.averaging.is_outer,
         )
         # By the name of the plan, and whether replicas average gradients.
         self.emulations = {
@@ -124,12 +124,12 @@ class Runtime:
         self.given = GivenStages(topology, config, group)
         for link in links.values():
             link.expect(self.given.numbers, after=AFTER_A_STEP)
-        ways, first = ways_of(topology, config) if group.is_elastic else [], group.generation.step
-        every = config.recovery.buddy_every
-        self.buddies = Buddies(self.exchange, self.replicas, ways, every, first, copies)
-        self._apart = self._behind = None
+        routes = copy_routes(topology, config) if group.is_elastic else []
+        first, every = group.generation.step, config.recovery.buddy_every
+        self.buddies = Buddies(self.exchange, self.replicas, routes, every, first, copies)
+        self._outer_steps = self._background = None
         if config.averaging.is_outer:
-            self._go_apart(step)
+            self._begin_local_steps(step)
         group.when_ended(self._end_group)
 
     def compile(self) -> None:
@@ -137,18 +137,18 @@ class Runtime:
         programs, counts = [*self.programs.values()], self.group.is_elastic
         compile_session(self.config, self.operations, programs, counts_by_consensus=counts)
 
-    def _go_apart(self, step: int) -> None:
+    def _begin_local_steps(self, step: int) -> None:
         """Begin local steps of the replicas after `step`."""
-        self._apart = OuterSteps(self.config, self.topology, self.states, step)
-        self._behind = Behind(self.exchange, self.group, step)
+        self._outer_steps = OuterSteps(self.config, self.topology, self.states, step)
+        self._background = Behind(self.exchange, self.group, step)
         # In a resumed run, messages in transit at the checkpoint are sent again.
         for replica, state in self.states.items():
             for sent_after, own in state.under_way.items():
-                self._behind.send(replica, sent_after, own)
+                self._background.send(replica, sent_after, own)
 
     def _end_group(self) -> None:
-        if self._behind is not None:
-            self._behind.stop()
+        if self._background is not None:
+            self._background.stop()
         self.exchange.loop.post(_raise_ended)
 
     @property
@@ -186,18 +186,20 @@ class Runtime:
         Raises:
             PeerTimeout: if nothing arrived from other hosts for `network.deadline_s`.
         """
-        return future.result() if self._behind is None else self._behind.wait_for(future, step)
+        return (
+            future.result() if self._background is None else self._background.wait_for(future, step)
+        )
 
     def counts(self, step: int) -> bool:
         """Return whether a step is committed, as far as this host has been notified."""
         if self.config.averaging.is_exact(step):
             return True
-        return self._behind is not None and self._behind.counted >= step
+        return self._background is not None and self._background.committed_step >= step
 
     def close(self) -> None:
         """Stop the background thread, if there is one."""
-        if self._behind is not None:
-            self._behind.close()
+        if self._background is not None:
+            self._background.close()
 
     @property
     def copies(self) -> Collection[Copy]:
@@ -245,9 +247,9 @@ class Runtime:
             self.emulations.get((name, is_exact)),
         )
         if not is_exact:
-            assert self._apart is not None, "is outer"
-            assert self._behind is not None, "is outer"
-            outer = OuterIteration(setup, steps=self._apart, behind=self._behind)
+            assert self._outer_steps is not None, "averaging.mode is not outer"
+            assert self._background is not None, "averaging.mode is not outer"
+            outer = OuterIteration(setup, steps=self._outer_steps, behind=self._background)
             return outer.run(batches, stop, clock)
         live = LiveIteration(
             setup,
@@ -256,8 +258,8 @@ class Runtime:
             averaging_dtype=self.config.network.averaging_dtype,
         )
         outcome = live.run(batches, stop, clock)
-        if self._apart is not None:
-            self._apart.begin(iteration + 1)
+        if self._outer_steps is not None:
+            self._outer_steps.begin(iteration + 1)
         return outcome
 
     def _dispatch(self, program: Program, batches: Mapping[int, Batch], stop: bool) -> Outcome:
@@ -340,8 +342,8 @@ def open_runtime(
         config, plan, group.index, host_of, devices, numbers, in_one_jax=group.is_distributed
     )
     shardings = {node: topology.spread(node).first for node in topology.nodes}
-    apart = config.averaging.iterations_apart + config.averaging.is_outer
-    links = transfers.links(shardings, group.generation.step, apart)
+    max_lag = config.averaging.iterations_apart + config.averaging.is_outer
+    links = transfers.links(shardings, group.generation.step, max_lag)
     for other, numbers in offered(topology, programs.values()).items():
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None
@@ -358,7 +360,7 @@ def open_runtime(
         # An earlier group, ended during its start, may have rebuilt a stage from other sources.
         anew = {made.stage for made in group.generation.remade}
         own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
-        states = exchanged(handovers, make, remade, own, links, group)
+        states = transfer_states(handovers, make, remade, own, links, group)
     else:
         states = make(origin, kept, own_origin=own_origin, step=step)
     given = schedule, programs, topology, links, group, states, clock_offset

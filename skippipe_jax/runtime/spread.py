@@ -117,7 +117,7 @@ def devices_of(sharding: Sharding) -> Sequence[jax.Device]:
     """Return the devices of an array of this host, in the order of its shards."""
     if isinstance(sharding, NamedSharding):
         devices = sharding.mesh.devices
-        assert devices is not None, "is no abstract mesh"
+        assert devices is not None, "the mesh is abstract"
         return devices.flatten().tolist()
     return list(sharding.device_set)
 

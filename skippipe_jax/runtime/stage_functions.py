@@ -254,7 +254,7 @@ def stage_functions(
         added = optax.apply_updates(wide, updates)
         updated = optax.tree.where(is_skipped, wide, added), new_state
         if rounding.rounds(held):
-            assert draw is not None, "rounding by chance is drawn by something"
+            assert draw is not None, "stochastic rounding without a seed"
             updated = rounding.rounded_like(updated, held, draw, update_count(optimizer_state))
         of_parameters, of_state = updated
         return of_parameters, stored(of_state), zero_gradients(parameters)
@@ -277,7 +277,7 @@ def stage_functions(
     if mesh is None:
         lies = Results()
     else:
-        assert wire is not None, "says how activations travel"
+        assert wire is not None, "a mesh without a wire format"
         shapes = jax.eval_shape(create, jax.random.key(0), 0)
         lies = Results.over(mesh, shapes, wire, state_memory)
 
@@ -375,7 +375,7 @@ def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
 
 
-def where_state_waits(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
+def state_shardings(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
     """Return the shardings of the optimizer's state between updates on the node `here`."""
     return here.of_tree(optimizer_state, functions.state_memory)
 

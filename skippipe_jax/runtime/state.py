@@ -20,7 +20,7 @@ from skippipe_jax.runtime.stage_functions import (
     Gradients,
     Parameters,
     StageFunctions,
-    where_state_waits,
+    state_shardings,
 )
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.checkpoint import Checkpoint
@@ -48,14 +48,14 @@ class UnderWay:
         fragment: number of the fragment.
         sent: parameters of the fragment when it was sent.
         message: message that the replica has sent.
-        counts_with: step that is committed only once all hosts have all messages.
+        committed_with: step that is committed only once all hosts have all messages.
         messages: messages of all replicas by their index in the stage; None until all have arrived.
     """
 
     fragment: int
     sent: Part
     message: Message
-    counts_with: int
+    committed_with: int
     messages: Mapping[int, Message] | None = None
 
 
@@ -114,7 +114,7 @@ class StageState:
 
     def own_to_save(self) -> dict[str, PyTree]:
         """Return the local state of this replica for a checkpoint, beside that of the stage."""
-        assert self.outer is not None, "takes steps of its own"
+        assert self.outer is not None, "the replica takes no local steps"
         return {
             "parameters": self.parameters,
             "optimizer_state": self.optimizer_state,
@@ -175,14 +175,14 @@ def make_states(
     states: dict[int, StageState] = {}
     replicas = [
         node
-        for node in topology.own_replicas
+        for node in topology.local_replicas
         if stages is None or topology.stage_of[node] in stages
     ]
     of_stages = {stage: state for (stage, _), state in (kept or {}).items()}
-    left = dict(kept or {})
+    remaining = dict(kept or {})
     for node in replicas:
         # If several replicas of a stage lie on one device, only one of them takes the kept state.
-        state = left.pop((topology.stage_of[node], topology.spread(node)), None)
+        state = remaining.pop((topology.stage_of[node], topology.spread(node)), None)
         if state is not None:
             # Release the gradients of an iteration that was not committed first, so that two sets
             # of gradients are never in memory.
@@ -198,14 +198,14 @@ def make_states(
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
         draw = np.array([seed, cut.blocks(stage).start], np.uint32)
         if stage in of_stages:
-            given = of_stages[stage].to_give(with_momentum=with_momentum)
-            read = jax.device_get(given)
+            state_of_replica = of_stages[stage].to_give(with_momentum=with_momentum)
+            read = jax.device_get(state_of_replica)
             for node in own:
                 states[node] = _placed(functions[stage], read, topology, node, draw)
             continue
         if origin is None:
             for node in own:
-                states[node] = _drawn(functions[stage], topology, node, draw)
+                states[node] = _initialized(functions[stage], topology, node, draw)
             continue
         shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), 0)
         wanted = {"parameters": shapes[0], "optimizer_state": shapes[1]}
@@ -215,17 +215,19 @@ def make_states(
             if own_origin is not None and len(topology.replicas[stage]) > 1:
                 place = topology.replicas[stage].index(node)
                 of_replica = own_origin(stage, place, wanted)
-                _go_on_alone(states[node], of_replica, topology, node, step)
+                _restore_local_state(states[node], of_replica, topology, node, step)
     return {node: states[node] for node in replicas}
 
 
-def _drawn(functions: StageFunctions, topology: Topology, node: int, draw: Draw) -> StageState:
+def _initialized(
+    functions: StageFunctions, topology: Topology, node: int, draw: Draw
+) -> StageState:
     seed, first_layer = draw.tolist()
     here = topology.spread(node)
     functions = functions.on(here.mesh)
     with jax.default_device(topology.device(node)):
         parameters, state, gradients = functions.create(jax.random.key(seed), first_layer)
-    waits = jax.device_put(state, where_state_waits(functions, state, here))
+    waits = jax.device_put(state, state_shardings(functions, state, here))
     return StageState(functions, here.put(parameters), waits, here.put(gradients), draw)
 
 
@@ -241,7 +243,7 @@ def _placed(
     functions = functions.on(here.mesh)
     shardings = {name: here.of_tree(tree) for name, tree in read.items()}
     if "optimizer_state" in read:
-        waits = where_state_waits(functions, read["optimizer_state"], here)
+        waits = state_shardings(functions, read["optimizer_state"], here)
         shardings["optimizer_state"] = waits
     copy = jax.device_put(dict(read), shardings, may_alias=False)
     parameters = copy["parameters"]
@@ -250,7 +252,7 @@ def _placed(
         gradients = functions.no_gradients(parameters)
         begun = None if "optimizer_state" in copy else functions.begin(parameters)
     gradients = here.put(gradients)
-    begun = jax.device_put(begun, where_state_waits(functions, begun, here))
+    begun = jax.device_put(begun, state_shardings(functions, begun, here))
     optimizer_state = copy["optimizer_state"] if begun is None else begun
     state = StageState(functions, parameters, optimizer_state, gradients, draw)
     if MOMENTUM in copy:
@@ -258,7 +260,9 @@ def _placed(
     return state
 
 
-def _go_on_alone(state: StageState, own: State, topology: Topology, node: int, step: int) -> None:
+def _restore_local_state(
+    state: StageState, own: State, topology: Topology, node: int, step: int
+) -> None:
     """Restore the saved local state of a replica that has the outer parameters."""
     copy = topology.spread(node).put(dict(own), may_alias=False)
     state.outer = Outer(state.parameters, copy[MOMENTUM], copy["residual"])

@@ -84,10 +84,10 @@ def devices_of_nodes(
             raise InputError(
                 "node",
                 str(mesh),
-                f"node {node} would have the devices {first} to {first + count - 1} of host {host},"
+                f"node {node} needs devices {first} to {first + count - 1} of host {host},"
                 f" which has {own}",
-                f"Write a mesh of which {own} devices are a multiple, or give host {host} fewer "
-                "nodes (cluster.host_of_node)",
+                f"Set a mesh whose size divides {own}, or give host {host} fewer nodes "
+                "(cluster.host_of_node)",
             )
         places = range(first, first + count)
         devices.append(tuple(Device(host, number, kinds[host][number]) for number in places))
@@ -120,8 +120,8 @@ def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None
         raise InputError(
             "averaging.mode",
             "outer",
-            f"is for nodes of one device, and node {node} has {mesh.devices}",
-            f"Write node: {ONE_DEVICE}, or averaging.mode: exact",
+            f"requires nodes of one device, and node {node} has {mesh.devices}",
+            f"Set node: {ONE_DEVICE}, or averaging.mode: exact",
         )
 
 
@@ -295,7 +295,7 @@ class Topology:
         return tuple(node for node, host in enumerate(self.host_of) if host == self.host)
 
     @cached_property
-    def own_replicas(self) -> tuple[int, ...]:
+    def local_replicas(self) -> tuple[int, ...]:
         """Replicas that this host holds, in the order of its nodes."""
         return tuple(dict.fromkeys(self.replica_of[node] for node in self.nodes))
 

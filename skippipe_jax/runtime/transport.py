@@ -68,19 +68,19 @@ class HostLink:
         server: transfer.TransferServer,
         key: bytes,
         address: str,
-        key_there: bytes,
+        remote_key: bytes,
         shardings: Mapping[int, Sharding],
         reached: Reached,
-        apart: int,
+        max_lag: int,
     ):
         """Use the local `server` and the remote one at `address`, both for this link alone.
 
         The keys of the two servers determine the names of their transfers. `shardings[n]` is the
         destination of whole arrays for local node n. `reached` is shared by all links of this host.
-        The other host may be up to `apart` iterations away.
+        The other host may be up to `max_lag` iterations away.
         """
         self.server: transfer.TransferServer | None = server
-        self.key, self.key_there = key, key_there
+        self.key, self.remote_key = key, remote_key
         self.address = address
         self.shardings = shardings
         # Opened at its first use, as most pairs of hosts exchange no arrays.
@@ -89,7 +89,7 @@ class HostLink:
         # The last iteration in which each hop was sent, by its number.
         self._sent: dict[int, int] = {}
         self._reached = reached
-        self._apart = apart
+        self._max_lag = max_lag
         self._expected: list[tuple[Collection[int], int | None]] = []
 
     def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
@@ -124,7 +124,7 @@ class HostLink:
             jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
             for device in devices_of(here)
         ]
-        parts = self.connection.pull(_name(self.key_there, hop.number, iteration), wanted)
+        parts = self.connection.pull(_name(self.remote_key, hop.number, iteration), wanted)
         if len(parts) == 1:
             return parts[0]
         return jax.make_array_from_single_device_arrays(like.shape, here, parts)
@@ -149,8 +149,8 @@ class HostLink:
     def _names(self) -> set[tuple[int, int]]:
         """Return number and iteration of all transfers that may be offered or requested now."""
         # The other host may be ahead, and background messages are of earlier iterations.
-        back = 0 if self._apart == 1 else self._apart
-        further, sent = range(-back, self._apart + 1), [*self._sent.items()]
+        back = 0 if self._max_lag == 1 else self._max_lag
+        further, sent = range(-back, self._max_lag + 1), [*self._sent.items()]
         names = {(number, last + more) for number, last in sent for more in further}
         now = self._reached.iteration
         for numbers, after in self._expected:
@@ -160,7 +160,7 @@ class HostLink:
 
     @property
     def _open_server(self) -> transfer.TransferServer:
-        assert self.server is not None, "is open"
+        assert self.server is not None, "the link is closed"
         return self.server
 
 
@@ -232,11 +232,11 @@ class Transfers:
         self.keys = {other: bytes.fromhex(there["key"]) for other, there in others.items()}
 
     def links(
-        self, shardings: Mapping[int, Sharding], first: int = 0, apart: int = 1
+        self, shardings: Mapping[int, Sharding], first: int = 0, max_lag: int = 1
     ) -> dict[int, HostLink]:
         """Make a link to every other host; `shardings` are those of this host's nodes.
 
-        They are used from iteration `first` on; hosts are at most `apart` iterations from each
+        They are used from iteration `first` on; hosts are at most `max_lag` iterations from each
         other.
         """
         reached = Reached(first)
@@ -248,7 +248,7 @@ class Transfers:
                 self.keys[other],
                 shardings,
                 reached,
-                apart,
+                max_lag,
             )
             for other, server in self.servers.items()
         }

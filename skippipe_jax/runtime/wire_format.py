@@ -64,7 +64,7 @@ class WireFormat:
         numbers, marks = array[..., : self.width], array[..., self.width :]
         if not self.is_drawn:
             return packed(numbers, marks, None)
-        assert draw is not None, "stochastic rounding is drawn by something"
+        assert draw is not None, "stochastic rounding without a seed"
         return packed(numbers, marks, drawn_fractions(draw, numbers.shape))
 
     @cached_property

@@ -134,8 +134,8 @@ class Checkpoint:
     def staleness_warnings(self) -> list[str]:
         """Return a sentence for each stage that is older than the checkpoint."""
         return [
-            f"stage {stage} of step {self.step} is {self.step - step} steps old: the run went on "
-            f"without it after step {step}"
+            f"stage {stage} of step {self.step} is {self.step - step} steps old: the run bypassed "
+            f"it after step {step}"
             for stage, step in sorted(self.record.stale_stages.items())
         ]
 
@@ -223,8 +223,8 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         raise InputError(
             str(run_dir / CHECKPOINTS),
             "latest" if step is None else step,
-            "there is no such checkpoint",
-            f"Choose one of the steps {steps}" if steps else "Name a run that has saved one",
+            "this checkpoint does not exist",
+            f"Choose one of the steps {steps}" if steps else "Name a run that has checkpoints",
         )
     folder = step_folder(run_dir, chosen)
     text = (folder / COMMITTED).read_bytes()
@@ -241,7 +241,7 @@ def open_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
             )
         record = msgspec.json.decode(text, type=CommitRecord)
         if record.step != chosen:
-            raise ValueError(f"it speaks of step {record.step}")
+            raise ValueError(f"its step is {record.step}")
         for name in record.files:
             safe_join(folder, name)
     except InputError:
@@ -262,17 +262,17 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
     if part in checkpoint.intact:
         return
     files = checkpoint.record.files
-    recorded = {name: told for name, told in files.items() if part_of(name) == part}
+    recorded = {name: expected for name, expected in files.items() if part_of(name) == part}
     # COMMITTED lists no file of this part: report its folder as missing.
-    for name, told in (recorded or {part: "nothing"}).items():
+    for name, expected in (recorded or {part: "no files"}).items():
         path = checkpoint.folder / name
         found = digest(path) if path.is_file() else "missing"
-        if found != told:
+        if found != expected:
             raise CorruptCheckpoint(
                 checkpoint.step,
                 str(path),
                 found,
-                f"was committed as {told}",
+                f"the commit record lists {expected}",
                 _remedy(checkpoint.folder),
             )
 
@@ -335,15 +335,15 @@ def remove_unfinished(run_dir: Path, up_to: tuple[int, int] | None = None) -> No
 
 def quarantine(folder: Path) -> None:
     """Rename the folder of a damaged step, replacing one that was quarantined before."""
-    aside = folder.with_name(folder.name + DAMAGED)
-    if aside.exists():
-        shutil.rmtree(aside)
-    folder.rename(aside)
+    quarantined = folder.with_name(folder.name + DAMAGED)
+    if quarantined.exists():
+        shutil.rmtree(quarantined)
+    folder.rename(quarantined)
 
 
 def _remedy(folder: Path) -> str:
     """Return the remedy for a damaged checkpoint: the previous step, if there is one."""
     earlier = [step for step in committed_steps(folder.parent.parent) if step < int(folder.name)]
     if earlier:
-        return f"Choose the checkpoint before: step {earlier[-1]}"
-    return "There is no checkpoint before it: start a new run"
+        return f"Choose the previous checkpoint: step {earlier[-1]}"
+    return "Start a new run: there is no earlier checkpoint"

@@ -47,7 +47,7 @@ from skippipe_jax.storage.run_dir import RunDir
 T = TypeVar("T")
 
 # Errors of the file system, which Orbax reports only as text.
-OF_THE_DISK = {
+FILE_SYSTEM_ERRORS = {
     os.strerror(number): number
     for number in (
         *FULL_DISK,
@@ -63,7 +63,7 @@ OF_THE_DISK = {
 BEST_METRIC = "validation_loss"
 """Metric whose lowest value marks the best checkpoint."""
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Number of consecutive failed writes, of one checkpoint or several, after which a host ends."""
 
 
@@ -174,10 +174,10 @@ class Checkpointer:
             Exception: if the previous checkpoint was not committed, see `wait`.
         """
         self.wait()
-        whole = step_folder(self._run_dir, step)
-        if is_committed(whole):
+        committed = step_folder(self._run_dir, step)
+        if is_committed(committed):
             raise InputError(
-                str(whole), step, "is saved already", "Resume the run, or name a new run folder"
+                str(committed), step, "already exists", "Resume the run, or set another run_dir"
             )
         self._attempt = self._attempt + 1 if step == self._step else 1
         self._step = step
@@ -237,17 +237,17 @@ class Checkpointer:
             raise
         except NotWritten as error:
             self._failures += 1
-            problem = f"a checkpoint cannot be written there: {error}"
-            if self._failures == MOST_FAILURES:
-                remedy = "Mend that, and --resume goes on from the checkpoint before"
+            problem = f"the checkpoint could not be written: {error}"
+            if self._failures == MAX_FAILURES:
+                remedy = "Fix the storage, then continue from the previous checkpoint with --resume"
                 raise TemporaryError("run_dir", str(self._run_dir), problem, remedy) from error
-            log.warning(f"{self._run_dir}, step {self._step}: {problem}. Training goes on")
+            log.warning(f"{self._run_dir}, step {self._step}: {problem}. Training continues")
             return False
         except Exception as error:
-            if isinstance(error, PeerFailed) and f"{NotWritten.__name__}: " in str(error):
+            if isinstance(error, PeerFailed) and error.kind == NotWritten.__name__:
                 return False
             problem = f"{type(error).__name__}: {error}"
-            raise CheckpointFailed(f"a checkpoint is not committed: {problem}") from error
+            raise CheckpointFailed(f"the checkpoint was not committed: {problem}") from error
         self._failures = 0
         return True
 
@@ -277,30 +277,32 @@ class Checkpointer:
             self._background.shutdown()
             self._copying.shutdown()
         if self._mirror is not None and (missing := self._not_copied(self._mirror)):
-            log.warning(f"not copied to {self._mirror.url}: the checkpoints of steps {missing}")
+            log.warning(f"checkpoints of steps {missing} not copied to {self._mirror.url}")
 
     def _finish(
         self,
         folder: Path,
         complete: Callable[[], dict[str, str]],
         record: CommitRecord,
-        own_parts: Collection[str],
+        local_parts: Collection[str],
     ) -> None:
         """Complete this host's part; host 0 commits once all parts are written."""
         again = f".{self._attempt}" if self._attempt > 1 else ""
         name = f"checkpoint/{record.step}{again}"
         try:
-            parts = gather(self._host, f"{name}/part", lambda: _written(complete), self._timeout_s)
+            parts = gather(
+                self._host, f"{name}/part", lambda: _attempt_write(complete), self._timeout_s
+            )
             whole = msgspec.structs.replace(record, files=dict(ChainMap(*parts.values())))
             from_host_0(
                 self._host,
                 f"{name}/whole",
-                lambda: _written(lambda: self._commit(folder, whole)),
+                lambda: _attempt_write(lambda: self._commit(folder, whole)),
                 self._timeout_s,
             )
         except (NotWritten, PeerFailed):
             # The checkpoint has failed on all hosts; its files would fill the disk.
-            _discard(folder, own_parts)
+            _discard(folder, local_parts)
             raise
         # In an elastic group this gives the consensus a step to roll back to.
         self._on_commit(record.step)
@@ -329,9 +331,9 @@ class Checkpointer:
         """Update the copy, and only then remove checkpoints that it may have been copying."""
         try:
             # A run that was fetched from the copy has only some of its checkpoints here.
-            there = mirror.steps()
+            copied_steps = mirror.steps()
             with self._removing:
-                steps = self._retained([*committed_steps(self._run_dir), *there])
+                steps = self._retained([*committed_steps(self._run_dir), *copied_steps])
                 self._being_copied = steps
             mirror.update(self._run_dir, steps)
         except Exception as error:
@@ -376,7 +378,7 @@ class Checkpointer:
                 for old in set(steps) - self._retained(steps) - self._being_copied:
                     remove(step_folder(self._run_dir, old))
         except OSError as error:  # The next checkpoint retries.
-            log.warning(f"old checkpoints in {self._run_dir} are not removed: {error.strerror}")
+            log.warning(f"old checkpoints in {self._run_dir} were not removed: {error.strerror}")
 
 
 def write_initial_checkpoint(
@@ -418,7 +420,7 @@ def _complete_part(
     return {path.relative_to(folder).as_posix(): digest(path) for path in paths}
 
 
-def _written(act: Callable[[], T]) -> T:
+def _attempt_write(act: Callable[[], T]) -> T:
     """Run `act`, and translate errors of the file system to `NotWritten` for all hosts.
 
     Raises:
@@ -428,7 +430,7 @@ def _written(act: Callable[[], T]) -> T:
         return act()
     except Exception as error:
         failure = os_error_behind(error)  # Orbax does not always raise OSError.
-        reason = next((text for text in OF_THE_DISK if text in str(error)), None)
+        reason = next((text for text in FILE_SYSTEM_ERRORS if text in str(error)), None)
         if failure is None and reason is None:
             raise
         raise NotWritten(str(reason if failure is None else failure.strerror)) from error
@@ -437,23 +439,23 @@ def _written(act: Callable[[], T]) -> T:
 def _discard(folder: Path, parts: Collection[str]) -> None:
     """Remove the parts that this host has written of a failed checkpoint."""
 
-    def is_own(name: str) -> bool:
+    def is_local(name: str) -> bool:
         return any(name == part or name.startswith(f"{part}.") for part in parts)
 
-    def there() -> list[Path]:
+    def remaining() -> list[Path]:
         try:
-            return [folder / name for name in os.listdir(folder) if is_own(name)]
+            return [folder / name for name in os.listdir(folder) if is_local(name)]
         except FileNotFoundError:  # Another host has removed it.
             return []
 
     for _ in range(SWEEPS):
-        for path in there():
+        for path in remaining():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
         time.sleep(SWEEP_S)
-        if not there():
+        if not remaining():
             break
     with contextlib.suppress(OSError):  # It is not empty, or already removed.
         folder.rmdir()

@@ -80,7 +80,7 @@ def new_directory(folder: Path, field: str) -> Iterator[Path]:
     folder = folder.absolute()
     with os_errors_as(field, folder, "cannot be written", "Name another folder"):
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise InputError(field, str(folder), "is there already", "Name a new folder")
+            raise InputError(field, str(folder), "already exists", "Name a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -100,7 +100,7 @@ def safe_join(folder: Path, name: str) -> Path:
     path, parts = folder / name, PurePosixPath(name)
     is_local = not parts.is_absolute() and parts.parts and ".." not in parts.parts
     if not is_local or not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"the name {name!r} leads out of {folder}")
+        raise ValueError(f"the path {name!r} points outside {folder}")
     return path
 
 
@@ -109,7 +109,7 @@ def os_errors_as(
     field: str,
     path: Path,
     problem: str = "cannot be used",
-    remedy: str = "Give another folder, or mend that",
+    remedy: str = "Name another folder, or fix this one",
 ) -> Iterator[None]:
     """Raise errors of a file system as `InputError`, or `TemporaryError` if they may pass."""
     try:
@@ -142,9 +142,7 @@ def retry(folder: Path, act: Callable[[], T]) -> T:
             pause_s = next(pauses_s, None)
             if pause_s is None:
                 raise unusable(folder, failure) from error
-            log.warning(
-                f"{folder} cannot be used: {failure.strerror}; tried again in {pause_s:g} s"
-            )
+            log.warning(f"{folder} cannot be used: {failure.strerror}; retrying in {pause_s:g} s")
         time.sleep(pause_s)
 
 
@@ -159,7 +157,8 @@ def os_error_behind(error: BaseException) -> OSError | None:
 def unusable(folder: Path, failure: OSError) -> TemporaryError:
     """Return the error of a host that can no longer use the folder of its run."""
     problem = f"cannot be used: {_reason(failure, folder)}"
-    return TemporaryError("run_dir", str(folder), problem, "Mend that, and --resume goes on")
+    remedy = "Fix the storage, then continue with --resume"
+    return TemporaryError("run_dir", str(folder), problem, remedy)
 
 
 @contextmanager

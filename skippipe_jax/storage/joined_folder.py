@@ -28,7 +28,7 @@ from skippipe_jax.storage.run_dir import PLAN, PLANS
 
 JOINED = "joined.json"
 
-WHAT_TO_DO = "Name another folder by --run-dir"
+NAME_ANOTHER = "Name another folder with --run-dir"
 
 
 def is_joined(folder: Path) -> bool:
@@ -42,8 +42,8 @@ def require_not_joined(folder: Path) -> None:
         raise InputError(
             "run_dir",
             str(folder),
-            "is what a host was given that has joined the run",
-            "Join it again by skippipe join, or name the folder of the run itself",
+            "is the folder of a diskless host, without checkpoints",
+            "Rejoin with skippipe join, or name the folder of the run itself",
         )
 
 
@@ -53,7 +53,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     Raises:
         InputError: if they cannot be read.
     """
-    with os_errors_as("run_dir", folder, "cannot be read", "Mend that"):
+    with os_errors_as("run_dir", folder, "cannot be read", "Make the folder readable"):
         return {
             path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_of_run(folder)
         }
@@ -65,7 +65,7 @@ def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
     Raises:
         InputError: if they cannot be accessed.
     """
-    with os_errors_as("run_dir", folder, "cannot be read", "Mend that"):
+    with os_errors_as("run_dir", folder, "cannot be read", "Make the folder readable"):
         found = [(path, path.stat()) for path in _files_of_run(folder)]
     return [(str(path), status.st_mtime_ns, status.st_size) for path, status in found]
 
@@ -90,7 +90,7 @@ def known_before(folder: Path) -> tuple[dict[str, bytes], list[str]]:
                 "--run-dir",
                 str(folder),
                 "is the folder of a run itself",
-                "A host that reaches it comes back by train --resume. Else name another folder",
+                "Rejoin with skippipe train --resume, or name another folder",
             )
         return {}, []
     addresses = [str(address) for address in _joined(folder)["addresses"]]
@@ -106,12 +106,12 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
     """
     identity = _identity(contents)
     if is_joined(folder) and _joined(folder)["run"] != identity:
-        problem = "a host has joined another run by it"
-        raise InputError("--run-dir", str(folder), problem, WHAT_TO_DO)
-    with os_errors_as("--run-dir", folder, "cannot be written", WHAT_TO_DO):
+        problem = "a host used this folder to join another run"
+        raise InputError("--run-dir", str(folder), problem, NAME_ANOTHER)
+    with os_errors_as("--run-dir", folder, "cannot be written", NAME_ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
-        told = {"run": identity, "addresses": [*addresses]}
-        atomic_write(folder / JOINED, json.dumps(told, indent=1) + "\n")
+        record = {"run": identity, "addresses": [*addresses]}
+        atomic_write(folder / JOINED, json.dumps(record, indent=1) + "\n")
         for path in (folder / PLANS).glob("*.json"):
             if path.relative_to(folder).as_posix() not in contents:
                 path.unlink()
@@ -150,14 +150,14 @@ def _identity(contents: Mapping[str, bytes]) -> dict[str, str]:
     try:
         for name in contents:
             if not _is_of_a_run(name):
-                raise ValueError(f"{name!r} is no file of a run")
+                raise ValueError(f"{name!r} is not a file of a run")
         tree = fields.parse_yaml(contents[CONFIG].decode(), CONFIG, CONFIG)
         return dict(identity(parse_config(tree)))
     except InputError:
         raise
     except (ValueError, KeyError) as error:
         raise InputError(
-            "ADDRESS", None, f"what was given there is no run ({error})", "Ask another host"
+            "ADDRESS", None, f"the received files are not a run ({error})", "Ask another host"
         ) from error
 
 
@@ -171,8 +171,8 @@ def _is_of_a_run(name: str) -> bool:
 
 
 def _joined(folder: Path) -> Mapping[str, Any]:
-    told = fields.load_json(folder / JOINED, JOINED)
+    record = fields.load_json(folder / JOINED, JOINED)
     names = ("run", "addresses")
-    given = fields.mapping(told, JOINED, names, names)
-    fields.sequence(given["addresses"], f"{JOINED}.addresses", minimum_length=0)
-    return given
+    record = fields.mapping(record, JOINED, names, names)
+    fields.sequence(record["addresses"], f"{JOINED}.addresses", minimum_length=0)
+    return record

@@ -33,9 +33,9 @@ def load_stage(
 
     A leaf of `abstract` without a sharding goes to the first local device.
     """
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    local = SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(
-        lambda array, leaf: jax.device_put(array, leaf.sharding or here, may_alias=False),
+        lambda array, leaf: jax.device_put(array, leaf.sharding or local, may_alias=False),
         load_stage_numpy(checkpoint, stage_layers, stage, abstract),
         abstract,
     )
@@ -83,11 +83,11 @@ def load_stage_numpy(
         for name, array in _read_saved(checkpoint, saved, missing, both_data_stages).items():
             # Copy, since a view of some rows would keep all in memory.
             pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
-    whole = []
+    leaves = []
     for name in wanted:
         own = pieces.pop(name)  # Free the pieces after concatenation.
-        whole.append(own[0] if len(own) == 1 else np.concatenate(own))
-    return jax.tree.unflatten(jax.tree.structure(abstract), whole)
+        leaves.append(own[0] if len(own) == 1 else np.concatenate(own))
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def load_replica(
@@ -202,7 +202,7 @@ def _require_same(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, A
 
     def describe(arrays: Mapping[str, Any], name: str) -> str:
         if name not in arrays:
-            return "no such array"
+            return "no array of this name"
         return f"{np.dtype(arrays[name].dtype).name}{list(arrays[name].shape)}"
 
     differing = [

@@ -70,27 +70,27 @@ class Mirror:
         if isinstance(self._files, LocalFileSystem) and Path(self._root).is_relative_to(
             run_dir.absolute()
         ):
-            problem = f"lies in {run_dir}, of which it is to be a copy"
+            problem = f"is inside {run_dir}, the folder to copy"
             raise InputError("checkpoint.copy_to", self.url, problem, "Name another folder")
-        is_here = resume and RunDir(run_dir).is_run
+        is_local = resume and RunDir(run_dir).is_run
         try:
             steps = self.steps()
-            if resume and not is_here and steps:
+            if resume and not is_local and steps:
                 self._fetch(run_dir, {steps[-1], *self._best(steps)})
-                log.output(f"step {steps[-1]} of the run fetched from {self.url} into {run_dir}")
+                log.output(f"fetched step {steps[-1]} of the run from {self.url} into {run_dir}")
                 return
         except InputError:
             raise
         except Exception as error:  # whatever the file system raises
-            if is_here:
+            if is_local:
                 log.warning(str(self._unusable(error)))
                 return
             raise self._unusable(error) from error
-        if resume and not is_here:
-            problem, remedy = "holds no checkpoint, nor does run_dir", "Name the copy of a run"
+        if resume and not is_local:
+            problem, remedy = "has no checkpoint, and neither has run_dir", "Name the copy of a run"
         elif steps and steps[-1] > (latest_step(run_dir) or 0):
             problem = f"has a checkpoint of step {steps[-1]}, which this run has not reached"
-            remedy = f"Name another folder, or resume that run where {run_dir} does not exist"
+            remedy = f"Name another folder, or resume the copied run where {run_dir} does not exist"
         else:
             return
         raise InputError("checkpoint.copy_to", self.url, problem, remedy)
@@ -113,17 +113,17 @@ class Mirror:
         remains of interrupted copies.
         """
         missing = sorted(set(steps) & set(committed_steps(run_dir)) - set(self.steps()))
-        own = {
+        local_files = {
             path.relative_to(run_dir).as_posix(): path for path in RunDir(run_dir).files_to_mirror()
         }
-        for name, path in own.items():
+        for name, path in local_files.items():
             status = path.stat()
             state = status.st_ino, status.st_mtime_ns, status.st_size
             if self._written.get(name) != state:
                 self._write(name, path.read_bytes())
                 self._written[name] = state
         for path in self._files.find(f"{self._root}/{PLANS}"):
-            if PurePosixPath(path).relative_to(self._root).as_posix() not in own:
+            if PurePosixPath(path).relative_to(self._root).as_posix() not in local_files:
                 self._files.rm(path)
         for step in missing:
             self._copy(run_dir, step)
@@ -137,14 +137,14 @@ class Mirror:
             if step not in self.steps():
                 return False
             folder = PurePosixPath(CHECKPOINTS, step_name(step))
-            names = [name for name in self._found() if name.is_relative_to(folder)]
+            names = [name for name in self._file_names() if name.is_relative_to(folder)]
             mark = folder / COMMITTED
             if step_folder(run_dir, step).exists():
                 quarantine(step_folder(run_dir, step))
-            self._bring(run_dir, [name for name in names if name != mark], [mark])
+            self._fetch_files(run_dir, [name for name in names if name != mark], [mark])
         except Exception as error:  # whatever the file system raises
             log.warning(
-                f"step {step} is not fetched from {self.url}: {type(error).__name__}: {error}"
+                f"step {step} was not fetched from {self.url}: {type(error).__name__}: {error}"
             )
             return False
         return True
@@ -154,7 +154,7 @@ class Mirror:
         try:
             return [found for found in self.steps() if found < step]
         except Exception as error:  # whatever the file system raises
-            log.warning(f"no earlier step is fetched: {self._unusable(error)}")
+            log.warning(f"no earlier step was fetched: {self._unusable(error)}")
             return []
 
     def forget(self, step: int) -> None:
@@ -163,7 +163,7 @@ class Mirror:
             self._remove(step)
         except Exception as error:  # whatever the file system raises
             log.warning(
-                f"step {step} is not removed from {self.url}: {type(error).__name__}: {error}"
+                f"step {step} was not removed from {self.url}: {type(error).__name__}: {error}"
             )
 
     def _remove(self, step: int) -> None:
@@ -195,18 +195,20 @@ class Mirror:
         marks = [*(folder / COMMITTED for folder in folders), PurePosixPath(CONFIG)]
         names = [
             name
-            for name in self._found()
+            for name in self._file_names()
             if (name.parts[0] != CHECKPOINTS or any(map(name.is_relative_to, folders)))
             and name not in marks
         ]
-        self._bring(run_dir, names, marks)
+        self._fetch_files(run_dir, names, marks)
 
-    def _found(self) -> list[PurePosixPath]:
+    def _file_names(self) -> list[PurePosixPath]:
         """Return the names of all files in the copy."""
         paths = self._files.find(self._root)
         return [PurePosixPath(path).relative_to(self._root) for path in paths]
 
-    def _bring(self, run_dir: Path, names: list[PurePosixPath], marks: list[PurePosixPath]) -> None:
+    def _fetch_files(
+        self, run_dir: Path, names: list[PurePosixPath], marks: list[PurePosixPath]
+    ) -> None:
         """Fetch files, then atomically each file that marks them as complete."""
         for name in (*names, *marks):
             self._require_inside(run_dir, name)
@@ -227,7 +229,7 @@ class Mirror:
                 "checkpoint.copy_to",
                 self.url,
                 f"cannot be fetched: {error}",
-                "Look who can write there, and remove what is no run's file",
+                "Check who can write to it, and remove files that are not part of a run",
             ) from error
 
     def _get(self, names: list[PurePosixPath], paths: list[Path]) -> None:
@@ -256,5 +258,5 @@ class Mirror:
             "checkpoint.copy_to",
             self.url,
             f"cannot be used: {type(error).__name__}: {error}",
-            "Check the URL, and whether its package and credentials are there",
+            "Check the URL, its fsspec package and its credentials",
         )

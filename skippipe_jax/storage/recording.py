@@ -109,7 +109,7 @@ def measured_timeline(run_dir: Path, plan: Plan, step: int) -> Timeline:
     recordings = [_load(path, plan) for path in paths]
     recorded = _by_operation((run for host in recordings for run in host.runs), plan, step)
     zero_s = min(run.start_s for run in recorded.values())
-    runs = {operation: _counted_from(zero_s, run) for operation, run in recorded.items()}
+    runs = {operation: _relative_to(zero_s, run) for operation, run in recorded.items()}
     averagings = [
         Averaging(seen.stage, seen.start_s - zero_s, seen.end_s - zero_s)
         for host in recordings
@@ -128,9 +128,9 @@ def _load(path: Path, plan: Plan) -> Recording:
     """Read and check a recording."""
     field = "/".join(path.parts[-3:])
     names = ("runs", "averagings")
-    given = fields.mapping(fields.load_json(path, field), field, names, names)
-    runs = _rows(given["runs"], f"{field}.runs", 6)
-    averagings = _rows(given["averagings"], f"{field}.averagings", 3)
+    content = fields.mapping(fields.load_json(path, field), field, names, names)
+    runs = _rows(content["runs"], f"{field}.runs", 6)
+    averagings = _rows(content["averagings"], f"{field}.averagings", 3)
     return Recording(
         tuple(Run(_operation(row, where), *_times(row[3:], where)) for where, row in runs),
         tuple(
@@ -175,8 +175,8 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
             raise InputError(
                 field,
                 str(run.operation),
-                "is recorded twice, or is no operation of this plan",
-                "Remove the recordings of this step: they are not all of this run",
+                "is recorded twice, or is not an operation of this plan",
+                "Remove the recordings of this step: some are of another run",
             )
         missing.remove(run.operation)
         found[run.operation] = run
@@ -185,14 +185,14 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
         raise IncompleteRecordingError(
             field,
             f"{len(found)} operations",
-            f"step {step} is recorded in part: operations are missing of nodes "
-            f"{', '.join(map(str, nodes))}",
-            "Copy the files of the hosts that serve them there, or remove this folder",
+            f"the recording of step {step} is incomplete: operations of nodes "
+            f"{', '.join(map(str, nodes))} are missing",
+            "Copy the recordings of their hosts into this folder, or remove it",
         )
     return found
 
 
-def _counted_from(zero_s: float, run: Run) -> Run:
+def _relative_to(zero_s: float, run: Run) -> Run:
     """Return a run with times relative to `zero_s`; earlier arrivals become 0."""
     return replace(
         run,
@@ -229,14 +229,14 @@ def _transfers(plan: Plan, runs: Mapping[Operation, Run]) -> tuple[Transfer, ...
 
 
 def _averagings(
-    plan: Plan, runs: Mapping[Operation, Run], seen: Sequence[Averaging]
+    plan: Plan, runs: Mapping[Operation, Run], recorded: Sequence[Averaging]
 ) -> tuple[Averaging, ...]:
     """Return an averaging for every stage with nodes; one not recorded has no duration."""
     averagings = []
     for stage, nodes in enumerate(plan.stages):
         if not nodes:
             continue  # A dropped stage.
-        of_stage = [averaging for averaging in seen if averaging.stage == stage]
+        of_stage = [averaging for averaging in recorded if averaging.stage == stage]
         last_s = max((run.end_s for run in runs.values() if run.operation.node in nodes), default=0)
         start_s = max((averaging.start_s for averaging in of_stage), default=last_s)
         end_s = max((averaging.end_s for averaging in of_stage), default=last_s)

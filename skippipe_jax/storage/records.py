@@ -133,9 +133,9 @@ def add_line(descriptor: int, record: Record) -> None:
     size = os.fstat(descriptor).st_size
     is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
     text = json.dumps(msgspec.to_builtins(record, str_keys=True))
-    left = memoryview(b"\n" * is_torn + text.encode() + b"\n")
-    while left:  # A full disk accepts a part before it fails.
-        left = left[os.write(descriptor, left) :]
+    remaining = memoryview(b"\n" * is_torn + text.encode() + b"\n")
+    while remaining:  # A full disk accepts a part before it fails.
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def append_record(path: Path, record: Record) -> None:
@@ -200,7 +200,7 @@ def read_records(path: Path, kind: type[T]) -> list[T]:
         except DAMAGE as error:
             text = line.decode(errors="replace")
             field = f"{path}, line {number}"
-            log.warning(str(InputError(field, text, str(error), "This line is left out")))
+            log.warning(str(InputError(field, text, str(error), "This line is skipped")))
     return found
 
 
@@ -223,19 +223,19 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     with path.open("rb", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
-        held, end = b"", None
+        buffer, end = b"", None
         while True:
-            newline = held.rfind(b"\n")
+            newline = buffer.rfind(b"\n")
             if newline < 0 and start > 0:
                 size = min(BLOCK_BYTES, start)
                 start -= size
-                held = os.pread(file.fileno(), size, start) + held
+                buffer = os.pread(file.fileno(), size, start) + buffer
                 continue
             if end is not None:
-                yield end, held[newline + 1 :]
+                yield end, buffer[newline + 1 :]
             if newline < 0:
                 return
-            end, held = start + newline + 1, held[:newline]
+            end, buffer = start + newline + 1, buffer[:newline]
 
 
 def end_of_step(path: Path, step: int) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def _latest_intact(run_dir: Path) -> Checkpoint:
             damages.append(error)
         else:
             for damage in damages:
-                log.warning(str(damage.with_remedy(f"Step {found.step} is read, before it")))
+                log.warning(str(damage.with_remedy(f"Step {found.step} is read instead")))
             return found
     raise damages[-1]
 
@@ -88,7 +88,7 @@ def rewind(
     search = CheckpointSearch(run_dir, host, parts, mirror, timeout_s=timeout_s, up_to=up_to)
     last = search.newest()
     if last is None:
-        problem, remedy = "there is no checkpoint to go back to", "Start a new run"
+        problem, remedy = "there is no checkpoint to roll back to", "Start a new run"
         raise InputError("run_dir", str(run_dir), problem, remedy)
 
     def clear() -> None:
@@ -104,7 +104,7 @@ class CheckpointSearch:
 
     Attributes:
         damages: the errors of damaged checkpoints, by step.
-        useless: the steps whose copies are damaged too.
+        unusable_copies: the steps whose copies are damaged too.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class CheckpointSearch:
         self.run_dir, self.host, self.parts, self.mirror = run_dir, host, parts, mirror
         self.timeout_s, self.up_to = timeout_s, up_to
         self.damages: dict[int, CorruptCheckpoint] = {}
-        self.useless: list[int] = []
+        self.unusable_copies: list[int] = []
         self._opened: dict[int, Checkpoint] = {}
 
     def newest(
@@ -145,7 +145,7 @@ class CheckpointSearch:
         if steps is None:
             steps = list[int](self._of_host_0("steps", self.saved))
         for step in reversed(steps):
-            found = self._seen(step, "found", damaged)
+            found = self._verified_by_all(step, "found", damaged)
             damaged = None
             if isinstance(found, Checkpoint):
                 return found
@@ -177,13 +177,13 @@ class CheckpointSearch:
         Called on host 0. Quarantines damaged checkpoints, and warns of them and of stale stages.
         """
         for step, damage in self.damages.items():
-            remedy = "It was fetched from the copy again"
+            remedy = "It was fetched again from the copy"
             if last is not None and step != last.step:
-                remedy = f"The run goes on from step {last.step}"
+                remedy = f"The run continues from step {last.step}"
             log.warning(str(damage.with_remedy(remedy)))
         for sentence in [] if last is None else last.staleness_warnings():
             log.warning(sentence)
-        for step in self.useless:
+        for step in self.unusable_copies:
             assert self.mirror is not None
             self.mirror.forget(step)
         retry(self.run_dir, lambda: _clear(self.run_dir, last, self.damages.keys()))
@@ -197,11 +197,11 @@ class CheckpointSearch:
             )
             return None
 
-        def see() -> Checkpoint:
+        def verify_local() -> Checkpoint:
             return verify(open_checkpoint(self.run_dir, step), parts)
 
         try:
-            self._opened[step] = retry(self.run_dir, see)
+            self._opened[step] = retry(self.run_dir, verify_local)
         except CorruptCheckpoint as error:
             return error.fields()
         return None
@@ -210,7 +210,7 @@ class CheckpointSearch:
         """Return a checkpoint that `look` has found intact on this host."""
         return self._opened[step]
 
-    def _seen(
+    def _verified_by_all(
         self, step: int, when: str, damaged: Sequence[Sequence[str] | None] | None = None
     ) -> Checkpoint | CorruptCheckpoint:
         """Return the checkpoint if it is intact on all hosts, else the first error."""
@@ -230,11 +230,11 @@ class CheckpointSearch:
         )
         if not is_restored:
             return None
-        found = self._seen(step, "restored")
+        found = self._verified_by_all(step, "restored")
         if isinstance(found, Checkpoint):
             return found
         self.damages.setdefault(step, found)
-        self.useless.append(step)
+        self.unusable_copies.append(step)
         return None
 
     def _of_host_0(self, name: str, make: Callable[[], Any]) -> Any:

@@ -110,8 +110,8 @@ class RunDir:
             raise InputError(
                 "run_dir",
                 str(self.path),
-                "holds a run already",
-                "Go on with it by --resume, or give another folder: --set run_dir=...",
+                "already contains a run",
+                "Continue it with --resume, or set another folder: --set run_dir=...",
             )
 
     def create(self, config: Config, schedule: Schedule) -> None:
@@ -159,9 +159,9 @@ class RunDir:
 
     def files_to_mirror(self) -> list[Path]:
         """Return the files besides checkpoints that are needed to resume or inspect a run."""
-        elsewhere = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
+        excluded = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
         # Do not list excluded folders: those of checkpoints may change meanwhile.
-        tops = [path for path in sorted(self.path.iterdir()) if path.name not in elsewhere]
+        tops = [path for path in sorted(self.path.iterdir()) if path.name not in excluded]
         found = (p for top in tops for p in (sorted(top.rglob("*")) if top.is_dir() else [top]))
         return [p for p in found if p.is_file() and p.suffix != PARTIAL and p.name != LEASE]
 
@@ -333,10 +333,10 @@ class RunDir:
         if not isinstance(step, str):
             return step
         if step != BEST_STEP:
-            raise InputError("--step", step, "is no step", f'Write a number, or "{BEST_STEP}"')
+            raise InputError("--step", step, "is not a step", f'Write a number, or "{BEST_STEP}"')
         best = self.best()
         if best is None:
-            problem = f"{self.path} has no best checkpoint: its held-out loss was never computed"
+            problem = f"{self.path} has no best checkpoint: its validation loss was never computed"
             raise InputError("--step", step, problem, "Name a step, or train with validation.every")
         return best["step"]
 
@@ -385,11 +385,11 @@ class RunDir:
         if folder == os.getcwd():
             return config
 
-        def there(path: str | None) -> str | None:
+        def relocated(path: str | None) -> str | None:
             found = os.path.join(folder, path or "")
             return found if path and (os.path.exists(found) or glob.glob(found)) else path
 
         mixture = config.mixture and tuple(
-            replace(one, path=there(one.path)) for one in config.mixture
+            replace(one, path=relocated(one.path)) for one in config.mixture
         )
-        return replace(config, path=there(config.path), mixture=mixture)
+        return replace(config, path=relocated(config.path), mixture=mixture)

@@ -109,8 +109,8 @@ class RunLock:
             raise TemporaryError(
                 self.field,
                 str(self.folder),
-                "another training is writing it",
-                f"Wait for its end or stop it, or give another folder: --set {self.field}=...",
+                "another training run is writing to it",
+                f"Wait until it ends, stop it, or set another folder: --set {self.field}=...",
             )
 
 
@@ -185,16 +185,16 @@ class _Lease:
         while not self._ends.wait(RENEWED_S):
             try:
                 with self._lock:
-                    found = self._read()
-                    if found is not None and found.get("holder") == self._holder:
+                    lease = self._read()
+                    if lease is not None and lease.get("holder") == self._holder:
                         self._write()
                         continue
             except OSError as error:
-                log.warning(f"{self._path} is not renewed: {error.strerror}")
+                log.warning(f"the lease {self._path} was not renewed: {error.strerror}")
                 continue
-            if found is None or found.get("start") != self._start:
+            if lease is None or lease.get("start") != self._start:
                 log.warning(
-                    f"{self._path}: another training has taken the folder, or its lease is gone"
+                    f"{self._path}: another training run took over the folder, or removed the lease"
                 )
             return  # Another host of the same run may lead.
 

@@ -47,6 +47,7 @@ def test_where_host_0_fails_all_others_name_its_error():
     for error in others:
         assert isinstance(error, PeerFailed)
         assert str(error) == "host 0 failed at 'it': InputError: field = 0: is wrong. Mend it."
+        assert error.kind == "InputError"
 
 
 def test_what_json_cannot_hold_is_an_error_for_all():

@@ -32,7 +32,7 @@ def following(error: BaseException, cause: Exception) -> BaseException:
         (PeerTimeout("waited in vain"), True),
         # The other host raises the error itself, and its verdict gives the reason.
         (PeerFailed("host 0 failed at 'run'"), True),
-        (following(RuntimeError("a checkpoint is not committed"), PeerFailed("host 1")), True),
+        (following(RuntimeError("the checkpoint was not committed"), PeerFailed("host 1")), True),
         (RuntimeError("mine"), False),
         # Ctrl-C, whatever was going on when it came.
         (following(KeyboardInterrupt(), TimeoutError("waited")), False),

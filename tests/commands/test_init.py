@@ -85,7 +85,7 @@ def test_text_alone_is_trained_on_and_shown(
     assert re.search(r"the text has [\d,]+ sequences; 2 steps read \S+ times that", trained.out)
     assert "planning for" not in trained.err + trained.out, "a single node has one plan"
     assert "</html>" in Path("runs/default/report.html").read_text()
-    expect_one_error(command("train", "--data", "text", *small), "holds a run already")
+    expect_one_error(command("train", "--data", "text", *small), "already contains a run")
 
     # Resumed, it goes on by what was measured, also under another plan. On another device it keeps
     # its plan, and is measured anew for another.

@@ -92,11 +92,11 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
         ["cluster.host_of_node=[0, 1, 0]"],
         ["cluster.host_of_node", "assign the nodes to 1 hosts", "Start 2 hosts"],
     ),
-    "folder below a file": (["run_dir=text/run"], ["run_dir = 'text/run'", "Give another folder"]),
-    "folder that is a file": (["run_dir=text"], ["run_dir = 'text'", "Give another folder"]),
+    "folder below a file": (["run_dir=text/run"], ["run_dir = 'text/run'", "Name another folder"]),
+    "folder that is a file": (["run_dir=text"], ["run_dir = 'text'", "Name another folder"]),
     "folder of no name": (
         ["run_dir=" + "a" * 300],
-        ["run_dir = 'aaa", "name too long", "Give another folder"],
+        ["run_dir = 'aaa", "name too long", "Name another folder"],
     ),
 }
 
@@ -160,7 +160,7 @@ def test_a_dry_run_over_a_run_is_refused(run: Path, command: Command):
     assert command("train", "--config", "config.yaml", "--dry-run", "--resume").code == 0
     result = command("train", "--config", "config.yaml", "--dry-run")
     assert result.code == 2
-    assert f"run_dir = '{run.name}': holds a run already" in result.err
+    assert f"run_dir = '{run.name}': already contains a run" in result.err
 
 
 def test_times_may_have_units(command: Command, folder: Path):
@@ -220,17 +220,17 @@ WRONG_PARENTS: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = 
     "configuration only": (
         no_change,
         ["init_from=run:."],
-        ["init_from = 'run:.'", "no such checkpoint", "Name a run that has saved one"],
+        ["init_from = 'run:.'", "checkpoint does not exist", "that has checkpoints"],
     ),
     "no such step": (
         no_change,
         ["init_from=run:run@7"],
-        ["init_from = 'run:run@7'", "no such checkpoint", "Choose one of the steps [2, 3]"],
+        ["init_from = 'run:run@7'", "checkpoint does not exist", "Choose one of the steps [2, 3]"],
     ),
     "damaged step": (
         damage(3),
         ["init_from=run:run@3"],
-        ["init_from = 'run:run@3'", "was committed as", "step 2"],
+        ["init_from = 'run:run@3'", "the commit record lists", "step 2"],
     ),
     "itself": (
         no_change,
@@ -269,7 +269,7 @@ def test_a_parent_without_a_whole_checkpoint_is_refused(run: Path, folder: Path,
     damage(2, 3)(run)
     settings = ["--set", "run_dir=child", "--set", "init_from=run:run"]
     result = command("train", "--config", "config.yaml", *settings)
-    expect_one_error(result, "init_from = 'run:run'", "was committed as", "start a new run")
+    expect_one_error(result, "init_from = 'run:run'", "the commit record lists", "Start a new run")
     assert not (folder / "child").exists()
 
 
@@ -277,7 +277,9 @@ def test_a_configuration_that_names_its_own_folder_is_refused(folder: Path, comm
     path = folder / "config.yaml"
     tree = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump(tree | {"model": {}, "init_from": f"run:{folder}"}))
-    expect_one_error(command("train", "--config", "config.yaml"), "init_from", "no such checkpoint")
+    expect_one_error(
+        command("train", "--config", "config.yaml"), "init_from", "checkpoint does not exist"
+    )
 
 
 def damaged_plan(damage: Callable[[dict[str, Any]], Any]) -> str:

@@ -36,7 +36,7 @@ def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
     assert command("train", "--config", "config.yaml", "--set", "train.steps=1").code == 0
     files = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
     again = command("train", "--config", "config.yaml")
-    expect_one_error(again, "run_dir = 'run'", "holds a run already", "--resume")
+    expect_one_error(again, "run_dir = 'run'", "already contains a run", "--resume")
     assert files == {p: p.read_bytes() for p in (folder / "run").rglob("*") if p.is_file()}
 
 
@@ -207,11 +207,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, command: Co
     assert result.code == 0
     assert f"warning: {damaged.absolute()} = " in result.err
     named = command("evaluate", "--run", "run", "--step", "3")
-    expect_one_error(named, str(damaged), "was committed as", "the checkpoint before: step 2")
+    expect_one_error(named, str(damaged), "commit record lists", "the previous checkpoint: step 2")
     result = command("train", *RESUMED)
     assert result.code == 0
     assert f"warning: {damaged.absolute()} = " in result.err
-    assert "The run goes on from step 2." in result.err
+    assert "The run continues from step 2." in result.err
     assert [line["step"] for line in Run(run).metrics] == [1, 2, 3, 4, 5]
     assert committed_steps(run) == [4, 5]
 
@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, command: Co
 def test_where_no_checkpoint_is_whole_a_run_ends(run: Path, command: Command):
     for step in committed_steps(run):
         truncate(run / "checkpoints" / f"{step:08d}" / "COMMITTED")
-    expect_one_error(command("train", *RESUMED), "COMMITTED", "start a new run")
+    expect_one_error(command("train", *RESUMED), "COMMITTED", "Start a new run")
     assert committed_steps(run) == [2, 3]
 
 
@@ -262,7 +262,7 @@ def test_a_model_that_is_used_keeps_its_programs(
 
 
 def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
-    words = "another training is writing it", "give another folder"
+    words = "another training run is writing to it", "set another folder"
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
     new = "--config", "config.yaml", "--set", "run_dir=new"
     with RunLock(run) as lock, RunLock(Path("new")) as other:
@@ -290,7 +290,7 @@ def test_a_disk_that_is_full_may_have_room_later(
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
     result = command("train", *resumed, "--set", "validation.every=1")
     assert result.code == TRY_AGAIN_EXIT_CODE
-    line = "error: run_dir = 'run': cannot be used: No space left on device (run/best.json). Mend"
+    line = "error: run_dir = 'run': cannot be used: No space left on device (run/best.json). Fix"
     assert result.err.splitlines()[-1].startswith(line)
     assert "Traceback" not in result.err
 
@@ -343,7 +343,7 @@ def test_what_cannot_be_evaluated_is_refused(
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(run: Path, command: Command):
     shutil.rmtree(run / "checkpoints")
-    expect_one_error(command("evaluate", "--run", "run"), "no such checkpoint", "has saved one")
+    expect_one_error(command("evaluate", "--run", "run"), "does not exist", "has checkpoints")
 
 
 def test_the_best_checkpoint_is_told_of_and_evaluated_by_its_name(run: Path, command: Command):

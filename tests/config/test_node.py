@@ -126,5 +126,5 @@ def test_what_is_no_mesh_of_a_node_in_a_case_is_refused(mesh: Any):
 
 def test_outer_averaging_is_for_nodes_of_one_device():
     config = config_of({}, averaging={"mode": "outer", "every": 2, "fragments": 1})
-    with pytest.raises(InputError, match="is for nodes of one device, and node 2 has 2"):
+    with pytest.raises(InputError, match="requires nodes of one device, and node 2 has 2"):
         require_meshes(config, case_of(None, None, {"fsdp": 2}))

@@ -151,7 +151,7 @@ def test_a_folder_is_never_written_over(tmp_path):
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "mine").touch()
     with (
-        pytest.raises(InputError, match="is there already"),
+        pytest.raises(InputError, match="already exists"),
         new_directory(tmp_path / "tokens", "--output"),
     ):
         raise AssertionError

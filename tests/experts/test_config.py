@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"seeds": {"init_from": {"S": "run:gone"}}}, ["init_from = 'gone'", "holds no run"],
     ),
     "a run that has saved nothing": (
-        {"seeds": {"init_from": {"S": "run:begun"}}}, ["init_from = ", "no such checkpoint"],
+        {"seeds": {"init_from": {"S": "run:begun"}}}, ["init_from = ", "does not exist"],
     ),
     "a model that is not there": (
         {"seeds": {"init_from": {"S": "hf:gone"}}}, ["init_from = 'gone'", "no such folder"],

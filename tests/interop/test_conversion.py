@@ -399,11 +399,11 @@ def test_what_is_there_already_is_left_alone(tmp_path: Path):
     file.touch()
     empty.mkdir()
     for path in (taken, file):
-        with pytest.raises(InputError, match="is there already"):
+        with pytest.raises(InputError, match="already exists"):
             from_huggingface(source, path)
     from_huggingface(source, empty)
     for path in (taken, file):
-        with pytest.raises(InputError, match="is there already"):
+        with pytest.raises(InputError, match="already exists"):
             to_huggingface(empty, path)
     assert [path.name for path in taken.iterdir()] == ["mine"]
 

@@ -204,10 +204,11 @@ def test_what_does_not_arrive_by_the_deadline_ends_one_jax_though_hosts_live(
     # What first goes between hosts 1 and 2, or what comes after it, down to the totals alone:
     # it depends on where the iteration was, and on who has waited the longest.
     message = (
-        r"in iteration \d, since \d\d:\d\d:\d\d, \d+ s, this host has waited for [^;]*"
-        r"(?:(?:the input of the [FLB] of microbatch \d on|a part of the average of stage \d from)"
-        r"[^;]* node \d on host [12]|the totals from host \d)\b[^;]*; "
-        rf"network\.deadline_s is {DEADLINE_S:g}\."
+        r"step \d: timed out after \d+ s waiting for [^(]*"
+        r"(?:(?:the input of the [FLB] of microbatch \d on"
+        r"|a chunk of the gradient average of stage \d from)"
+        r"[^(]* node \d on host [12]|the global sums from host \d)\b[^(]*"
+        rf" \(network\.deadline_s = {DEADLINE_S:g} s, since \d\d:\d\d:\d\d\)\."
     )
     found = [[match[0] for match in re.finditer(message, output)] for output in outputs]
     assert found == [found[0]] * HOSTS, outputs

@@ -245,7 +245,7 @@ def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
     text = text_of(parsed(report(folder)))
     assert "measured, step 10" in text
     assert "measured, step 20" not in text
-    assert re.search(r"Not shown: timelines/00000020 .* missing of nodes 3, 4\.", text)
+    assert re.search(r"Not shown: timelines/00000020 .* of nodes 3, 4 are missing\.", text)
 
 
 def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
@@ -532,7 +532,7 @@ def test_a_recording_of_another_plan_ends_with_code_2(tmp_path, monkeypatch, cap
     record(folder, 10)
     small_plan(PATHS[::-1]).save(folder / "plan.json")
     assert run_main(folder) == 2
-    assert "is no operation of this plan" in capsys.readouterr().err
+    assert "is not an operation of this plan" in capsys.readouterr().err
 
 
 def test_the_page_tells_of_conversations_and_of_what_is_learnt_of_them(tmp_path: Path):

@@ -26,7 +26,7 @@ def test_an_emulated_averaging_takes_what_the_iteration_drew_that_sent_it():
         train=TrainConfig(8),
     )
     runtime = open_alone(config, plan, devices=2)
-    behind, emulation = runtime._behind, Emulation(plan, network, seed=0)
+    behind, emulation = runtime._background, Emulation(plan, network, seed=0)
     assert behind is not None
     seconds = []
     for iteration in range(50):
@@ -41,9 +41,9 @@ def test_an_emulated_averaging_takes_what_the_iteration_drew_that_sent_it():
         assert goes_on.wait(30.0)
 
     behind.at(0.0, wait)
-    assert runtime._apart is not None
+    assert runtime._outer_steps is not None
     for replica in runtime.states:
-        own = runtime._apart.send(replica, averaging.every)
+        own = runtime._outer_steps.send(replica, averaging.every)
         assert isinstance(own, UnderWay)
         behind.send(replica, averaging.every, own, emulation)
     emulation.begin(shortest)

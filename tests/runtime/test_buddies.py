@@ -17,7 +17,7 @@ from skippipe_jax.config.cluster import BUDDY, RecoveryConfig
 from skippipe_jax.models.footprint import copied_bytes
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime import buddies, copied
-from skippipe_jax.runtime.buddies import Buddies, ways_of
+from skippipe_jax.runtime.buddies import Buddies, copy_routes
 from skippipe_jax.runtime.copied import Bytes, Copy, packed
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
@@ -93,7 +93,7 @@ class Hosts:
             for node in topology.nodes
         }
         replicas: Any = SimpleNamespace(states=states)
-        return Buddies(exchange, replicas, ways_of(topology, CONFIG), EVERY, first, kept)
+        return Buddies(exchange, replicas, copy_routes(topology, CONFIG), EVERY, first, kept)
 
     def state(self, stage: int) -> jax.Array:
         size = copied_bytes(CONFIG, 3)[stage]
@@ -111,7 +111,7 @@ class Hosts:
     def end(self) -> dict[int, Any]:
         told: dict[int, Any] = {}
         for host, own in self.of.items():
-            own.when_there(lambda copies, host=host: told.update({host: copies}))
+            own.when_complete(lambda copies, host=host: told.update({host: copies}))
         until_s = time.monotonic() + 30.0
         while len(told) < len(self.of):
             assert time.monotonic() < until_s
@@ -130,11 +130,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_buddy_is_the_first_host_after_it_that_does_not_serve_the_stage():
     for host in range(4):
-        ways = ways_of(topology_of(host), CONFIG)
-        assert [(way.stage, way.source, way.target) for way in ways] == [
+        routes = copy_routes(topology_of(host), CONFIG)
+        assert [(route.stage, route.source, route.target) for route in routes] == [
             (0, 0, 2), (1, 2, 3), (2, 3, 1),
         ]  # fmt: skip
-        numbers = [hop.number for way in ways for hop in way.hops]
+        numbers = [hop.number for route in routes for hop in route.hops]
         assert numbers == [*topology_of(host).copies]
         assert topology_of(host).first_free_hop == topology_of(0).first_free_hop > max(numbers)
     without = topology_of(0, replace(CONFIG, recovery=RecoveryConfig()))

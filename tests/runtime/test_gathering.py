@@ -41,7 +41,7 @@ def test_every_replica_comes_to_have_all_messages(data: st.DataObject):
     messages = {place: jnp.arange(length, dtype=jnp.int8) + 20 * place for place in range(count)}
     parts = {node: Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes}
     given_by_hop: dict[int, jax.Array] = {}
-    asked = {node: deque(part.unasked) for node, part in parts.items()}
+    asked = {node: deque(part.unrequested) for node, part in parts.items()}
     for part in parts.values():
         for hop, array in part.begin():
             assert hop.number not in given_by_hop

@@ -216,5 +216,5 @@ def test_who_waits_in_vain_for_totals_names_the_other_hosts():
     )
     group = Alone(config.cluster, 0, 3)
     runtime = open_alone(config, plan, devices=1, host_of=(0, 1, 2), group=group)
-    with pytest.raises(PeerTimeout, match=r"has waited for the totals from host 1, 2;"):
+    with pytest.raises(PeerTimeout, match=r"waiting for the global sums from host 1, 2 \("):
         runtime.run(0, dict(enumerate(random_batches(plan, seed=0)[0])))

@@ -111,7 +111,7 @@ def run(
 
 def messages_of(runtime: Runtime, sent: dict[tuple[int, int, int], np.ndarray]) -> None:
     """Have every message that a replica sends noted in `sent`, by step, stage and place."""
-    behind = runtime._behind
+    behind = runtime._background
     assert behind is not None
     topology, send = runtime.topology, behind.send
 

@@ -43,12 +43,12 @@ def trained(seed: int) -> StageState:
     return state
 
 
-def sent(state: StageState, counts_with: int = SENT_AFTER) -> UnderWay:
+def sent(state: StageState, committed_with: int = SENT_AFTER) -> UnderWay:
     """Its second fragment, as it sends it."""
     assert state.outer is not None
     functions = functions_of_fragments(CONFIG, LAYERS)[1]
     message, part, state.outer = functions.send(state.parameters, state.outer)
-    state.under_way[SENT_AFTER] = UnderWay(1, part, message, counts_with)
+    state.under_way[SENT_AFTER] = UnderWay(1, part, message, committed_with)
     return state.under_way[SENT_AFTER]
 
 
@@ -56,18 +56,18 @@ def assert_same(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("counts_with", [SENT_AFTER, SENT_AFTER + 1])
+@pytest.mark.parametrize("committed_with", [SENT_AFTER, SENT_AFTER + 1])
 def test_what_counts_is_applied_alike_by_all_and_what_does_not_is_as_if_never_sent(
-    counts_with: int,
+    committed_with: int,
 ):
     """What was under way when a run was resumed counts with the step after that."""
     replicas = [trained(seed) for seed in (1, 2)]
     before = [jax.tree.map(jnp.copy, (own.parameters, own.outer)) for own in replicas]
-    under_way = [sent(own, counts_with) for own in replicas]
+    under_way = [sent(own, committed_with) for own in replicas]
     # One has all messages, the other has none yet: nobody may apply them.
     under_way[0].messages = dict(enumerate(own.message for own in under_way))
     for own, (parameters, outer) in zip(replicas, before, strict=True):
-        settle(CONFIG, LAYERS, own, counts_with - 1)
+        settle(CONFIG, LAYERS, own, committed_with - 1)
         assert not own.under_way
         assert_same(own.parameters, parameters)
         assert own.outer is not None
@@ -77,11 +77,11 @@ def test_what_counts_is_applied_alike_by_all_and_what_does_not_is_as_if_never_se
             own.outer.residual,
             outer.residual,
         )
-    under_way = [sent(own, counts_with) for own in replicas]
+    under_way = [sent(own, committed_with) for own in replicas]
     for own in under_way:
         own.messages = {1: under_way[1].message, 0: under_way[0].message}
     # One of the two is a step ahead.
-    for own, step in zip(replicas, (counts_with, counts_with + 1), strict=True):
+    for own, step in zip(replicas, (committed_with, committed_with + 1), strict=True):
         settle(CONFIG, LAYERS, own, step)
     first, second = (own.outer for own in replicas)
     assert first is not None

@@ -28,7 +28,7 @@ def average(ring: Ring, own: list[Any], dtype: Any, pick: random.Random) -> list
     """What every replica ends with, when hops take any time they like."""
     parts = [RingPart(ring, node, own[i], jnp.dtype(dtype)) for i, node in enumerate(ring.nodes)]
     expected = {
-        hop: (part, step, chunk) for part in parts for step, chunk, hop, _ in list(part.unasked)
+        hop: (part, step, chunk) for part in parts for step, chunk, hop, _ in list(part.unrequested)
     }
     assert len(expected) == len(ring.numbers)
     underway: dict[Hop, Any] = {}

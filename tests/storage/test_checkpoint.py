@@ -34,7 +34,7 @@ def test_a_new_run_is_prepared_by_host_0_alone(tmp_path):
 
 
 def test_no_checkpoint(two_checkpoints, tmp_path):
-    with pytest.raises(InputError, match="Name a run that has saved one"):
+    with pytest.raises(InputError, match="Name a run that has checkpoints"):
         open_checkpoint(tmp_path)
     with pytest.raises(InputError, match=r"= 15: .*Choose one of the steps \[10, 20\]"):
         open_checkpoint(two_checkpoints, 15)
@@ -59,7 +59,7 @@ def test_a_wrong_commit_record_is_named(run_dir, content):
     if isinstance(content, str):
         content = json.dumps(json.loads(path.read_bytes()) | {content: 2}).encode()
     path.write_bytes(content)
-    with pytest.raises(InputError, match="checkpoint before: step 10") as caught:
+    with pytest.raises(InputError, match="previous checkpoint: step 10") as caught:
         open_checkpoint(run_dir)
     assert caught.value.field == str(path)
 
@@ -73,7 +73,7 @@ def test_a_commit_record_that_names_files_elsewhere_is_none(run_dir, name):
     record["files"][name] = "5 bytes"
     path.write_text(json.dumps(record))
     (path.parent / "out").symlink_to(run_dir)
-    with pytest.raises(InputError, match="leads out of") as caught:
+    with pytest.raises(InputError, match="points outside") as caught:
         open_checkpoint(run_dir)
     assert caught.value.field == str(path)
 

@@ -55,7 +55,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     assert known_before(tmp_path / "new") == ({}, [])
     keep(tmp_path / "far", GIVEN, [])
     other = to_yaml(Config(run_dir="runs/other", data=RUN.data)).encode()
-    with pytest.raises(InputError, match="a host has joined another run by it"):
+    with pytest.raises(InputError, match="a host used this folder to join another run"):
         keep(tmp_path / "far", GIVEN | {"config.yaml": other}, [])
     assert contents_of(tmp_path / "far") == GIVEN
     run = tmp_path / "run"
@@ -64,7 +64,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="is the folder of a run itself"):
         known_before(run)
     require_not_joined(run)
-    with pytest.raises(InputError, match="what a host was given that has joined"):
+    with pytest.raises(InputError, match="the folder of a diskless host"):
         require_not_joined(tmp_path / "far")
 
 
@@ -85,7 +85,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     ],
 )
 def test_a_file_that_no_run_gives_is_not_written(tmp_path: Path, name: str):
-    with pytest.raises(InputError, match="what was given there is no run"):
+    with pytest.raises(InputError, match="the received files are not a run"):
         keep(tmp_path / "far", GIVEN | {name: b"evil"}, [])
     assert [*tmp_path.rglob("*")] == []
 

@@ -131,7 +131,7 @@ def test_a_run_whose_folder_is_gone_is_fetched(
 
     found = tmp_path / "found"
     Mirror(url).prepare(found, resume=True)
-    assert capsys.readouterr().out == f"step 2 of the run fetched from {url} into {found}\n"
+    assert capsys.readouterr().out == f"fetched step 2 of the run from {url} into {found}\n"
     expected = files_in(tmp_path / "run")
     assert files_in(found) == {n: c for n, c in expected.items() if "/00000001/" not in n}
     Mirror(url).prepare(found, resume=True)
@@ -205,7 +205,7 @@ def test_copying_that_fails_is_told_at_once_and_at_the_end(
     first, second, third, last = capsys.readouterr().err.splitlines()
     for line in (first, second, third):
         assert line.startswith(f"warning: checkpoints not copied to {url}: NotADirectoryError")
-    assert last == f"warning: not copied to {url}: the checkpoints of steps [2, 3]"
+    assert last == f"warning: checkpoints of steps [2, 3] not copied to {url}"
     assert committed_steps(run_dir) == [2, 3]
 
     obstacle.unlink()
@@ -303,13 +303,13 @@ def test_nothing_is_fetched_into_a_folder_that_another_holds(tmp_path: Path):
     write(make_run(tmp_path / "run"), url, 1)
     with RunLock(tmp_path / "found") as lock:
         lock.acquire()
-        with pytest.raises(TemporaryError, match="another training is writing it"):
+        with pytest.raises(TemporaryError, match="another training run is writing to it"):
             train_in(tmp_path, "found", checkpoint__copy_to=url)
         assert not list((tmp_path / "found").iterdir())
 
 
 def test_a_folder_that_was_made_to_fetch_into_vanishes_when_nothing_is_there(tmp_path: Path):
-    with pytest.raises(InputError, match="holds no checkpoint"):
+    with pytest.raises(InputError, match="has no checkpoint"):
         train_in(tmp_path, "a/found", checkpoint__copy_to=f"file://{tmp_path}/copy")
     assert not (tmp_path / "a").exists()
 
@@ -355,12 +355,12 @@ def test_the_copy_of_another_run(tmp_path: Path, url: str):
 def test_a_copy_in_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
     monkeypatch.chdir(tmp_path)
     for resume in (False, True):
-        assert "lies in run" in refused(f"run{where}", Path("run"), resume=resume).problem
+        assert "is inside run" in refused(f"run{where}", Path("run"), resume=resume).problem
     Mirror("run2").prepare(Path("run"), resume=False)
 
 
 def test_nothing_to_fetch(tmp_path: Path, url: str):
-    assert "holds no checkpoint" in refused(url, tmp_path / "run", resume=True).problem
+    assert "has no checkpoint" in refused(url, tmp_path / "run", resume=True).problem
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_what_would_be_written_elsewhere_is_not_fetched(tmp_path: Path, name: st
         told = refused(url, found, resume=True)
     finally:
         files.rm("/bucket", recursive=True)
-    assert f"the name {name!r} leads out of {found}" in told.problem
+    assert f"the path {name!r} points outside {found}" in told.problem
     assert [path.name for path in found.iterdir()] == ["link"]
     assert not list(tmp_path.rglob("evil.txt"))
 

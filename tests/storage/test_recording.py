@@ -304,7 +304,7 @@ def test_recorded_iterations_are_drawn_below_the_prediction(tmp_path, capsys):
         "timelines/00000020.svg",
         "timelines/00000020.trace.json",
     ]
-    assert "step 30 is recorded in part" in capsys.readouterr().err
+    assert "the recording of step 30 is incomplete" in capsys.readouterr().err
     svg = written[2].read_text()
     assert svg.index("predicted") < svg.index("measured, step 20")
     trace = json.loads(written[3].read_text())

@@ -43,7 +43,7 @@ def test_what_is_added_after_a_torn_line_is_a_line_of_its_own(
         f"{tmp_path}/metrics.jsonl, line 2",
         f"{tmp_path}/membership.jsonl, line 2",
     ]
-    assert all(line.endswith("This line is left out.") for line in told)
+    assert all(line.endswith("This line is skipped.") for line in told)
 
 
 def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

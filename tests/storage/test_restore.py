@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(
     assert checkpoint.step == 10
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {path} = ")
-    assert line.endswith(". The run goes on from step 10.")
+    assert line.endswith(". The run continues from step 10.")
     # Nobody reads it any more, and it is in nobody's way.
     assert committed_steps(run_dir) == [10]
     assert step(run_dir).with_name("00000020.damaged").is_dir()
@@ -115,7 +115,7 @@ def test_damage_to_what_no_host_reads_is_none(run_dir: Path):
 def test_a_step_that_was_named_is_that_or_none(run_dir: Path):
     path = damage(max(files_of(step(run_dir) / "stage_1")))
     checkpoint = latest_intact(run_dir, 20)
-    with pytest.raises(CorruptCheckpoint, match="Choose the checkpoint before: step 10") as caught:
+    with pytest.raises(CorruptCheckpoint, match="the previous checkpoint: step 10") as caught:
         load_stage(checkpoint, LAYERS, 1, abstract(stage_state(201)))
     assert caught.value.field == str(path)
     assert committed_steps(run_dir) == [10, 20]
@@ -128,7 +128,7 @@ def test_where_none_is_whole_all_hosts_say_so_and_nothing_is_removed(run_dir: Pa
     for error in on_hosts(2, lambda host: prepare_run(run_dir, host)):
         assert isinstance(error, CorruptCheckpoint)
         assert error.field == str(step(run_dir, 10) / "data.json")
-        assert "no checkpoint before it: start a new run" in str(error)
+        assert "Start a new run: there is no earlier checkpoint" in str(error)
     assert files_of(run_dir) == before
 
 
@@ -188,7 +188,7 @@ def test_where_there_is_nothing_to_go_back_to_all_hosts_say_so(run_dir: Path):
         2, lambda host: rewind(run_dir, host, 9, parts=every_part, require_leads=leads)
     ):
         assert isinstance(error, InputError)
-        assert "no checkpoint to go back to" in str(error)
+        assert "no checkpoint to roll back to" in str(error)
 
 
 # Other readers.
@@ -201,11 +201,11 @@ def test_a_model_is_read_from_the_newest_whole_checkpoint(
     assert latest_intact(run_dir).step == 10
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {path} = ")
-    assert line.endswith(". Step 10 is read, before it.")
+    assert line.endswith(". Step 10 is read instead.")
     # Whoever only reads leaves all as it is.
     assert committed_steps(run_dir) == [10, 20]
     damage(step(run_dir, 10) / "COMMITTED")
-    with pytest.raises(InputError, match="no checkpoint before it"):
+    with pytest.raises(InputError, match="there is no earlier checkpoint"):
         latest_intact(run_dir)
 
 
@@ -263,7 +263,7 @@ def test_a_copy_that_cannot_be_read_is_told(
     checkpoint = prepare_run(run_dir, ThreadHost(), mirror=Mirror(f"file://{tmp_path}/bucket/copy"))
     assert checkpoint is not None
     assert checkpoint.step == 10
-    assert "warning: step 20 is not fetched from file://" in capsys.readouterr().err
+    assert "warning: step 20 was not fetched from file://" in capsys.readouterr().err
 
 
 def test_stages_that_a_run_went_on_without_are_told(
@@ -275,7 +275,7 @@ def test_stages_that_a_run_went_on_without_are_told(
         writer.save(number, CheckpointItems(stages, stale_stages=left_out), {})
     writer.close()
     checkpoint = latest_intact(tmp_path)
-    told = "warning: stage 1 of step 20 is 10 steps old: the run went on without it after step 10\n"
+    told = "warning: stage 1 of step 20 is 10 steps old: the run bypassed it after step 10\n"
     assert capsys.readouterr().err == told
     prepare_run(tmp_path, ThreadHost())
     assert capsys.readouterr().err == told

@@ -92,5 +92,5 @@ def test_who_has_lost_its_lease_renews_it_no_more(folder: Path, capsys: pytest.C
         [thread] = [own for own in threading.enumerate() if own.name == "lease"]
         thread.join(10)
         assert not thread.is_alive()
-        assert "another training has taken the folder" in capsys.readouterr().err
+        assert "another training run took over the folder" in capsys.readouterr().err
     assert (folder / LEASE).read_text() == theirs

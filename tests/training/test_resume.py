@@ -138,7 +138,7 @@ def test_a_run_in_two_parts_is_one_run(run: Run, finished: Run):
         (["--resume"], {"model__stage_layers": "[1,2]"}, "error: model.stage_layers = [1, 2]: "),
         (["--resume"], {"plan__case__nodes": 6}, "error: case.stages"),
         (["--resume"], {"data__microbatch_size": 1}, "error: data.microbatch_size = 1: "),
-        ([], {}, "holds a run already"),
+        ([], {}, "already contains a run"),
     ],
 )
 def test_what_would_spoil_a_run_is_refused(

@@ -224,7 +224,7 @@ def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Pa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda parent: shutil.rmtree(step_folder(parent, 2)), "there is no such checkpoint"),
+        (lambda parent: shutil.rmtree(step_folder(parent, 2)), "this checkpoint does not exist"),
         (lambda parent: (step_folder(parent, 2) / COMMITTED).open("a").write("\n"), "is another"),
         (shutil.rmtree, "holds no run"),
     ],

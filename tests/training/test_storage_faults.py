@@ -77,7 +77,7 @@ def test_a_run_goes_on_when_its_folder_can_be_used_again(
     assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4]
     assert json.loads((folder / BEST).read_text())["step"] in (2, 4)
     assert committed_steps(folder)[-1] == 4
-    assert "tried again in" in capfd.readouterr().err
+    assert "retrying in" in capfd.readouterr().err
 
 
 def test_a_run_whose_folder_stays_unusable_ends_with_the_code_to_start_it_again(
