@@ -116,7 +116,8 @@ def _require_within(value: Any, name: str, bounds: Bounds) -> None:
                 bound = f"less than {end:g}"
             else:
                 return
-            remedy = f"Write a number from {least:g} on that is {bound}"
+            lower = "greater than" if above else "at least"
+            remedy = f"Write a number that is {lower} {least:g} and {bound}"
             raise InputError(name, value, f"must be {bound}", remedy)
         case Choice():
             fields.text(value, name, bounds)

@@ -163,7 +163,7 @@ def schema() -> dict[str, Any]:
         return {"anyOf": inner} if inner else {"type": TYPES[hint]}
 
     whole = of_section(Config, "")
-    about = "another file, beside this one: it says what this one does not"
+    about = "path, relative to this file, of a base file for the keys that this file does not set"
     whole["properties"][EXTENDS] = {"description": about, "type": "string"}
     return {"$schema": DRAFT, "title": "Configuration of a run"} | whole
 
@@ -189,7 +189,7 @@ def summary(config: Config) -> str:
     shown = yaml.safe_dump(
         differences(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )
-    return f"# What is not as by default; in full it is in {config.run_dir}/config.yaml.\n{shown}"
+    return f"# Settings that differ from the defaults (all: {config.run_dir}/config.yaml)\n{shown}"
 
 
 def _different(tree: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class AveragingConfig(Section, name="averaging"):
                     raise InputError(
                         f"averaging.{key}",
                         value,
-                        "is of mode: outer, and this is exact, in which every iteration averages",
+                        "has no effect with averaging.mode: exact",
                         "Remove it, or write averaging.mode: outer",
                     )
 
@@ -150,9 +150,9 @@ class AveragingConfig(Section, name="averaging"):
             raise InputError(
                 "averaging.fragments",
                 self.fragments,
-                f"stage {stage_layers.index(least)} has {least} blocks, and a fragment is at least "
-                "one block of every stage",
-                f"Write {least} or less, or give this stage more in model.stage_layers",
+                f"stage {stage_layers.index(least)} has {least} blocks, but needs at least one per "
+                "fragment",
+                f"Write {least} or less, or give this stage more blocks in model.stage_layers",
             )
 
 
@@ -231,14 +231,14 @@ class OptimizerConfig(Section, name="optimizer"):
                 raise InputError(
                     f"optimizer.{name}",
                     given,
-                    "is of the schedule warmup-stable-decay, and this one is cosine",
+                    "has no effect with optimizer.schedule: cosine",
                     "Remove it, or write schedule: warmup-stable-decay",
                 )
         if self.name == ADAMW and self.muon_momentum != OptimizerConfig.muon_momentum:
             raise InputError(
                 "optimizer.muon_momentum",
                 self.muon_momentum,
-                "is of the optimizer muon, and this one is adamw",
+                "has no effect with optimizer.name: adamw",
                 "Remove it, or write name: muon",
             )
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
@@ -246,5 +246,5 @@ class OptimizerConfig(Section, name="optimizer"):
                 "optimizer.decay_steps",
                 self.decay_steps,
                 f"must be greater than warmup_steps = {self.warmup_steps}",
-                "Raise it, or leave it out",
+                "Raise it, or remove it",
             )

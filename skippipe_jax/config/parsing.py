@@ -47,24 +47,23 @@ class FormerKey:
 
 FORMER_KEYS: Mapping[str, FormerKey] = {
     "recipe.average_parameters_every": FormerKey(
-        "is no key any more: replicas average what they have changed by the section averaging",
-        "Write averaging: {mode: outer}, with this number as every; with fragments: 1, delay: 0, "
-        "dtype: float32, rate: 1 and momentum: 0 too, they average parameters as they did, and "
-        "each keeps moments of its own",
+        "was removed: the section averaging configures the averaging of replicas",
+        "Write averaging: {mode: outer}, with this number as every; add fragments: 1, delay: 0, "
+        "dtype: float32, rate: 1 and momentum: 0 to average parameters as before, with separate "
+        "moments on each replica",
     ),
     "recipe.skip_scaling": FormerKey(
-        "is no key any more: dividing by the share of microbatches that visit a stage made models "
-        "worse",
-        "Remove it; recipe: {preset: quality} is what keeps the quality of full paths",
+        "was removed: division by the share of microbatches that visit a stage made models worse",
+        "Remove it, and set recipe: {preset: quality} to keep the quality of full paths",
         nothing="none",
     ),
     "data.prefetch": FormerKey(
-        "is no key any more: the batches of the next iteration are always made while one runs",
+        "was removed: the batches of the next step are always read during the current one",
         "Remove it",
         nothing=True,
     ),
     "replan.method": FormerKey(
-        f"is no key any more: {DEFAULT_METHOD} searches for the better plan",
+        f"was removed: replanning always uses {DEFAULT_METHOD}",
         "Remove it",
         nothing=DEFAULT_METHOD,
     ),
@@ -166,7 +165,7 @@ def read_files(path: Path, named: str, overrides: Sequence[str] = ()) -> ConfigF
         file = file.parent / Path(given).expanduser()
         if file.resolve() in [other.resolve() for other in trees]:
             problem = "leads back to a file that extends this one"
-            raise InputError(named, given, problem, "Let one of them extend none")
+            raise InputError(named, given, problem, "Remove extends from one of these files")
     whole: dict[str, Any] = {}
     for file, tree in reversed(trees.items()):
         _keep_link_table(tree, file.parent, path.parent)
@@ -197,7 +196,12 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     """
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise InputError(SET, override, "is not key.sub=value", "Write --set train.steps=200")
+        raise InputError(
+            SET,
+            override,
+            "is not key.sub=value",
+            "Write --set KEY=VALUE, such as --set train.steps=200",
+        )
     *parents, last = name.split(".")
     if parents[:1] == ["plan"] and isinstance(tree.get("plan"), str):
         # An override may set a key of the mapping that `auto` is short for.
@@ -205,7 +209,7 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise InputError(SET, override, f"{parent} holds no keys", "Name another key")
+            raise InputError(SET, override, f"{parent} is not a section", "Name another key")
     # YAML would parse a glob as an alias, which cannot be defined here.
     tree[last] = text if text.startswith("*") else fields.parse_yaml(text, SET, override)
 
@@ -354,8 +358,8 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
 
 def _saved_tree(folder: Path, field: str) -> Any:
     if not is_run(folder):
-        problem = f"holds no run: there is no {folder.absolute() / CONFIG}"
-        raise InputError(field, str(folder), problem, "Name the folder of a run")
+        problem = f"does not contain a run: {folder.absolute() / CONFIG} does not exist"
+        raise InputError(field, str(folder), problem, "Name a run directory")
     path = folder / CONFIG
     return _as_it_was(fields.load_yaml(path, str(path)))
 
@@ -368,7 +372,7 @@ def _parse_saved(folder: Path, tree: Any, overrides: Sequence[str] = ()) -> Conf
             f"{folder / CONFIG}: {error.field}",
             error.value,
             error.problem,
-            "The run's own file is damaged: bring it back, or start another run",
+            "Restore this damaged file of the run, or start another run",
         ) from error
 
 

@@ -66,15 +66,15 @@ def origin_of(init_from: str) -> Origin:
         if at and "/" not in last:  # Else it belongs to the name of a folder.
             if not re.fullmatch("[0-9]{1,15}", last):
                 remedy = "Write run:DIR@200, or run:DIR for the newest checkpoint"
-                raise InputError("init_from", init_from, f"{last!r} is no step", remedy)
+                raise InputError("init_from", init_from, f"{last!r} is not a step", remedy)
             path, step = folder, int(last)
     if kind not in (HUGGING_FACE, RUN) or not path:
         raise InputError(
             "init_from",
             init_from,
-            "names no weights",
-            "Write hf:DIR, where DIR holds config.json and safetensors files; or run:DIR, the "
-            "folder of a run, or run:DIR@STEP",
+            "does not name weights",
+            "Write hf:DIR, where DIR contains config.json and safetensors files; or run:DIR, a run "
+            "directory, or run:DIR@STEP",
         )
     return Origin(kind, Path(path).expanduser(), step)
 
@@ -91,8 +91,8 @@ def require_shapes(file: Path, of_weights: ModelConfig, given: Mapping[str, Any]
             raise InputError(
                 f"model.{key}",
                 own,
-                f"{file} says {theirs!r}",
-                "Leave it out: with init_from, shapes come from there",
+                f"must be {theirs!r}, as in {file}",
+                "Remove it: with init_from, shapes come from that file",
             )
 
 
@@ -164,7 +164,7 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
     """
     path = folder / MODEL_CONFIG
     if not folder.is_dir():
-        problem = "there is no such folder here, and nothing is downloaded"
+        problem = "is not a local folder, and nothing is downloaded"
         remedy = f"Name a local folder with {MODEL_CONFIG} and safetensors files"
         raise InputError(field, str(folder), problem, remedy + how_to_fetch(str(folder)))
     given = _load(folder)
@@ -184,13 +184,13 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
             f"{path}: head_dim",
             head_dim,
             f"is not supported: only hidden_size / num_attention_heads = {width / heads:g} is",
-            "Choose a model whose heads together are as wide as the model",
+            "Choose a model with this head_dim",
         )
     rope_theta, rope_scaling = _read_rope(given, path)
     tied_head = given.get("tie_word_embeddings", False)
     if not isinstance(tied_head, bool):
         raise InputError(
-            f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Mend the file"
+            f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Correct the file"
         )
     deviation = given.get("initializer_range", INITIALIZER_RANGE)
     return ModelConfig(
@@ -219,10 +219,9 @@ def require_no_window(folder: Path, context: int) -> None:
         raise InputError(
             name,
             window,
-            f"is shorter than a sequence of model.context = {context} tokens, whose last ones "
-            "would not see the first: that is not supported",
-            f"Give model.context: {window} or less, or write so in config.json, where it is "
-            "max_position_embeddings",
+            f"is shorter than model.context = {context} tokens: sliding-window attention is not "
+            "supported",
+            f"Set model.context (or max_position_embeddings in config.json) to {window} or less",
         )
 
 
@@ -243,7 +242,7 @@ def _not_supported(path: Path, key: str, value: Any, *supported: Any) -> InputEr
         f"{path}: {key}",
         value,
         f"is not supported: only {' or '.join(map(json.dumps, supported))} is",
-        "Choose a model of the Llama 2 or 3 family, or a Mistral, not quantized",
+        "Choose an unquantized model of the Llama 2, Llama 3 or Mistral family",
     )
 
 

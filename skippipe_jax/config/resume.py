@@ -62,7 +62,7 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
             raise InputError(
                 name,
                 now,
-                f"the run that is to be resumed has {before!r}",
+                f"must be {before!r}, as in the run to be resumed",
                 f"Set {name}={json.dumps(before)}, or start another run with another run_dir",
             )
     return changes
@@ -80,9 +80,9 @@ def require_same_for_all(config: Config, of_run: Config) -> None:
             raise InputError(
                 name,
                 given,
-                f"the run has {there!r}, which is the same for all its hosts",
-                f"Leave it out: hosts may differ in {', '.join(DIFFERS_BY_HOST)}, and the paths in "
-                "data.mixture",
+                f"must be {there!r}, as on all hosts of the run",
+                f"Remove it: hosts may differ only in {', '.join(DIFFERS_BY_HOST)}, and the paths "
+                "in data.mixture",
             )
 
 

@@ -58,7 +58,7 @@ def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
         raise InputError(
             "model.vocabulary_size",
             vocabulary_size,
-            "vocabulary too small for the tokenizer",
+            "is too small for the tokenizer",
             f"Write {tokenizer.vocabulary_size} or more",
         )
 
@@ -102,8 +102,8 @@ def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocum
         raise InputError(
             "data.sequence_length",
             config.sequence_length,
-            f"{text} has {size} tokens, and one sequence with its last target needs {needed}",
-            "Shorten the sequence, give more text, or change data.held_out",
+            f"{text} has {size} tokens, but a sequence and its last target need {needed}",
+            "Lower it, add text, or change data.held_out",
         )
 
 
@@ -142,7 +142,7 @@ class TrainingBatches:
                 value,
                 f"{self.sequences} sequences of {config.sequence_length} tokens are too few for a "
                 f"microbatch of {config.microbatch_size}",
-                "Give more text, or lower data.sequence_length or data.microbatch_size",
+                "Add text, or lower data.sequence_length or data.microbatch_size",
             )
         self._mixture = Interleaving(config.shares())
         self._orders = [
@@ -191,8 +191,8 @@ class TrainingBatches:
                 raise InputError(
                     f"data_state.{name}",
                     state.get(name),
-                    f"saved for other data; here it is {expected}",
-                    "Resume with the settings and the text that it was saved with",
+                    f"was saved for other data: the current value is {expected}",
+                    "Resume with the original data settings and text",
                 )
         return fields.integer(state.get("microbatches"), "data_state.microbatches", 0)
 
@@ -206,7 +206,7 @@ def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> l
     count = sum(map(len, _rows_held_out(config, part)))
     if count >= sequences:
         return []
-    return [f"{count} sequences are read, not {sequences}: no more are held out"]
+    return [f"reading {count} sequences instead of {sequences}: the held-out text has no more"]
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
@@ -293,24 +293,24 @@ def _rows(
     """Return the rows of one part of a source; raise `InputError` if there are none."""
     if config.packing == "windows":
         if documents.learnt is not None:
-            problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
+            problem = f"must be documents: {source.origin[1]} contains conversations"
             raise InputError("data.packing", "windows", problem, "Write packing: documents")
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts) and not pieces.too_long:
         # A single document has been split into both parts.
         origin = source.origin[1]
-        problem = f"in the documents of {origin} ({part}) there is nothing to learn"
-        raise InputError(*source.origin, problem, "Give more of them")
+        problem = f"the documents of {origin} ({part}) have no tokens to train on"
+        raise InputError(*source.origin, problem, "Add documents")
     if not len(pieces.starts):
         treatment = _treatment(config, documents)
-        left = "none" if treatment == "drop" else "nothing of them to learn"
+        left = "no documents" if treatment == "drop" else "no tokens to train on"
         raise InputError(
             "data.sequence_length",
             config.sequence_length,
             f"all {pieces.too_long} documents of {source.origin[1]} ({part}) are longer, and "
             f"data.too_long: {treatment} leaves {left}",
-            "Raise it, or write another data.too_long",
+            "Raise it, or change data.too_long",
         )
     return PackedDocuments(documents, pieces, config.sequence_length)
 
@@ -357,7 +357,7 @@ def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | N
     )
     left_out = sum(of_part.left_out for of_part in pieces.values())
     if treatment == "truncate" and left_out:
-        line += f"; of {left_out} of them nothing is left to learn"
+        line += f"; {left_out} of them have no tokens left to train on"
     return line
 
 

@@ -196,7 +196,7 @@ def encode_conversation(
         segments = _written_plainly(messages, tokenizer)
     else:
         segments = _written_by(template, messages, tokenizer, source, refuse)
-    nothing = "of what the tokenizer's chat template writes, nothing is an answer"
+    nothing = "the text that the tokenizer's chat template writes contains no answer"
     if not segments:
         raise refuse(nothing)
     tokens = np.concatenate([tokens for tokens, _ in segments])
@@ -213,18 +213,18 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
     if name is None:
         return tokenizer.chat_template
     if tokenizer.digest == BYTES:
-        problem = "goes with a tokenizer, beside which it is kept, and the text is read as bytes"
-        raise InputError(TEMPLATE_FIELD, name, problem, "Name a data.tokenizer, or remove it")
+        problem = "needs a tokenizer, but the text is read as bytes"
+        raise InputError(TEMPLATE_FIELD, name, problem, "Set data.tokenizer, or remove it")
     if name == PLAIN and not {"bos_token", "eos_token"} <= tokenizer.special_tokens.keys():
-        problem = "has to mark begin and end, and the tokenizer gives no texts of such tokens"
-        remedy = "Write bos_token and eos_token in its tokenizer_config.json, or name a file"
+        problem = "needs begin and end tokens, but the tokenizer does not name both"
+        remedy = "Add bos_token and eos_token to its tokenizer_config.json, or name a file"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     text = template_text(name, TEMPLATE_FIELD)
     # The plain template writes roles as text; templates from files are not checked.
     marks = MARK.findall(text) if name in TEMPLATES and name != PLAIN else ()
     unknown = dict.fromkeys(mark for mark in marks if tokenizer.token_of(mark) is None)
     if unknown:
-        problem = f"the tokenizer has no token {', '.join(unknown)}"
+        problem = f"the tokenizer does not have the tokens {', '.join(unknown)}"
         remedy = f"Write {PLAIN}, or name the file of a template for this tokenizer"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     return text
@@ -236,9 +236,9 @@ def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> l
     if not without or tokenizer.digest == BYTES:
         return []
     return [
-        "the tokenizer has no chat template: conversations are written as <|user|>, <|assistant|> "
-        "and so on, each on a line before its message, and a model that is exported comes without "
-        f"a template. Choose one by {TEMPLATE_FIELD}: {', '.join(TEMPLATES)}, or a file"
+        "the tokenizer has no chat template: each message is written below a line with its role, "
+        "<|user|>, <|assistant|> and so on, and an exported model has no template. Set "
+        f"{TEMPLATE_FIELD} to {', '.join(TEMPLATES)}, or a file"
     ]
 
 
@@ -279,7 +279,9 @@ def encode_prompt(
         return tokenizer.encode(_written(text, messages, tokenizer, today, begins_answer=True))
     except TemplateError as error:
         problem = f"the tokenizer's chat template fails: {error}"
-        raise InputError("--chat", True, problem, "Leave it out, and write the prompt") from error
+        raise InputError(
+            "--chat", True, problem, "Remove it, and write the formatted prompt"
+        ) from error
 
 
 def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
@@ -332,11 +334,11 @@ def _refused(document: Document, source: DocumentSource, problem: str) -> InputE
 def _why_unanswered(messages: Sequence[Message]) -> str:
     unknown = [one["role"] for one in messages if one["role"] not in KNOWN_ROLES]
     if not unknown:
-        return "there is no answer of the assistant to learn"
+        return "there is no answer of the assistant to train on"
     of_share_gpt = ", ".join(f"{theirs} for {ours}" for theirs, ours in ROLES.items())
     return (
-        f"the role {unknown[0]!r} is unknown, and no other is the assistant's: roles are "
-        f"{', '.join(KNOWN_ROLES)}, or in 'from' also {of_share_gpt}"
+        f"the role {unknown[0]!r} is unknown, and no message has the role {ASSISTANT}: roles are "
+        f"{', '.join(KNOWN_ROLES)}, and in 'from' also {of_share_gpt}"
     )
 
 
@@ -354,7 +356,7 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
     name = "conversations" if of_share_gpt else "messages"
     entries = row.get(name)
     if not isinstance(entries, list):
-        raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
+        raise refuse(f"has no list of messages; its keys are: {', '.join(row) or 'none'}")
     return [
         _message(entry, f"{name}[{number}]", refuse, of_share_gpt=of_share_gpt)
         for number, entry in enumerate(entries)
@@ -364,7 +366,7 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
 def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> Message:
     """Return a message with `role` and `content`, also from one with `from` and `value`."""
     if not isinstance(entry, dict):
-        raise refuse(f"{place} is no object")
+        raise refuse(f"{place} is not an object")
     if "from" in entry or (of_share_gpt and "role" not in entry):
         role = _text_of(entry, "from", place, refuse)
         own = {"role": ROLES.get(role, role), "content": _text_of(entry, "value", place, refuse)}
@@ -385,7 +387,7 @@ def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> 
         kind = part.get("type") if isinstance(part, dict) else part
         if kind != "text" or not isinstance(part.get("text"), str):
             name = f"{place}.{key}[{number}]"
-            raise refuse(f"{name} is a part of type {kind!r}, and only text is read")
+            raise refuse(f"{name} has type {kind!r}, but only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -440,7 +442,9 @@ def _written_by(
             continue
         before, after = text_of(number, True), text_of(number + 1, False)
         if not (before.startswith(written) and after.startswith(before)):
-            raise refuse("the tokenizer's chat template writes earlier messages anew")
+            raise refuse(
+                "the tokenizer's chat template changes earlier messages when later ones follow"
+            )
         segments.append((tokenizer.encode(before.removeprefix(written)), False))
         segments.append((tokenizer.encode(after.removeprefix(before)), True))
         written = after
@@ -451,8 +455,8 @@ def _without_day(source: DocumentSource) -> InputError:
     return InputError(
         f"{source.field.partition('.')[0]}.today",
         None,
-        f"the tokenizer's chat template writes the date ({TODAY})",
-        "Say which it is, as 2026-11-22: a run that is resumed on another day must read the same",
+        f"must be set: the tokenizer's chat template writes the date ({TODAY})",
+        "Write a date such as 2026-11-22, which a resumed run uses again",
     )
 
 
@@ -462,5 +466,8 @@ def _template(text: str, today: str | None) -> ChatTemplate:
         return ChatTemplate(text, today)
     except TemplateError as error:
         raise InputError(
-            "data.tokenizer", text, f"its chat template is not valid: {error}", "Mend the template"
+            "data.tokenizer",
+            text,
+            f"its chat template is not valid: {error}",
+            "Correct the template",
         ) from error

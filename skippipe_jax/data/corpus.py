@@ -53,7 +53,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
         return _open_tokens(source, tokenizer)
     documents = list(read_documents(source))
     if not documents:
-        raise InputError(*source.origin, "holds no text", "Name a file or folder with text")
+        raise InputError(*source.origin, "does not contain text", "Name a file or folder with text")
     if len(documents) == 1 and source.kind != "chat":
         parts = [[part] for part in cut_in_two(documents[0], held_out)]
     else:
@@ -169,7 +169,7 @@ def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
         raise InputError(
             "data.tokenizer",
             None,
-            f"the tokens in {value} were made by another tokenizer",
+            f"is not the tokenizer of the tokens in {value}",
             f"Name {value}/{TOKENIZER_FOLDER}, or tokenize the text again",
         )
     training, held_out = (

@@ -51,7 +51,7 @@ class Document:
         except UnicodeDecodeError as error:
             problem = f"{self.where} is not UTF-8 text (byte {error.start})"
             raise InputError(
-                *source.origin, problem, "Save it as UTF-8, or let the tokenizer be bytes"
+                *source.origin, problem, "Save it as UTF-8, or set the tokenizer to bytes"
             ) from error
 
 
@@ -92,7 +92,9 @@ def require_apart(sources: tuple[DocumentSource, ...]) -> None:
             continue
         for _, file in _files(source)[1]:
             if path_of.setdefault(file, source.path) != source.path:
-                problem = f"{file} is of another source too, and might be held out of one only"
+                problem = (
+                    f"{file} is in another source too, and may be held out in only one of them"
+                )
                 raise InputError(*source.origin, problem, "Name paths that do not overlap")
 
 
@@ -115,20 +117,22 @@ def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
         raise InputError(*source.origin, problem, "Name a file or folder that exists") from error
     except (ImportError, ValueError) as error:
         raise InputError(
-            *source.origin, f"fsspec cannot open it: {error}", "Install what it asks for"
+            *source.origin,
+            f"cannot be opened by fsspec: {error}",
+            "Correct it, or install the package that fsspec needs",
         ) from error
     return LocalFileSystem(), files
 
 
 def _without_files(source: DocumentSource) -> InputError:
-    remedy = "Name a file itself, whatever its name, or a folder or glob with such files"
+    remedy = "Name a single file, or a folder or glob with matching files"
     endings = [ending for ending in _SUFFIXES[_kind_of_file(source)] if ending]
     if glob.has_magic(source.path or ""):
-        return InputError(*source.origin, "matches no file", remedy)
+        return InputError(*source.origin, "does not match any file", remedy)
     if not endings:
-        return InputError(*source.origin, "holds no file", remedy)
-    problem = f"holds no file whose name ends in {', '.join(endings)}"
-    remedy += f", or say that they are of another kind than {source.kind}"
+        return InputError(*source.origin, "does not contain any file", remedy)
+    problem = f"does not contain any file whose name ends in {', '.join(endings)}"
+    remedy += f", or set another kind of source than {source.kind}"
     return InputError(*source.origin, problem, remedy)
 
 
@@ -196,13 +200,13 @@ def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterato
             if number == 1 and line.lstrip().startswith(b"["):
                 yield from _listed(source, file, line + opened.read())
                 return
-            row = _parsed(source, file, number, line, "Mend that line")
+            row = _parsed(source, file, number, line, "Correct that line")
             yield _of_row(source, where, line.strip(), row)
 
 
 def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
     """Read a file that is one JSON list of objects."""
-    rows = _parsed(source, file, 1, text, "Write a list of {...}, or {...} on every line")
+    rows = _parsed(source, file, 1, text, "Write a list of {...}, or one {...} per line")
     for number, row in enumerate(rows, 1):
         content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
         yield _of_row(source, f"{file}, entry {number}", content, row)
@@ -222,7 +226,7 @@ def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: 
 
 def _of_row(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
     if not isinstance(row, dict):
-        raise InputError(*source.origin, f"{where}: no JSON object", "Write {...} on every line")
+        raise InputError(*source.origin, f"{where}: not a JSON object", "Write one {...} per line")
     if source.kind == "chat":
         return Document(where, content, content)
     return _row(source, where, row)
@@ -238,14 +242,14 @@ def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
         raise InputError(
             f"{source.field}.text_field",
             source.text_field,
-            f"{where}: holds {type(text).__name__}, not text",
+            f"{where}: contains {type(text).__name__}, not text",
             "Name a key whose values are text",
         )
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            *source.origin, f"{where}: half of a surrogate pair is no text", "Mend that line"
+            *source.origin, f"{where}: half of a surrogate pair is not text", "Correct that line"
         ) from error
     return Document(where, content, content)
 
@@ -265,14 +269,14 @@ def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator
                     yield _row(source, f"{file}, row {number}", {source.text_field: text})
         except arrow.ArrowException as error:
             raise InputError(
-                *source.origin, f"{file} is no Parquet file: {error}", "Mend or remove it"
+                *source.origin, f"{file} is not a Parquet file: {error}", "Replace or remove it"
             ) from error
 
 
 def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
-    remedy = "Name the one that holds the text"
+    remedy = "Name the field that contains the text"
     if source.kind == "jsonl" and not CONVERSATIONS.isdisjoint(names):
-        remedy += ", or let the source be chat (data.source), if these are conversations"
+        remedy += ", or set the source to chat (data.source) if these are conversations"
     return InputError(
         f"{source.field}.text_field",
         source.text_field,

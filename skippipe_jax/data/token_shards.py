@@ -170,8 +170,9 @@ def read_index(path: str, field: str) -> TokenIndex:
     """
     folder = Path(path)
     if not (folder / TOKENS_INDEX).is_file():
-        problem = f"there is no {TOKENS_INDEX}, so it was not written (whole) by skippipe tokenize"
-        raise InputError(field, path, problem, "Name a local folder of tokens, or write it anew")
+        problem = f"has no {TOKENS_INDEX}, so it is not a complete output of skippipe tokenize"
+        remedy = "Name a local folder of tokens, or tokenize the text again"
+        raise InputError(field, path, problem, remedy)
     content = fields.load_json(folder / TOKENS_INDEX, field)
     try:
         if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
@@ -180,7 +181,7 @@ def read_index(path: str, field: str) -> TokenIndex:
         return TokenIndex(**content | {"parts": parts})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            field, path, f"{TOKENS_INDEX} is not as it must be: {error}", "Tokenize the text again"
+            field, path, f"{TOKENS_INDEX} is not valid: {error}", "Tokenize the text again"
         ) from error
 
 
@@ -197,7 +198,7 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     beside = [ends_file] if described.learnt is None else [ends_file, learnt_file]
     for file in (*beside, *files):
         if not file.is_file():
-            raise InputError(field, path, f"there is no {file.name}", "Tokenize the text again")
+            raise InputError(field, path, f"{file.name} is missing", "Tokenize the text again")
     learnt = None
     try:
         ends = np.load(ends_file, mmap_mode="r")
@@ -214,7 +215,7 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     if counts != (described.documents, described.learnt) or tokens.blocks != -(
         -described.tokens // BLOCK
     ):
-        problem = f"the {part} part is not what {TOKENS_INDEX} says: a file is cut short"
+        problem = f"the {part} part does not match {TOKENS_INDEX}: a file is truncated"
         raise InputError(field, path, problem, "Tokenize the text again")
     return TokenizedDocuments(tokens, ends, learnt)
 

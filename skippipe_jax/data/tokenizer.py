@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = package.Tokenizer.from_str(content)
         except Exception as error:  # The package raises nothing narrower.
             raise InputError(
-                field, str(file), f"is no tokenizer.json: {error}", "Name another file"
+                field, str(file), f"is not a tokenizer.json: {error}", "Name another file"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -168,8 +168,8 @@ class HuggingFaceTokenizer:
                 raise InputError(
                     field,
                     str(file),
-                    f"does not know the {name} {given!r} of the files beside it",
-                    "Take all files of the tokenizer from one place",
+                    f"does not contain the {name} {given!r} of the files beside it",
+                    "Copy all files of the tokenizer from the same model",
                 )
             return token
         known = (self._tokenizer.token_to_id(text) for text in _MARKS.get(name, ()))
@@ -244,17 +244,17 @@ def tokenizer_file(name: str, field: str) -> Path:
     path = Path(name).expanduser()
     file = named_tokenizer(path)
     if not file.is_file():
-        problem = f"there is no {file}"
+        problem = f"{file} does not exist"
         remedy = f"Write bytes, or name a local {TOKENIZER} or its folder"
         if next(file.parent.glob("*.model"), None):
-            problem += ", and a SentencePiece model is not read"
+            problem += ", and SentencePiece models are not supported"
             folder = f'"{file.parent}"'
             remedy = (
-                f"Convert it by transformers, with sentencepiece: AutoTokenizer.from_pretrained("
+                f"Convert it with transformers and sentencepiece: AutoTokenizer.from_pretrained("
                 f"{folder}).save_pretrained({folder}) writes {TOKENIZER} beside it"
             )
         elif not path.is_dir():
-            problem += " here, and nothing is downloaded"
+            problem += ", and nothing is downloaded"
             remedy += how_to_fetch(name, "*token*", "*.jinja")
         raise InputError(field, name, problem, remedy)
     return file
@@ -348,7 +348,7 @@ def _settings(folder: Path, field: str) -> dict[str, Any]:
             found = fields.load_json(folder / name, field)
             if not isinstance(found, dict):
                 raise InputError(
-                    field, str(folder / name), "holds no JSON object", "Mend it or remove it"
+                    field, str(folder / name), "is not a JSON object", "Correct or remove it"
                 )
             settings |= {key: value for key, value in found.items() if value is not None}
     return settings

@@ -102,8 +102,8 @@ def write_tokens(
             raise InputError(
                 "--held-out",
                 held_out,
-                f"the {name.replace('_', '-')} part would have none of the documents",
-                "Give more of them, or another share or --seed",
+                f"the {name.replace('_', '-')} part would have no documents",
+                "Add documents, or change --held-out or --seed",
             )
     index = TokenIndex(
         tokenizer.digest, tokenizer.vocabulary_size, dtype.name, held_out, seed, parts

@@ -91,7 +91,8 @@ def test_what_a_user_says_against_the_weights_is_refused(
     with pytest.raises(InputError) as caught:
         config_of(weights(tmp_path), preset=preset, **{key: value})
     assert (caught.value.field, caught.value.value) == (f"model.{key}", value)
-    assert caught.value.problem.startswith(f"{tmp_path / 'config.json'} says {said}")
+    assert caught.value.problem.startswith(f"must be {said}")
+    assert caught.value.problem.endswith(f", as in {tmp_path / 'config.json'}")
 
 
 def test_what_a_user_says_like_the_weights_is_taken(tmp_path: Path):
