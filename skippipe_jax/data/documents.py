@@ -280,6 +280,6 @@ def _without(source: DocumentSource, where: str, names: list[str]) -> InputError
     return InputError(
         f"{source.field}.text_field",
         source.text_field,
-        f"{where} has no such field; it has {', '.join(map(str, names)) or 'none'}",
+        f"{where} does not have this field; it has {', '.join(map(str, names)) or 'none'}",
         remedy,
     )

@@ -116,6 +116,6 @@ def test_a_context_may_be_shorter_than_that_of_the_weights(tmp_path: Path):
 def test_a_mistral_with_a_window_is_taken_for_sequences_within_it(tmp_path: Path):
     init_from = weights(tmp_path, MISTRAL)
     assert config_of(init_from, context=4096).model.context == 4096
-    with pytest.raises(InputError, match=r"sliding_window = 4096: .* 131072 .*: 4096 or less"):
+    with pytest.raises(InputError, match=r"sliding_window = 4096: .* 131072 .* to 4096 or less"):
         config_of(init_from)
     assert config_of(weights(tmp_path, MISTRAL | {"sliding_window": None})).model.context == 131072

@@ -111,7 +111,11 @@ def test_what_fsspec_knows_is_read_from_there():
         (' {"text": "a"', "data.path", "line 3, column 14: not valid JSON: Expecting"),
         ("[1]", "data.path", "line 3: not a JSON object"),
         ('{"text": 3}', "data.text_field", "line 3: contains int, not text"),
-        ('{"Text": "a", "id": 1}', "data.text_field", "line 3 has no such field; it has Text, id"),
+        (
+            '{"Text": "a", "id": 1}',
+            "data.text_field",
+            "line 3 does not have this field; it has Text, id",
+        ),
         ('{"text": "\\ud800"}', "data.path", "line 3: half of a surrogate pair"),
         ("\xff", "data.path", "line 3: not valid JSON"),
     ],

@@ -120,7 +120,10 @@ def test_one_process_writes_the_same(written, jsonl, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["{jsonl}"], "input.text_field = 'text': {jsonl}, line 1 has no such field; it has body"),
+        (
+            ["{jsonl}"],
+            "input.text_field = 'text': {jsonl}, line 1 does not have this field; it has body",
+        ),
         (["nowhere"], "input.path = 'nowhere': cannot read"),
         (["{jsonl}", "--tokenizer", "nowhere"], "--tokenizer = 'nowhere': nowhere does not exist"),
         (["{jsonl}", "--train-bpe", "100"], "--train-bpe = 100: must be at least 259"),
