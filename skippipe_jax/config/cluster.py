@@ -99,10 +99,10 @@ class ClusterConfig(Section, name="cluster"):
             remedy = f"Write at most {LAST_PORT + 1 - hosts**2}"
             problem = f"is too high: {hosts} hosts need {hosts**2} ports from this one on"
             raise InputError("cluster.transfer_port", self.transfer_port, problem, remedy)
-        later = max(host, other)
-        if later < hosts:
+        highest = max(host, other)
+        if highest < hosts:
             return self.transfer_port + host * hosts + other
-        return self.transfer_port + later**2 + (other if later == host else later + 1 + host)
+        return self.transfer_port + highest**2 + (other if highest == host else highest + 1 + host)
 
     def with_ports(self, hosts: int, spare: int) -> int:
         """Return how many of `spare` extra hosts have ports, in addition to the initial hosts."""
@@ -116,14 +116,14 @@ def require_one_interface(address: str, field: str) -> None:
     """Reject an address that is not an IP address, or stands for every interface."""
     remedy = "Write an IP address of this host, such as 10.0.0.1"
     try:
-        stands_for_all = ipaddress.ip_address(address).is_unspecified
+        is_unspecified = ipaddress.ip_address(address).is_unspecified
     except ValueError as error:
         raise InputError(field, address, "is not an IP address", remedy) from error
-    if stands_for_all:
+    if is_unspecified:
         raise InputError(field, address, "is not an address that other hosts can reach", remedy)
 
 
-MOST_PLACES = 1 << 10
+MAX_EXTRA_HOSTS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class JoinConfig(Section, name="join"):
             serves the stage.
     """
 
-    places: Annotated[int, Whole(0, MOST_PLACES)] = 4
+    places: Annotated[int, Whole(0, MAX_EXTRA_HOSTS)] = 4
     horizon: NonNegative = 3600.0
 
 

@@ -63,7 +63,7 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
         if named is not None:
             if named == BYTES:
                 return None
-            return _tokens_of(named_tokenizer(Path(named).expanduser()))
+            return _vocabulary_size_of_file(named_tokenizer(Path(named).expanduser()))
         for source in (data, *(data.get("mixture") or ())):
             if source.get("source") == "tokens":
                 index = Path(source["path"]).expanduser() / TOKENS_INDEX
@@ -73,7 +73,7 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _tokens_of(file: Path) -> int:
+def _vocabulary_size_of_file(file: Path) -> int:
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     # In a Unigram model the vocabulary is a list, in the order of the tokens.
@@ -302,16 +302,16 @@ class DataConfig(Section, name="data"):
             fields.text(source.path, f"{source.field}.path")
 
     def _check_names(self) -> None:
-        given: set[str] = set()
+        names: set[str] = set()
         for number, one in enumerate(self.mixture or ()):
             if one.name is None:
                 continue
             field = f"data.mixture[{number}].name"
-            if fields.text(one.name, field) in given:
+            if fields.text(one.name, field) in names:
                 raise InputError(
                     field, one.name, "is the name of two domains", "Name each one differently"
                 )
-            given.add(one.name)
+            names.add(one.name)
 
     def sources(self) -> tuple[DocumentSource, ...]:
         """Return the source of documents, or those of the mixture."""
@@ -326,16 +326,16 @@ class DataConfig(Section, name="data"):
 
     def domains(self) -> tuple[str, ...]:
         """Return a unique name for each of the sources."""
-        given = [one.name for one in self.mixture or ()] or [None]
+        configured = [one.name for one in self.mixture or ()] or [None]
         names: list[str] = []
-        for name, source in zip(given, self.sources(), strict=True):
+        for name, source in zip(configured, self.sources(), strict=True):
             if name is None:
                 parts = reversed(PurePosixPath(source.path or "").parts)
-                is_no_name = ("/", "..", "~")
-                named = (one for one in parts if not (glob.has_magic(one) or one in is_no_name))
-                name = next(named, source.kind)
+                not_names = ("/", "..", "~")
+                candidates = (one for one in parts if not (glob.has_magic(one) or one in not_names))
+                name = next(candidates, source.kind)
                 numbered = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-                name = next(one for one in numbered if one not in (*given, *names))
+                name = next(one for one in numbered if one not in (*configured, *names))
             names.append(name)
         return tuple(names)
 

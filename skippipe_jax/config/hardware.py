@@ -41,7 +41,7 @@ class NodeMesh:
         Raises:
             InputError: naming the part of `field` that does not divide.
         """
-        cut = [
+        sharded = [
             ("tensor", "model.heads", model.heads),
             ("tensor", "model.kv_heads", model.kv_heads),
             ("tensor", "model.ffn_width", model.ffn_width),
@@ -49,12 +49,12 @@ class NodeMesh:
             ("tensor", "data.sequence_length", data.sequence_length),
             ("fsdp", "model.width", model.width),
         ]
-        for axis, name, size in cut:
-            over = getattr(self, axis)
-            if size % over:
+        for axis, name, size in sharded:
+            shards = getattr(self, axis)
+            if size % shards:
                 raise InputError(
                     f"{field}.{axis}",
-                    over,
+                    shards,
                     f"does not divide {name} = {size}",
                     f"Write a divisor of {size}",
                 )
@@ -107,8 +107,8 @@ class NodeConfig(Section, name="node"):
 
     def mesh_of(self, case: Case, node: int) -> NodeMesh | None:
         """Return the mesh of a node; None if it depends on the host."""
-        own = case.nodes[node].mesh
-        return self.mesh if own is None else NodeMesh(*own)
+        mesh = case.nodes[node].mesh
+        return self.mesh if mesh is None else NodeMesh(*mesh)
 
     def meshes(self, case: Case) -> Sequence[NodeMesh | None]:
         """Return the meshes of all nodes."""

@@ -192,11 +192,11 @@ class RecipeConfig(Section, name="recipe"):
             _require_phase(phase, f"recipe.phases[{number}]")
         for number, (before, after) in enumerate(pairwise(self.phases or ()), start=1):
             _require_order(before, after, f"recipe.phases[{number}]")
-        for name, other, alone in (
+        for name, other, is_unused in (
             ("redraws", "redraw_every", self.redraws > 1 and self.redraw_every is None),
             ("redraw_every", "redraws", self.redraws == 1 and self.redraw_every is not None),
         ):
-            if alone:
+            if is_unused:
                 raise InputError(
                     f"recipe.{name}",
                     getattr(self, name),
@@ -460,7 +460,7 @@ class Config(Section, name=""):
             raise InputError(
                 "trace", self.trace, "must be never or every N", "Write, for example, every 10"
             )
-        self._require_what_outer_leaves()
+        self._require_valid_with_outer()
         beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
         if beyond:
             raise InputError(
@@ -483,7 +483,7 @@ class Config(Section, name=""):
         if unfit:
             raise InputError("model.attention", self.model.attention, unfit, "Write auto")
 
-    def _require_what_outer_leaves(self) -> None:
+    def _require_valid_with_outer(self) -> None:
         """Reject settings that `outer` averaging contradicts or leaves without effect."""
         if not self.averaging.is_outer:
             return
@@ -492,7 +492,7 @@ class Config(Section, name=""):
             "has no effect with averaging.mode: outer and averaging.exact_steps = 0, where no "
             "gradients are averaged"
         )
-        for name, given, problem, remedy in (
+        for name, is_invalid, problem, remedy in (
             (
                 "network.averaging",
                 network.averaging == "collective" and averaging.exact_steps == 0,
@@ -548,7 +548,7 @@ class Config(Section, name=""):
                 f"Write {averaging.least_steps} or more, or lower averaging.every",
             ),
         ):
-            if given:
+            if is_invalid:
                 section, key = name.split(".")
                 raise InputError(name, getattr(getattr(self, section), key), problem, remedy)
         if self.model.stage_layers is not None:

@@ -107,7 +107,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Answers]
         )
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_template_error
         if today is not None:
             day = datetime.datetime.fromisoformat(today)
             environment.globals[TODAY] = day.strftime
@@ -157,7 +157,7 @@ class _Answers(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-def _refuse(problem: str) -> None:
+def _raise_template_error(problem: str) -> None:
     raise TemplateError(problem)
 
 
@@ -184,7 +184,7 @@ def encode_conversation(
             template's text cannot be divided into answers and the rest.
     """
 
-    refuse = functools.partial(_refused, document, source)
+    refuse = functools.partial(_conversation_error, document, source)
     messages = _messages(document, source)
     text, template = _template_text(source, tokenizer), None
     if text is not None:
@@ -193,17 +193,17 @@ def encode_conversation(
     if not is_answered and (template is None or not template.marks_answers):
         raise refuse(_why_unanswered(messages))
     if template is None:
-        segments = _written_plainly(messages, tokenizer)
+        segments = _segments_without_template(messages, tokenizer)
     else:
-        segments = _written_by(template, messages, tokenizer, source, refuse)
-    nothing = "the text that the tokenizer's chat template writes contains no answer"
+        segments = _segments_by_template(template, messages, tokenizer, source, refuse)
+    no_answer = "the text that the tokenizer's chat template writes contains no answer"
     if not segments:
-        raise refuse(nothing)
+        raise refuse(no_answer)
     tokens = np.concatenate([tokens for tokens, _ in segments])
     learnt = np.repeat([learnt for _, learnt in segments], [len(tokens) for tokens, _ in segments])
     # The first token is not a target.
     if not learnt[1:].any():
-        raise refuse(nothing)
+        raise refuse(no_answer)
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
 
 
@@ -232,8 +232,8 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
 
 def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> list[str]:
     """Return a warning if a model's tokenizer has no template for conversations."""
-    without = any(_template_text(source, tokenizer) is None for source in chats)
-    if not without or tokenizer.digest == BYTES:
+    lacks_template = any(_template_text(source, tokenizer) is None for source in chats)
+    if not lacks_template or tokenizer.digest == BYTES:
         return []
     return [
         "the tokenizer has no chat template: each message is written below a line with its role, "
@@ -272,11 +272,11 @@ def encode_prompt(
     """
     text = tokenizer.chat_template
     if text is None:
-        asked = tokenizer.encode(_header(ASSISTANT))
-        segments = [tokens for tokens, _ in _written_plainly(messages, tokenizer)]
-        return np.concatenate([*segments, asked])
+        answer_header = tokenizer.encode(_header(ASSISTANT))
+        segments = [tokens for tokens, _ in _segments_without_template(messages, tokenizer)]
+        return np.concatenate([*segments, answer_header])
     try:
-        return tokenizer.encode(_written(text, messages, tokenizer, today, begins_answer=True))
+        return tokenizer.encode(_formatted(text, messages, tokenizer, today, begins_answer=True))
     except TemplateError as error:
         problem = f"the tokenizer's chat template fails: {error}"
         raise InputError(
@@ -295,7 +295,7 @@ def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
         return None
     messages = [{"role": "user", "content": "Question"}, {"role": ASSISTANT, "content": answer}]
     try:
-        written = _written(text, messages, tokenizer, today)
+        written = _formatted(text, messages, tokenizer, today)
     except TemplateError:
         return None
     mark = MARK.search(written.rpartition(answer)[2]) if answer in written else None
@@ -303,7 +303,7 @@ def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
     return None if mark is None or token is None else (mark[0], token)
 
 
-def _written(
+def _formatted(
     template: str,
     messages: Sequence[Message],
     tokenizer: Tokenizer,
@@ -326,7 +326,7 @@ def spoken(document: Document, source: DocumentSource) -> str:
     return "\n".join(message["content"] for message in _messages(document, source))
 
 
-def _refused(document: Document, source: DocumentSource, problem: str) -> InputError:
+def _conversation_error(document: Document, source: DocumentSource, problem: str) -> InputError:
     remedy = 'Write {"messages": [{"role": "user", "content": "..."}, ...]} on that line'
     return InputError(*source.origin, f"{document.where}: {problem}", remedy)
 
@@ -342,16 +342,16 @@ def _why_unanswered(messages: Sequence[Message]) -> str:
     )
 
 
-Refuse = Callable[[str], InputError]
+ErrorOf = Callable[[str], InputError]
 
 
 def _messages(document: Document, source: DocumentSource) -> list[Message]:
-    refuse = functools.partial(_refused, document, source)
+    refuse = functools.partial(_conversation_error, document, source)
     row = json.loads(document.text)
     if "messages" not in row and "instruction" in row and "output" in row:
-        asked = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
+        question = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
         answer = _text_of(row, "output", "the row", refuse)
-        return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": answer}]
+        return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
     of_share_gpt = "messages" not in row and isinstance(row.get("conversations"), list)
     name = "conversations" if of_share_gpt else "messages"
     entries = row.get(name)
@@ -363,19 +363,22 @@ def _messages(document: Document, source: DocumentSource) -> list[Message]:
     ]
 
 
-def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> Message:
+def _message(entry: Any, place: str, refuse: ErrorOf, *, of_share_gpt: bool) -> Message:
     """Return a message with `role` and `content`, also from one with `from` and `value`."""
     if not isinstance(entry, dict):
         raise refuse(f"{place} is not an object")
     if "from" in entry or (of_share_gpt and "role" not in entry):
         role = _text_of(entry, "from", place, refuse)
-        own = {"role": ROLES.get(role, role), "content": _text_of(entry, "value", place, refuse)}
+        normalized = {
+            "role": ROLES.get(role, role),
+            "content": _text_of(entry, "value", place, refuse),
+        }
     else:
-        own = {key: _text_of(entry, key, place, refuse) for key in ("role", "content")}
-    return entry | own
+        normalized = {key: _text_of(entry, key, place, refuse) for key in ("role", "content")}
+    return entry | normalized
 
 
-def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> str:
+def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: ErrorOf) -> str:
     """Return the text under a key, concatenated if it is a list of parts."""
     content = entry.get(key)
     if isinstance(content, str):
@@ -395,7 +398,7 @@ def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> 
 Segments = list[tuple[np.ndarray, bool]]
 
 
-def _written_plainly(messages: Sequence[Message], tokenizer: Tokenizer) -> Segments:
+def _segments_without_template(messages: Sequence[Message], tokenizer: Tokenizer) -> Segments:
     segments: Segments = [(np.array([tokenizer.begin]), False)]
     for message in messages:
         segments.append((tokenizer.encode(_header(message["role"])), False))
@@ -411,12 +414,12 @@ def _header(role: str) -> str:
     return f"<|{role}|>\n"
 
 
-def _written_by(
+def _segments_by_template(
     template: ChatTemplate,
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     source: DocumentSource,
-    refuse: Refuse,
+    refuse: ErrorOf,
 ) -> Segments:
     def pieces_of(count: int, begins_answer: bool) -> list[tuple[str, bool]]:
         try:
@@ -427,7 +430,7 @@ def _written_by(
             )
         except TemplateError as error:
             if source.today is None and TODAY in str(error):
-                raise _without_day(source) from error
+                raise _missing_day_error(source) from error
             raise refuse(f"the tokenizer's chat template fails: {error}") from error
 
     def text_of(count: int, begins_answer: bool) -> str:
@@ -451,7 +454,7 @@ def _written_by(
     return segments
 
 
-def _without_day(source: DocumentSource) -> InputError:
+def _missing_day_error(source: DocumentSource) -> InputError:
     return InputError(
         f"{source.field.partition('.')[0]}.today",
         None,

@@ -64,8 +64,10 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
     """
     system, files = _files(source)
     if not files:
-        raise _without_files(source)
-    read = {"jsonl": _lines, "chat": _lines, "parquet": _rows}.get(source.kind, _whole)
+        raise _no_files_error(source)
+    read = {"jsonl": _read_lines, "chat": _read_lines, "parquet": _read_parquet}.get(
+        source.kind, _read_file
+    )
     for name, file in sorted(files):
         try:
             yield from (one for one in read(source, system, name, file) if one.text)
@@ -77,7 +79,7 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
 
 
 @functools.lru_cache(maxsize=64)  # Files are listed once per process, as text is read once.
-def require_apart(sources: tuple[DocumentSource, ...]) -> None:
+def require_disjoint(sources: tuple[DocumentSource, ...]) -> None:
     """Refuse a file that is a document of two sources with different paths.
 
     Each source decides by the file's name in its own folder whether it is held out, so one might
@@ -124,7 +126,7 @@ def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
     return LocalFileSystem(), files
 
 
-def _without_files(source: DocumentSource) -> InputError:
+def _no_files_error(source: DocumentSource) -> InputError:
     remedy = "Name a single file, or a folder or glob with matching files"
     endings = [ending for ending in _SUFFIXES[_kind_of_file(source)] if ending]
     if glob.has_magic(source.path or ""):
@@ -155,8 +157,8 @@ def _local_files(
                     file = Path(folder, name)
                     yield file.relative_to(root).as_posix(), str(file)
     elif not root.exists() and glob.has_magic(str(root)):
-        found = [file for file in glob.glob(str(root), recursive=True) if os.path.isfile(file)]
-        yield from ((_name_in(str(root), file), file) for file in found)
+        matches = [file for file in glob.glob(str(root), recursive=True) if os.path.isfile(file)]
+        yield from ((_name_in(str(root), file), file) for file in matches)
     else:
         yield root.name, str(root)
 
@@ -166,12 +168,12 @@ def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[
     if system.isfile(root):
         return system, [(PurePosixPath(root).name, root)]
     if glob.has_magic(root):
-        found = [file for file in system.glob(root) if PurePosixPath(file).name[0] != "."]
-        return system, [(_name_in(root, file), file) for file in found]
-    found = [(file.removeprefix(root).lstrip("/"), file) for file in system.find(root)]
-    if not found:
+        matches = [file for file in system.glob(root) if PurePosixPath(file).name[0] != "."]
+        return system, [(_name_in(root, file), file) for file in matches]
+    matches = [(file.removeprefix(root).lstrip("/"), file) for file in system.find(root)]
+    if not matches:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    visible = [(name, file) for name, file in found if not ("/" + name).count("/.")]
+    visible = [(name, file) for name, file in matches if not ("/" + name).count("/.")]
     return system, [(name, file) for name, file in visible if name.endswith(suffixes)]
 
 
@@ -186,33 +188,33 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _whole(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+def _read_file(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
     with system.open(file, "rb") as opened:
         yield Document(file, name.encode(errors="surrogateescape"), opened.read())
 
 
-def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+def _read_lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
     with system.open(file, "rb", compression="infer") as opened:
         for number, line in enumerate(opened, 1):
             where = f"{file}, line {number}"
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith(b"["):
-                yield from _listed(source, file, line + opened.read())
+                yield from _read_list(source, file, line + opened.read())
                 return
-            row = _parsed(source, file, number, line, "Correct that line")
-            yield _of_row(source, where, line.strip(), row)
+            row = _parse_json(source, file, number, line, "Correct that line")
+            yield _document_of_object(source, where, line.strip(), row)
 
 
-def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
+def _read_list(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
     """Read a file that is one JSON list of objects."""
-    rows = _parsed(source, file, 1, text, "Write a list of {...}, or one {...} per line")
+    rows = _parse_json(source, file, 1, text, "Write a list of {...}, or one {...} per line")
     for number, row in enumerate(rows, 1):
         content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
-        yield _of_row(source, f"{file}, entry {number}", content, row)
+        yield _document_of_object(source, f"{file}, entry {number}", content, row)
 
 
-def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
+def _parse_json(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
     """Read the JSON that begins on line `first` of a file."""
     try:
         return json.loads(text.rstrip())
@@ -224,17 +226,17 @@ def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: 
         raise InputError(*source.origin, f"{where}: not valid JSON: {problem}", remedy) from error
 
 
-def _of_row(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
+def _document_of_object(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
     if not isinstance(row, dict):
         raise InputError(*source.origin, f"{where}: not a JSON object", "Write one {...} per line")
     if source.kind == "chat":
         return Document(where, content, content)
-    return _row(source, where, row)
+    return _document_of_row(source, where, row)
 
 
-def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
+def _document_of_row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
     if source.text_field not in row:
-        raise _without(source, where, list(row))
+        raise _missing_field_error(source, where, list(row))
     text = row[source.text_field]
     if text is None:
         return Document(where, b"", b"")
@@ -254,26 +256,28 @@ def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
     return Document(where, content, content)
 
 
-def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+def _read_parquet(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
     arrow = require("pyarrow", "data", *source.origin)
     parquet = require("pyarrow.parquet", "data", *source.origin)
     with system.open(file, "rb") as opened:
         try:
             table = parquet.ParquetFile(opened)
             if source.text_field not in table.schema_arrow.names:
-                raise _without(source, file, table.schema_arrow.names)
+                raise _missing_field_error(source, file, table.schema_arrow.names)
             number = 0
             for batch in table.iter_batches(columns=[source.text_field]):
                 for text in batch.column(0).to_pylist():
                     number += 1
-                    yield _row(source, f"{file}, row {number}", {source.text_field: text})
+                    yield _document_of_row(
+                        source, f"{file}, row {number}", {source.text_field: text}
+                    )
         except arrow.ArrowException as error:
             raise InputError(
                 *source.origin, f"{file} is not a Parquet file: {error}", "Replace or remove it"
             ) from error
 
 
-def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
+def _missing_field_error(source: DocumentSource, where: str, names: list[str]) -> InputError:
     remedy = "Name the field that contains the text"
     if source.kind == "jsonl" and not CONVERSATIONS.isdisjoint(names):
         remedy += ", or set the source to chat (data.source) if these are conversations"

@@ -161,19 +161,19 @@ class HuggingFaceTokenizer:
         self.chat_template = _chat_template(file.parent, settings, field)
 
     def _mark(self, name: str, file: Path, field: str) -> int | None:
-        given = self.special_tokens.get(name)
-        if given is not None:
-            token = self._tokenizer.token_to_id(given)
+        text = self.special_tokens.get(name)
+        if text is not None:
+            token = self._tokenizer.token_to_id(text)
             if token is None:
                 raise InputError(
                     field,
                     str(file),
-                    f"does not contain the {name} {given!r} of the files beside it",
+                    f"does not contain the {name} {text!r} of the files beside it",
                     "Copy all files of the tokenizer from the same model",
                 )
             return token
-        known = (self._tokenizer.token_to_id(text) for text in _MARKS.get(name, ()))
-        return next((token for token in known if token is not None), None)
+        tokens = map(self._tokenizer.token_to_id, _MARKS.get(name, ()))
+        return next((token for token in tokens if token is not None), None)
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
         """Return the tokens of a text; special tokens that are spelled out in it count as such."""
@@ -205,8 +205,8 @@ def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer
     if name is None or name == BYTES:
         return _BYTES
     file = tokenizer_file(name, field)
-    beside = (file.parent / own for own in SETTINGS)
-    return _read(_Files(file, field, tuple(map(_digest, (file, *beside)))))
+    settings_files = (file.parent / settings for settings in SETTINGS)
+    return _read(_Files(file, field, tuple(map(_digest, (file, *settings_files)))))
 
 
 _BYTES = ByteTokenizer()
@@ -264,8 +264,8 @@ def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> No
     """Copy the files of a tokenizer to `folder`, where `load_tokenizer` then finds them."""
     file = tokenizer_file(name, field)
     folder.mkdir(parents=True, exist_ok=True)
-    beside = [file.parent / settings for settings in SETTINGS]
-    for source, target in [(file, TOKENIZER), *((other, other.name) for other in beside)]:
+    settings_files = [file.parent / settings for settings in SETTINGS]
+    for source, target in [(file, TOKENIZER), *((other, other.name) for other in settings_files)]:
         if source.is_file() and source.absolute() != (folder / target).absolute():
             shutil.copyfile(source, folder / target)
 
@@ -332,11 +332,11 @@ def cut(text: Any) -> Iterator[Any]:
     """Yield the text in pieces; each but the first begins with a line."""
     start = 0
     while isinstance(text, str) and len(text) - start > _PIECE:
-        found = _LINE.search(text, start + _PIECE)
-        if found is None:
+        line = _LINE.search(text, start + _PIECE)
+        if line is None:
             break
-        yield text[start : found.start()]
-        start = found.start()
+        yield text[start : line.start()]
+        start = line.start()
     yield text[start:]
 
 
@@ -345,12 +345,12 @@ def _settings(folder: Path, field: str) -> dict[str, Any]:
     settings = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (folder / name).is_file():
-            found = fields.load_json(folder / name, field)
-            if not isinstance(found, dict):
+            content = fields.load_json(folder / name, field)
+            if not isinstance(content, dict):
                 raise InputError(
                     field, str(folder / name), "is not a JSON object", "Correct or remove it"
                 )
-            settings |= {key: value for key, value in found.items() if value is not None}
+            settings |= {key: value for key, value in content.items() if value is not None}
     return settings
 
 
