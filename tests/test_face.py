@@ -120,7 +120,7 @@ def test_sequences_that_do_not_fit_are_refused(page: dict[str, Any]):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
-    with pytest.raises(sp.InputError, match="holds no run"):
+    with pytest.raises(sp.InputError, match="does not contain a run"):
         sp.Run(tmp_path)
 
 

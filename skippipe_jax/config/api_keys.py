@@ -20,8 +20,8 @@ def read_keys(path: Path | None) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in fields.read_text(path, field).splitlines())
     keys = tuple(filter(None, keys))
     if not keys or not all(key.isascii() and key.isprintable() for key in keys):
-        remedy = "Write one key in a line, such as skippipe keygen FILE makes"
-        raise InputError(field, str(path), "holds no API keys", remedy)
+        remedy = "Write one printable ASCII key per line, such as skippipe keygen FILE generates"
+        raise InputError(field, str(path), "does not contain valid API keys", remedy)
     return keys
 
 

@@ -83,25 +83,25 @@ def require_values(section: Any, name: str) -> None:
 @functools.cache
 def choices_of(kind: Any) -> Mapping[str, Choice]:
     """Return the choices of each key of a section that has some."""
-    return {key: own for key, own in _bounds_of(kind).items() if isinstance(own, Choice)}
+    return {key: bounds for key, bounds in _bounds_of(kind).items() if isinstance(bounds, Choice)}
 
 
 @functools.cache
 def _bounds_of(kind: Any) -> Mapping[str, Bounds]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
-        field.name: found
+        field.name: bounds
         for field in dataclasses.fields(kind)
-        if (found := _bounds_within(hints[field.name])) is not None
+        if (bounds := _bounds_within(hints[field.name])) is not None
     }
 
 
 def _bounds_within(hint: Any) -> Bounds | None:
-    own = [
+    direct = [
         one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Choice | Whole | Real)
     ]
-    within = map(_bounds_within, typing.get_args(hint))
-    return next((found for found in (*own, *within) if found is not None), None)
+    nested = map(_bounds_within, typing.get_args(hint))
+    return next((bounds for bounds in (*direct, *nested) if bounds is not None), None)
 
 
 def _require_within(value: Any, name: str, bounds: Bounds) -> None:
@@ -116,7 +116,8 @@ def _require_within(value: Any, name: str, bounds: Bounds) -> None:
                 bound = f"less than {end:g}"
             else:
                 return
-            remedy = f"Write a number from {least:g} on that is {bound}"
+            lower = "greater than" if above else "at least"
+            remedy = f"Write a number that is {lower} {least:g} and {bound}"
             raise InputError(name, value, f"must be {bound}", remedy)
         case Choice():
             fields.text(value, name, bounds)

@@ -76,14 +76,13 @@ class ClusterConfig(Section, name="cluster"):
         for field in ("heartbeat_timeout_s", "connect_timeout_s", "rejoin_s", "grace_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
-                raise InputError(
-                    f"cluster.{field}", value, "not a positive time", "give seconds above 0"
-                )
+                problem, remedy = "must be a positive time", "Write seconds above 0"
+                raise InputError(f"cluster.{field}", value, problem, remedy)
         if self.bind_address is not None:
             require_one_interface(self.bind_address, "cluster.bind_address")
         if self.secret is not None and self.insecure:
-            remedy = "write cluster.secret alone, or cluster.insecure alone"
-            raise InputError("cluster.insecure", True, "there is a cluster.secret", remedy)
+            problem = "cannot be combined with cluster.secret"
+            raise InputError("cluster.insecure", True, problem, "Remove one of the two")
 
     def port(self, host: int, other: int, hosts: int) -> int:
         """Return the port on which a host listens for another; 0 for any free one.
@@ -97,13 +96,13 @@ class ClusterConfig(Section, name="cluster"):
         if self.transfer_port is None:
             return 0
         if self.transfer_port + hosts**2 - 1 > LAST_PORT:
-            remedy = f"write at most {LAST_PORT + 1 - hosts**2}"
-            problem = f"too high for {hosts**2} ports, one for each pair of {hosts} hosts"
+            remedy = f"Write at most {LAST_PORT + 1 - hosts**2}"
+            problem = f"is too high: {hosts} hosts need {hosts**2} ports from this one on"
             raise InputError("cluster.transfer_port", self.transfer_port, problem, remedy)
-        later = max(host, other)
-        if later < hosts:
+        highest = max(host, other)
+        if highest < hosts:
             return self.transfer_port + host * hosts + other
-        return self.transfer_port + later**2 + (other if later == host else later + 1 + host)
+        return self.transfer_port + highest**2 + (other if highest == host else highest + 1 + host)
 
     def with_ports(self, hosts: int, spare: int) -> int:
         """Return how many of `spare` extra hosts have ports, in addition to the initial hosts."""
@@ -115,16 +114,16 @@ class ClusterConfig(Section, name="cluster"):
 
 def require_one_interface(address: str, field: str) -> None:
     """Reject an address that is not an IP address, or stands for every interface."""
-    remedy = "give an IP address of this host, such as 10.0.0.1"
+    remedy = "Write an IP address of this host, such as 10.0.0.1"
     try:
-        stands_for_all = ipaddress.ip_address(address).is_unspecified
+        is_unspecified = ipaddress.ip_address(address).is_unspecified
     except ValueError as error:
-        raise InputError(field, address, "not an IP address", remedy) from error
-    if stands_for_all:
-        raise InputError(field, address, "no other host can reach such an address", remedy)
+        raise InputError(field, address, "is not an IP address", remedy) from error
+    if is_unspecified:
+        raise InputError(field, address, "is not an address that other hosts can reach", remedy)
 
 
-MOST_PLACES = 1 << 10
+MAX_EXTRA_HOSTS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class JoinConfig(Section, name="join"):
             serves the stage.
     """
 
-    places: Annotated[int, Whole(0, MOST_PLACES)] = 4
+    places: Annotated[int, Whole(0, MAX_EXTRA_HOSTS)] = 4
     horizon: NonNegative = 3600.0
 
 

@@ -63,7 +63,7 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
         if named is not None:
             if named == BYTES:
                 return None
-            return _tokens_of(named_tokenizer(Path(named).expanduser()))
+            return _vocabulary_size_of_file(named_tokenizer(Path(named).expanduser()))
         for source in (data, *(data.get("mixture") or ())):
             if source.get("source") == "tokens":
                 index = Path(source["path"]).expanduser() / TOKENS_INDEX
@@ -73,7 +73,7 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _tokens_of(file: Path) -> int:
+def _vocabulary_size_of_file(file: Path) -> int:
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     # In a Unigram model the vocabulary is a list, in the order of the tokens.
@@ -164,7 +164,9 @@ def require_day(value: str, field: str) -> None:
     try:
         datetime.date.fromisoformat(value)
     except ValueError as error:
-        raise InputError(field, value, "is no day", "Write one such as 2026-11-22") from error
+        raise InputError(
+            field, value, "is not a date", "Write a date such as 2026-11-22"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -246,18 +248,18 @@ class DataConfig(Section, name="data"):
         """Check the values; the files are checked when they are read."""
         super().__post_init__()
         if (self.source == "mixture") != (self.mixture is not None):
-            problem = f"does not go with data.source: {self.source}"
+            problem = f"does not match data.source: {self.source}"
             remedy = "Write both source: mixture and mixture: [{source: ..., weight: ...}, ...]"
             raise InputError("data.mixture", self.mixture, problem, remedy)
         if self.mixture is not None and self.path is not None:
-            problem = "every source of a mixture has a path of its own"
+            problem = "has no effect with data.mixture, whose sources have their own paths"
             raise InputError("data.path", self.path, problem, "Remove it")
         for part in self.sources():
             self._check_source(part)
         self._check_names()
         if self.too_long is not None and self.packing != "documents":
-            problem = f"has no effect on packing {self.packing}, which cut all documents alike"
-            remedy = "Write packing: documents too, or remove it"
+            problem = f"has no effect with data.packing: {self.packing}"
+            remedy = "Write packing: documents, or remove data.too_long"
             raise InputError("data.too_long", self.too_long, problem, remedy)
         if self.tokenizer is not None:
             fields.text(self.tokenizer, "data.tokenizer")
@@ -265,19 +267,20 @@ class DataConfig(Section, name="data"):
         if self.chat_template is not None:
             fields.text(self.chat_template, "data.chat_template")
             if not has_chat:
-                problem = "has no effect: only conversations are written by a template"
+                problem = "has no effect without a chat source"
                 raise InputError("data.chat_template", self.chat_template, problem, "Remove it")
         if self.today is not None:
             require_day(self.today, "data.today")
             if not has_chat:
-                problem = "has no effect: only chat templates ask for the date"
+                problem = "has no effect without a chat source"
                 raise InputError("data.today", self.today, problem, "Remove it")
         if not 0 < self.held_out < 1:
-            problem = "must lie between 0 and 1, or one of the two parts is empty"
-            raise InputError("data.held_out", self.held_out, problem, "Write a share such as 0.05")
+            problem = "must be between 0 and 1 (exclusive), so that neither part is empty"
+            remedy = "Write a fraction such as 0.05"
+            raise InputError("data.held_out", self.held_out, problem, remedy)
         all_tokens = all(source.kind == "tokens" for source in self.sources())
         if self.held_out != DataConfig.held_out and all_tokens:
-            problem = "does not go with tokens: what is held out was decided when they were made"
+            problem = "has no effect on tokens, whose held-out part skippipe tokenize has selected"
             remedy = "Remove it, or tokenize the text again with --held-out"
             raise InputError("data.held_out", self.held_out, problem, remedy)
         self.shares()
@@ -286,27 +289,29 @@ class DataConfig(Section, name="data"):
         fields.text(source.kind, f"{source.field}.source", choices=SOURCES)
         fields.text(source.text_field, f"{source.field}.text_field")
         if source.kind == "chat" and self.packing != "documents":
-            problem = "conversations are learnt one by one"
+            problem = "must be documents for conversations"
             raise InputError("data.packing", self.packing, problem, "Write packing: documents")
         if source.kind != "python" and source.path is None:
             remedy = "Name a file, a folder or a glob"
             raise InputError(f"{source.field}.path", None, "is missing", remedy)
         if source.kind == "python" and source.path is not None:
-            problem = "source python reads no path"
+            problem = "has no effect with source: python"
             remedy = "Remove it or set source: text"
             raise InputError(f"{source.field}.path", source.path, problem, remedy)
         if source.path is not None:
             fields.text(source.path, f"{source.field}.path")
 
     def _check_names(self) -> None:
-        given: set[str] = set()
+        names: set[str] = set()
         for number, one in enumerate(self.mixture or ()):
             if one.name is None:
                 continue
             field = f"data.mixture[{number}].name"
-            if fields.text(one.name, field) in given:
-                raise InputError(field, one.name, "names two domains", "Give each its own name")
-            given.add(one.name)
+            if fields.text(one.name, field) in names:
+                raise InputError(
+                    field, one.name, "is the name of two domains", "Name each one differently"
+                )
+            names.add(one.name)
 
     def sources(self) -> tuple[DocumentSource, ...]:
         """Return the source of documents, or those of the mixture."""
@@ -321,16 +326,16 @@ class DataConfig(Section, name="data"):
 
     def domains(self) -> tuple[str, ...]:
         """Return a unique name for each of the sources."""
-        given = [one.name for one in self.mixture or ()] or [None]
+        configured = [one.name for one in self.mixture or ()] or [None]
         names: list[str] = []
-        for name, source in zip(given, self.sources(), strict=True):
+        for name, source in zip(configured, self.sources(), strict=True):
             if name is None:
                 parts = reversed(PurePosixPath(source.path or "").parts)
-                is_no_name = ("/", "..", "~")
-                named = (one for one in parts if not (glob.has_magic(one) or one in is_no_name))
-                name = next(named, source.kind)
+                not_names = ("/", "..", "~")
+                candidates = (one for one in parts if not (glob.has_magic(one) or one in not_names))
+                name = next(candidates, source.kind)
                 numbered = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-                name = next(one for one in numbered if one not in (*given, *names))
+                name = next(one for one in numbered if one not in (*configured, *names))
             names.append(name)
         return tuple(names)
 
@@ -351,7 +356,8 @@ class DataConfig(Section, name="data"):
             raise InputError(
                 "data.mixture",
                 [one.weight for one in self.mixture],
-                f"its proportions repeat only after {sum(shares) // common} sequences",
+                f"proportions repeat only after {sum(shares) // common} sequences, more than "
+                f"{_LONGEST_CYCLE}",
                 "Write weights with fewer digits",
             )
         return tuple(share // common for share in shares)

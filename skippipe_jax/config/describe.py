@@ -45,7 +45,7 @@ class Key:
 
     def kind(self, section: str = "section") -> str:
         """Return the type in words; `section` is the word for a section."""
-        return _in_words(self.hint, section, self.choices)
+        return _type_in_words(self.hint, section, self.choices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Section:
 
 def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
     """Return the section that a dataclass describes, at path `name`, and all nested ones."""
-    about, told_of_keys = described(kind)
+    about, descriptions = described(kind)
     hints, choices = typing.get_type_hints(kind), choices_of(kind)
     keys = tuple(
         Key(
@@ -71,7 +71,7 @@ def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
                 if field.default_factory is dataclasses.MISSING
                 else field.default_factory()
             ),
-            about=told_of_keys[field.name],
+            about=descriptions[field.name],
             choices=choices.get(field.name),
         )
         for field in dataclasses.fields(kind)
@@ -109,14 +109,14 @@ def keys_in_words() -> str:
     return "\n".join(lines)
 
 
-def _in_words(hint: Any, section: str, choices: Choice | None) -> str:
+def _type_in_words(hint: Any, section: str, choices: Choice | None) -> str:
     if dataclasses.is_dataclass(hint):
         return section
     if hint is types.NoneType:
         return "null"
     if hint is str and choices is not None:
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    inner = [_in_words(part, section, choices) for part in parts(hint)]
+    inner = [_type_in_words(part, section, choices) for part in parts(hint)]
     if typing.get_origin(hint) is dict:
         return f"mapping to {inner[1]}"
     if typing.get_origin(hint) is tuple:
@@ -132,17 +132,17 @@ TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of the whole configuration."""
-    told = {section.name: section for section in sections()}
+    by_name = {section.name: section for section in sections()}
 
-    def of_section(kind: Any, place: str) -> dict[str, Any]:
-        found = {
+    def of_section(kind: Any, path: str) -> dict[str, Any]:
+        as_object = {
             "type": "object",
-            "description": told[place].about,
-            "properties": {key.name: of_key(key) for key in told[place].keys},
+            "description": by_name[path].about,
+            "properties": {key.name: of_key(key) for key in by_name[path].keys},
             "additionalProperties": False,
         }
         shorthands = list(getattr(kind, "SHORTHAND", ()))
-        return {"anyOf": [{"enum": shorthands}, found]} if shorthands else found
+        return {"anyOf": [{"enum": shorthands}, as_object]} if shorthands else as_object
 
     def of_key(key: Key) -> dict[str, Any]:
         default = {} if key.is_section else {"default": key.default}
@@ -162,10 +162,10 @@ def schema() -> dict[str, Any]:
             return {"type": ["number", "string"]}
         return {"anyOf": inner} if inner else {"type": TYPES[hint]}
 
-    whole = of_section(Config, "")
-    about = "another file, beside this one: it says what this one does not"
-    whole["properties"][EXTENDS] = {"description": about, "type": "string"}
-    return {"$schema": DRAFT, "title": "Configuration of a run"} | whole
+    root = of_section(Config, "")
+    about = "path, relative to this file, of a base file for the keys that this file does not set"
+    root["properties"][EXTENDS] = {"description": about, "type": "string"}
+    return {"$schema": DRAFT, "title": "Configuration of a run"} | root
 
 
 def to_text() -> str:
@@ -189,16 +189,16 @@ def summary(config: Config) -> str:
     shown = yaml.safe_dump(
         differences(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )
-    return f"# What is not as by default; in full it is in {config.run_dir}/config.yaml.\n{shown}"
+    return f"# Settings that differ from the defaults (all: {config.run_dir}/config.yaml)\n{shown}"
 
 
 def _different(tree: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    changed = {}
     for key, value in tree.items():
-        other = default[key]
-        if isinstance(value, dict) and isinstance(other, dict):
-            if inner := _different(value, other):
-                found[key] = inner
-        elif value != other:
-            found[key] = value
-    return found
+        unset = default[key]
+        if isinstance(value, dict) and isinstance(unset, dict):
+            if inner := _different(value, unset):
+                changed[key] = inner
+        elif value != unset:
+            changed[key] = value
+    return changed

@@ -20,7 +20,7 @@ def require(module: str, extra: str, field: str, value: Any) -> Any:
         raise InputError(
             field,
             value,
-            f"needs the package {module.partition('.')[0]}, which is not installed here",
-            f'Install it, in a clone of the repository: pip install -e ".[{extra}]", '
-            f'or with the file of the wheel: pip install "FILE.whl[{extra}]"',
+            f"needs the package {module.partition('.')[0]}, which is not installed",
+            f'Run pip install -e ".[{extra}]" in a clone of the repository, '
+            f'or pip install "FILE.whl[{extra}]" with the wheel',
         ) from error

@@ -41,7 +41,7 @@ class NodeMesh:
         Raises:
             InputError: naming the part of `field` that does not divide.
         """
-        cut = [
+        sharded = [
             ("tensor", "model.heads", model.heads),
             ("tensor", "model.kv_heads", model.kv_heads),
             ("tensor", "model.ffn_width", model.ffn_width),
@@ -49,12 +49,12 @@ class NodeMesh:
             ("tensor", "data.sequence_length", data.sequence_length),
             ("fsdp", "model.width", model.width),
         ]
-        for axis, name, size in cut:
-            over = getattr(self, axis)
-            if size % over:
+        for axis, name, size in sharded:
+            shards = getattr(self, axis)
+            if size % shards:
                 raise InputError(
                     f"{field}.{axis}",
-                    over,
+                    shards,
                     f"does not divide {name} = {size}",
                     f"Write a divisor of {size}",
                 )
@@ -62,9 +62,11 @@ class NodeMesh:
             raise InputError(
                 f"{field}.fsdp",
                 self.fsdp,
-                f"divides neither data.microbatch_size = {data.microbatch_size} nor, times "
-                f"{field}.tensor = {self.tensor}, data.sequence_length = {data.sequence_length}",
-                "Write a divisor of one of them",
+                f"must divide data.microbatch_size = {data.microbatch_size}, or its product with "
+                f"{field}.tensor = {self.tensor} must divide data.sequence_length = "
+                f"{data.sequence_length}",
+                f"Write a divisor of {data.microbatch_size} or of "
+                f"{data.sequence_length // self.tensor}",
             )
 
 
@@ -105,8 +107,8 @@ class NodeConfig(Section, name="node"):
 
     def mesh_of(self, case: Case, node: int) -> NodeMesh | None:
         """Return the mesh of a node; None if it depends on the host."""
-        own = case.nodes[node].mesh
-        return self.mesh if own is None else NodeMesh(*own)
+        mesh = case.nodes[node].mesh
+        return self.mesh if mesh is None else NodeMesh(*mesh)
 
     def meshes(self, case: Case) -> Sequence[NodeMesh | None]:
         """Return the meshes of all nodes."""
@@ -122,8 +124,8 @@ class NodeConfig(Section, name="node"):
             raise InputError(
                 "node.tensor",
                 self.tensor,
-                f"does not divide the {devices} devices that a host has for each of its nodes",
-                "Write a divisor, or node.fsdp as a number",
+                f"does not divide the {devices} devices per node on a host",
+                "Write a divisor, or set node.fsdp to a number",
             )
         return NodeMesh(devices // self.tensor, self.tensor)
 
@@ -186,21 +188,21 @@ class NetworkConfig(Section, name="network"):
                 raise InputError(
                     f"network.{name}",
                     getattr(self, name),
-                    "the network is real, and so nothing is delayed",
-                    "Write network.mode: emulate too, or remove it",
+                    "has no effect with network.mode: real",
+                    "Write network.mode: emulate, or remove it",
                 )
         gradient_dtype = self.gradient_dtype or self.activation_dtype
         if self.gradient_rounding == "stochastic" and gradient_dtype != "int8":
             raise InputError(
                 "network.gradient_rounding",
                 self.gradient_rounding,
-                "only int8 is rounded by chance, and gradients do not travel in it",
+                "has no effect unless gradients are sent as int8",
                 "Write network.gradient_dtype: int8, or remove it",
             )
         if self.averaging == "collective" and self.averaging_dtype is not None:
             raise InputError(
                 "network.averaging_dtype",
                 self.averaging_dtype,
-                "only the ring rounds what it sends, and network.averaging is collective",
-                "Write averaging: ring, or remove it",
+                "has no effect with network.averaging: collective",
+                "Write network.averaging: ring, or remove it",
             )

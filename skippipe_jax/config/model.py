@@ -42,22 +42,21 @@ def why_unfit(implementation: str, *, length: int, head_width: int, compute_dtyp
     """
     if implementation == CUDNN:
         if compute_dtype == "float32":
-            return "does not compute in model.compute_dtype = 'float32'"
+            return "does not support model.compute_dtype = 'float32'"
         if head_width > CUDNN_MOST_WIDTH or head_width % CUDNN_WIDTH_STEP:
             return (
-                f"takes heads of a width up to {CUDNN_MOST_WIDTH} that {CUDNN_WIDTH_STEP} divides, "
-                f"and model.width / model.heads is {head_width}"
+                f"needs a head width of up to {CUDNN_MOST_WIDTH} that is a multiple of "
+                f"{CUDNN_WIDTH_STEP}, but model.width / model.heads is {head_width}"
             )
     if implementation == SPLASH:
         if length % SPLASH_LANES:
             return (
-                f"takes sequences of a multiple of {SPLASH_LANES} tokens, and "
-                f"data.sequence_length is {length}"
+                f"needs data.sequence_length to be a multiple of {SPLASH_LANES}, but it is {length}"
             )
         if head_width % SPLASH_LANES:
             return (
-                f"takes heads whose width {SPLASH_LANES} divides, and model.width / model.heads "
-                f"is {head_width}"
+                f"needs a head width that is a multiple of {SPLASH_LANES}, but model.width / "
+                f"model.heads is {head_width}"
             )
     return ""
 
@@ -227,14 +226,14 @@ class ModelConfig(Section, name="model"):
             raise InputError(
                 "model.heads",
                 self.heads,
-                f"width {self.width} does not split into heads of an even width",
-                "Choose heads so that width / heads is a whole even number",
+                f"does not split model.width {self.width} into heads of an even width",
+                "Choose heads so that width / heads is an even whole number",
             )
         if self.heads % self.kv_heads:
             raise InputError(
                 "model.kv_heads",
                 self.kv_heads,
-                f"{self.heads} heads do not share it evenly",
+                f"does not divide model.heads = {self.heads}",
                 "Choose a divisor of model.heads",
             )
 
@@ -268,8 +267,8 @@ class ModelConfig(Section, name="model"):
                 raise InputError(
                     "model.layers",
                     self.layers,
-                    f"does not spread evenly over the plan's {stages} stages",
-                    "Choose a multiple, or say in model.stage_layers how many each stage holds",
+                    f"is not a multiple of the plan's {stages} stages",
+                    "Choose a multiple, or set model.stage_layers",
                 )
             return StageCut((self.layers // stages,) * stages)
         if len(self.stage_layers) != stages or min(self.stage_layers) < 1:

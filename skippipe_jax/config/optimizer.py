@@ -29,9 +29,9 @@ from skippipe_jax.config.choices import (
 
 # Added to `delay`: totals are sent after changes, so a bound at the delay itself would make hosts
 # wait for them.
-BEHIND = 4
+TOTALS_LAG = 4
 Decay = Annotated[float, Real(end=1.0)]
-OF_OUTER_OPTIMIZER = ("rate", "momentum", "exact_steps")
+OUTER_OPTIMIZER_KEYS = ("rate", "momentum", "exact_steps")
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class AveragingConfig(Section, name="averaging"):
     def __post_init__(self):
         """Reject values that the planner rejects, and keys without effect in `exact` mode."""
         super().__post_init__()
-        given = {key: getattr(self, key) for key in DEFAULTS}
+        values = {key: getattr(self, key) for key in DEFAULTS}
         if self.is_outer:
-            parse_averaging({"mode": self.mode, **given}, "averaging")
+            parse_averaging({"mode": self.mode, **values}, "averaging")
         else:
-            given |= {key: getattr(self, key) for key in OF_OUTER_OPTIMIZER}
-            for key, value in given.items():
+            values |= {key: getattr(self, key) for key in OUTER_OPTIMIZER_KEYS}
+            for key, value in values.items():
                 if value != getattr(AveragingConfig, key):
                     raise InputError(
                         f"averaging.{key}",
                         value,
-                        "is of mode: outer, and this is exact, in which every iteration averages",
+                        "has no effect with averaging.mode: exact",
                         "Remove it, or write averaging.mode: outer",
                     )
 
@@ -112,7 +112,7 @@ class AveragingConfig(Section, name="averaging"):
         In `outer` mode the totals of an iteration are sent in the background, as outer gradients
         are.
         """
-        return self.delay + BEHIND if self.is_outer else 1
+        return self.delay + TOTALS_LAG if self.is_outer else 1
 
     @property
     def least_steps(self) -> int:
@@ -150,9 +150,9 @@ class AveragingConfig(Section, name="averaging"):
             raise InputError(
                 "averaging.fragments",
                 self.fragments,
-                f"stage {stage_layers.index(least)} has {least} blocks, and a fragment is at least "
-                "one block of every stage",
-                f"Write {least} or less, or give this stage more in model.stage_layers",
+                f"stage {stage_layers.index(least)} has {least} blocks, but needs at least one per "
+                "fragment",
+                f"Write {least} or less, or give this stage more blocks in model.stage_layers",
             )
 
 
@@ -226,19 +226,19 @@ class OptimizerConfig(Section, name="optimizer"):
         """Reject values outside their ranges, and keys without effect."""
         super().__post_init__()
         for name in ("decay_fraction", "decay_shape"):
-            given = getattr(self, name)
-            if self.schedule == "cosine" and given != getattr(OptimizerConfig, name):
+            value = getattr(self, name)
+            if self.schedule == "cosine" and value != getattr(OptimizerConfig, name):
                 raise InputError(
                     f"optimizer.{name}",
-                    given,
-                    "is of the schedule warmup-stable-decay, and this one is cosine",
+                    value,
+                    "has no effect with optimizer.schedule: cosine",
                     "Remove it, or write schedule: warmup-stable-decay",
                 )
         if self.name == ADAMW and self.muon_momentum != OptimizerConfig.muon_momentum:
             raise InputError(
                 "optimizer.muon_momentum",
                 self.muon_momentum,
-                "is of the optimizer muon, and this one is adamw",
+                "has no effect with optimizer.name: adamw",
                 "Remove it, or write name: muon",
             )
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
@@ -246,5 +246,5 @@ class OptimizerConfig(Section, name="optimizer"):
                 "optimizer.decay_steps",
                 self.decay_steps,
                 f"must be greater than warmup_steps = {self.warmup_steps}",
-                "Raise it, or leave it out",
+                "Raise it, or remove it",
             )

@@ -37,56 +37,57 @@ from skippipe_jax.config.run import Config, PlanConfig
 class FormerKey:
     """Removed key: the problem and the remedy, one sentence each.
 
-    `nothing` is the value without effect, which saved runs may contain.
+    `neutral` is the value without effect, which saved runs may contain.
     """
 
     problem: str
     remedy: str
-    nothing: Any = None
+    neutral: Any = None
 
 
 FORMER_KEYS: Mapping[str, FormerKey] = {
     "recipe.average_parameters_every": FormerKey(
-        "is no key any more: replicas average what they have changed by the section averaging",
-        "Write averaging: {mode: outer}, with this number as every; with fragments: 1, delay: 0, "
-        "dtype: float32, rate: 1 and momentum: 0 too, they average parameters as they did, and "
-        "each keeps moments of its own",
+        "was removed: the section averaging configures the averaging of replicas",
+        "Write averaging: {mode: outer}, with this number as every; add fragments: 1, delay: 0, "
+        "dtype: float32, rate: 1 and momentum: 0 to average parameters as before, with separate "
+        "moments on each replica",
     ),
     "recipe.skip_scaling": FormerKey(
-        "is no key any more: dividing by the share of microbatches that visit a stage made models "
-        "worse",
-        "Remove it; recipe: {preset: quality} is what keeps the quality of full paths",
-        nothing="none",
+        "was removed: division by the share of microbatches that visit a stage made models worse",
+        "Remove it, and set recipe: {preset: quality} to keep the quality of full paths",
+        neutral="none",
     ),
     "data.prefetch": FormerKey(
-        "is no key any more: the batches of the next iteration are always made while one runs",
+        "was removed: the batches of the next step are always read during the current one",
         "Remove it",
-        nothing=True,
+        neutral=True,
     ),
     "replan.method": FormerKey(
-        f"is no key any more: {DEFAULT_METHOD} searches for the better plan",
+        f"was removed: replanning always uses {DEFAULT_METHOD}",
         "Remove it",
-        nothing=DEFAULT_METHOD,
+        neutral=DEFAULT_METHOD,
     ),
 }
 """Removed keys, by their paths in the configuration."""
 
 
-def without_former_keys(given: Any, section: str, *, whatever: bool = False) -> Any:
+def without_former_keys(content: Any, section: str, *, ignore_values: bool = False) -> Any:
     """Return the content of a section without its removed keys, which saved runs may have.
 
     Raises:
-        InputError: for a removed key whose value had an effect, unless `whatever` is set.
+        InputError: for a removed key whose value had an effect, unless `ignore_values` is set.
     """
-    if not isinstance(given, dict):
-        return given
+    if not isinstance(content, dict):
+        return content
     former = {
-        key: FORMER_KEYS[path] for key in given if (path := f"{section}.{key}") in FORMER_KEYS
+        key: FORMER_KEYS[path] for key in content if (path := f"{section}.{key}") in FORMER_KEYS
     }
-    for key, told in former.items():
-        if given[key] not in (None, told.nothing) and not whatever:
-            raise InputError(f"{section}.{key}", given[key], told.problem, told.remedy)
-    return {key: entry for key, entry in given.items() if key not in former}
+    for key, former_key in former.items():
+        if content[key] not in (None, former_key.neutral) and not ignore_values:
+            raise InputError(
+                f"{section}.{key}", content[key], former_key.problem, former_key.remedy
+            )
+    return {key: entry for key, entry in content.items() if key not in former}
 
 
 EXTENDS = "extends"
@@ -101,12 +102,12 @@ class ConfigFiles:
 
     Attributes:
         tree: the mapping, without `extends`.
-        says: origin of each value that is not a mapping, by its path: a file, or `SET`. Empty if
+        origins: origin of each value that is not a mapping, by its path: a file, or `SET`. Empty if
             there is only one file.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
-    says: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -114,11 +115,11 @@ class ConfigFiles:
         try:
             yield
         except InputError as error:
-            place = error.field.removeprefix("config.")
-            ends = [*(found.start() for found in re.finditer(r"[.\[]", place)), len(place)]
-            around = [place[:end] for end in reversed(ends)]
-            files = [self.says[one] for one in around if one in self.says] or [
-                file for one, file in self.says.items() if one.startswith(f"{place}.")
+            path = error.field.removeprefix("config.")
+            ends = [*(match.start() for match in re.finditer(r"[.\[]", path)), len(path)]
+            prefixes = [path[:end] for end in reversed(ends)]
+            files = [self.origins[prefix] for prefix in prefixes if prefix in self.origins] or [
+                file for inner, file in self.origins.items() if inner.startswith(f"{path}.")
             ]
             if files in ([], [SET]):
                 raise
@@ -131,16 +132,16 @@ class ConfigFiles:
 
         lines = text.splitlines()
 
-        def tell(node: yaml.Node, prefix: str) -> None:
+        def annotate(node: yaml.Node, prefix: str) -> None:
             for key, value in node.value:
-                place = prefix + key.value
+                path = prefix + key.value
                 if isinstance(value, yaml.MappingNode):
-                    tell(value, f"{place}.")
-                elif place in self.says:
+                    annotate(value, f"{path}.")
+                elif path in self.origins:
                     is_list = isinstance(value, yaml.SequenceNode) and not value.flow_style
-                    lines[(key if is_list else value).end_mark.line] += f"  # {self.says[place]}"
+                    lines[(key if is_list else value).end_mark.line] += f"  # {self.origins[path]}"
 
-        tell(yaml.compose(text), "")
+        annotate(yaml.compose(text), "")
         return "\n".join(lines) + "\n"
 
 
@@ -166,20 +167,31 @@ def read_files(path: Path, named: str, overrides: Sequence[str] = ()) -> ConfigF
         file = file.parent / Path(given).expanduser()
         if file.resolve() in [other.resolve() for other in trees]:
             problem = "leads back to a file that extends this one"
-            raise InputError(named, given, problem, "Let one of them extend none")
-    whole: dict[str, Any] = {}
+            raise InputError(named, given, problem, "Remove extends from one of these files")
+    merged: dict[str, Any] = {}
     for file, tree in reversed(trees.items()):
-        _keep_link_table(tree, file.parent, path.parent)
-        whole = _merged(whole, tree)
+        _rebase_link_table(tree, file.parent, path.parent)
+        merged = _merged(merged, tree)
     for override in overrides:
-        set_key(whole, override)
+        set_key(merged, override)
     if len(trees) == 1:
-        return ConfigFiles(whole)
-    told_by = {place: str(file) for file, own in reversed(trees.items()) for place in _places(own)}
+        return ConfigFiles(merged)
+    file_of = {
+        key_path: str(file)
+        for file, content in reversed(trees.items())
+        for key_path in _value_paths(content)
+    }
     keys = [override.partition("=")[0] for override in overrides]
-    is_set = {one for one in _places(whole) if any(f"{one}.".startswith(f"{k}.") for k in keys)}
-    says = {one: SET if one in is_set else told_by[one] for one in _places(whole)}
-    return ConfigFiles(whole, says)
+    overridden = {
+        key_path
+        for key_path in _value_paths(merged)
+        if any(f"{key_path}.".startswith(f"{k}.") for k in keys)
+    }
+    origins = {
+        key_path: SET if key_path in overridden else file_of[key_path]
+        for key_path in _value_paths(merged)
+    }
+    return ConfigFiles(merged, origins)
 
 
 def mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
@@ -197,7 +209,12 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     """
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise InputError(SET, override, "is not key.sub=value", "Write --set train.steps=200")
+        raise InputError(
+            SET,
+            override,
+            "is not key.sub=value",
+            "Write --set KEY=VALUE, such as --set train.steps=200",
+        )
     *parents, last = name.split(".")
     if parents[:1] == ["plan"] and isinstance(tree.get("plan"), str):
         # An override may set a key of the mapping that `auto` is short for.
@@ -205,14 +222,14 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise InputError(SET, override, f"{parent} holds no keys", "Name another key")
+            raise InputError(SET, override, f"{parent} is not a section", "Name another key")
     # YAML would parse a glob as an alias, which cannot be defined here.
     tree[last] = text if text.startswith("*") else fields.parse_yaml(text, SET, override)
 
 
-def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], extending: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
-    for key, value in own.items():
+    for key, value in extending.items():
         before = base.get(key)
         if isinstance(value, dict) and isinstance(before, dict):
             value = _merged(before, value)
@@ -220,16 +237,16 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _places(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _value_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Return the paths of all values that are not mappings."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _places(value, f"{prefix}{key}.")
+            yield from _value_paths(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
 
 
-def _keep_link_table(tree: Mapping[str, Any], folder: Path, first: Path) -> None:
+def _rebase_link_table(tree: Mapping[str, Any], folder: Path, first: Path) -> None:
     """Make the path of a case's link table, in a file of `folder`, relative to `first`."""
     plan = tree.get("plan")
     case = plan.get("case") if isinstance(plan, dict) else None
@@ -241,7 +258,7 @@ T = TypeVar("T")
 CONFIG = "config.yaml"
 """File in which a run saves its complete configuration."""
 
-KEYS_ELSEWHERE = {
+OTHER_TRAINERS_KEYS = {
     "lr": "optimizer.learning_rate",
     "batch_size": "data.microbatch_size",
     "seq_len": "data.sequence_length",
@@ -318,10 +335,12 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     else:
         file = folder / MODEL_CONFIG
         of_weights = read_model(folder, "init_from")
-    given = {key: _parse(hints[key], model[key], f"model.{key}") for key in SHAPES if key in model}
-    require_shapes(file, of_weights, given)
+    configured = {
+        key: _parse(hints[key], model[key], f"model.{key}") for key in SHAPES if key in model
+    }
+    require_shapes(file, of_weights, configured)
     if origin.kind != RUN:
-        require_no_window(folder, given.get("context", of_weights.context))
+        require_no_window(folder, configured.get("context", of_weights.context))
     shapes = to_tree(of_weights)
     return {key: shapes[key] for key in (*SHAPES, "initial_deviation")} | model
 
@@ -354,10 +373,10 @@ def saved_config(folder: Path, field: str, overrides: Sequence[str] = ()) -> Con
 
 def _saved_tree(folder: Path, field: str) -> Any:
     if not is_run(folder):
-        problem = f"holds no run: there is no {folder.absolute() / CONFIG}"
-        raise InputError(field, str(folder), problem, "Name the folder of a run")
+        problem = f"does not contain a run: {folder.absolute() / CONFIG} does not exist"
+        raise InputError(field, str(folder), problem, "Name a run directory")
     path = folder / CONFIG
-    return _as_it_was(fields.load_yaml(path, str(path)))
+    return _in_current_keys(fields.load_yaml(path, str(path)))
 
 
 def _parse_saved(folder: Path, tree: Any, overrides: Sequence[str] = ()) -> Config:
@@ -368,11 +387,11 @@ def _parse_saved(folder: Path, tree: Any, overrides: Sequence[str] = ()) -> Conf
             f"{folder / CONFIG}: {error.field}",
             error.value,
             error.problem,
-            "The run's own file is damaged: bring it back, or start another run",
+            "Restore this damaged file of the run, or start another run",
         ) from error
 
 
-def _as_it_was(tree: Any) -> Any:
+def _in_current_keys(tree: Any) -> Any:
     """Return the saved settings of a run, updated to the keys of this version.
 
     Removed keys are dropped. Conversations longer than a sequence were split before `data.too_long`
@@ -380,7 +399,7 @@ def _as_it_was(tree: Any) -> Any:
     """
     if isinstance(tree, dict):
         # Removed keys are dropped whatever their value: the trained model remains usable.
-        tree = {own: without_former_keys(tree[own], own, whatever=True) for own in tree}
+        tree = {key: without_former_keys(tree[key], key, ignore_values=True) for key in tree}
     data = tree.get("data") if isinstance(tree, dict) else None
     if not isinstance(data, dict) or "too_long" in data:
         return tree
@@ -415,13 +434,13 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
             value = shorthand[value]
         current = without_former_keys(value, name)
         prefix = f"{name}." if name else ""
-        for key in KEYS_ELSEWHERE.keys() & {*current} if isinstance(current, dict) else ():
+        for key in OTHER_TRAINERS_KEYS.keys() & {*current} if isinstance(current, dict) else ():
             if key not in hints:
-                remedy = f"Write {KEYS_ELSEWHERE[key]} instead"
+                remedy = f"Write {OTHER_TRAINERS_KEYS[key]} instead"
                 raise InputError(f"{prefix}{key}", current[key], "unknown key", remedy)
-        given = fields.mapping(current, name or "config", hints)
+        entries = fields.mapping(current, name or "config", hints)
         return typing.cast(Any, kind)(
-            **{key: _parse(hints[key], entry, prefix + key) for key, entry in given.items()}
+            **{key: _parse(hints[key], entry, prefix + key) for key, entry in entries.items()}
         )
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -430,10 +449,10 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
         entries = fields.sequence(value, name)
         return tuple(_parse(arguments[0], entry, f"{name}[{i}]") for i, entry in enumerate(entries))
     if origin is dict:
-        given = mapping(value, name, value)
+        entries = mapping(value, name, value)
         return {
             fields.text(key, name): _parse(arguments[1], entry, f"{name}.{key}")
-            for key, entry in given.items()
+            for key, entry in entries.items()
         }
     if kind is dict:
         return dict(mapping(value, name, value))
@@ -446,8 +465,8 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
     if kind is float and name.endswith("_s"):
         return fields.duration(value, name)
     # Sections check the bounds of sizes and counts.
-    whole = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
-    readers = {int: whole, float: fields.number, str: fields.text}
+    integer = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
+    readers = {int: integer, float: fields.number, str: fields.text}
     return readers[kind](value, name)
 
 

@@ -66,33 +66,33 @@ def origin_of(init_from: str) -> Origin:
         if at and "/" not in last:  # Else it belongs to the name of a folder.
             if not re.fullmatch("[0-9]{1,15}", last):
                 remedy = "Write run:DIR@200, or run:DIR for the newest checkpoint"
-                raise InputError("init_from", init_from, f"{last!r} is no step", remedy)
+                raise InputError("init_from", init_from, f"{last!r} is not a step", remedy)
             path, step = folder, int(last)
     if kind not in (HUGGING_FACE, RUN) or not path:
         raise InputError(
             "init_from",
             init_from,
-            "names no weights",
-            "Write hf:DIR, where DIR holds config.json and safetensors files; or run:DIR, the "
-            "folder of a run, or run:DIR@STEP",
+            "does not name weights",
+            "Write hf:DIR, where DIR contains config.json and safetensors files; or run:DIR, a run "
+            "directory, or run:DIR@STEP",
         )
     return Origin(kind, Path(path).expanduser(), step)
 
 
-def require_shapes(file: Path, of_weights: ModelConfig, given: Mapping[str, Any]) -> None:
+def require_shapes(file: Path, of_weights: ModelConfig, configured: Mapping[str, Any]) -> None:
     """Reject keys of `model` that differ from those of the weights, except a shorter context.
 
     `file` is the file that holds the shapes of the weights.
     """
     for key in SHAPES:
-        theirs = getattr(of_weights, key)
-        own = given.get(key, theirs)
-        if own != theirs and not (key == "context" and own < theirs):
+        expected = getattr(of_weights, key)
+        value = configured.get(key, expected)
+        if value != expected and not (key == "context" and value < expected):
             raise InputError(
                 f"model.{key}",
-                own,
-                f"{file} says {theirs!r}",
-                "Leave it out: with init_from, shapes come from there",
+                value,
+                f"must be {expected!r}, as in {file}",
+                "Remove it: with init_from, shapes come from that file",
             )
 
 
@@ -145,10 +145,10 @@ def how_to_fetch(name: str, *patterns: str) -> str:
     """
     if not HUB_NAME.fullmatch(name):
         return ""
-    wanted = "".join(f' --include "{pattern}"' for pattern in patterns)
+    filters = "".join(f' --include "{pattern}"' for pattern in patterns)
     folder = name.rpartition("/")[2]
     return (
-        f". If {name} is a name on the Hugging Face Hub, run hf download {name}{wanted} "
+        f". If {name} is a name on the Hugging Face Hub, run hf download {name}{filters} "
         f"--local-dir {folder}, and name the folder {folder}"
     )
 
@@ -164,78 +164,77 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
     """
     path = folder / MODEL_CONFIG
     if not folder.is_dir():
-        problem = "there is no such folder here, and nothing is downloaded"
+        problem = "is not a local folder, and nothing is downloaded"
         remedy = f"Name a local folder with {MODEL_CONFIG} and safetensors files"
         raise InputError(field, str(folder), problem, remedy + how_to_fetch(str(folder)))
-    given = _load(folder)
-    known = FAMILIES[given["model_type"]]
-    for key, value in (EXPRESSIBLE | {"architectures": known["architectures"]}).items():
-        if given.get(key) not in (None, value):
-            raise _not_supported(path, key, given[key], value)
+    content = _load(folder)
+    family = FAMILIES[content["model_type"]]
+    for key, value in (EXPRESSIBLE | {"architectures": family["architectures"]}).items():
+        if content.get(key) not in (None, value):
+            raise _not_supported(path, key, content[key], value)
 
     def integer(key: str, default: int | None = None) -> int:
-        value = given.get(key)
+        value = content.get(key)
         return fields.integer(default if value is None else value, f"{path}: {key}", 1)
 
     width, heads = integer("hidden_size"), integer("num_attention_heads")
-    head_dim = given.get("head_dim")
+    head_dim = content.get("head_dim")
     if head_dim is not None and head_dim * heads != width:
         raise InputError(
             f"{path}: head_dim",
             head_dim,
             f"is not supported: only hidden_size / num_attention_heads = {width / heads:g} is",
-            "Choose a model whose heads together are as wide as the model",
+            "Choose a model with this head_dim",
         )
-    rope_theta, rope_scaling = _read_rope(given, path)
-    tied_head = given.get("tie_word_embeddings", False)
+    rope_theta, rope_scaling = _read_rope(content, path)
+    tied_head = content.get("tie_word_embeddings", False)
     if not isinstance(tied_head, bool):
         raise InputError(
-            f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Mend the file"
+            f"{path}: tie_word_embeddings", tied_head, "must be true or false", "Correct the file"
         )
-    deviation = given.get("initializer_range", INITIALIZER_RANGE)
+    deviation = content.get("initializer_range", INITIALIZER_RANGE)
     return ModelConfig(
         vocabulary_size=integer("vocab_size"),
         width=width,
         layers=integer("num_hidden_layers"),
         heads=heads,
-        kv_heads=integer("num_key_value_heads", known.get("num_key_value_heads", heads)),
+        kv_heads=integer("num_key_value_heads", family.get("num_key_value_heads", heads)),
         ffn_width=integer("intermediate_size"),
         context=integer("max_position_embeddings"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied_head=tied_head,
-        norm_epsilon=fields.number(given.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
+        norm_epsilon=fields.number(content.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps"),
         initial_deviation=fields.number(deviation, f"{path}: initializer_range"),
     )
 
 
 def require_no_window(folder: Path, context: int) -> None:
     """Reject a sliding window that is shorter than a sequence of `context` tokens."""
-    given, name = _load(folder), f"{folder / MODEL_CONFIG}: sliding_window"
+    content, name = _load(folder), f"{folder / MODEL_CONFIG}: sliding_window"
     # A missing key means the default of transformers for the family; null means no window.
-    known = FAMILIES[given["model_type"]].get("sliding_window")
-    window = None if known is None else given.get("sliding_window", known)
+    default_window = FAMILIES[content["model_type"]].get("sliding_window")
+    window = None if default_window is None else content.get("sliding_window", default_window)
     if window is not None and fields.integer(window, name, 1) < context:
         raise InputError(
             name,
             window,
-            f"is shorter than a sequence of model.context = {context} tokens, whose last ones "
-            "would not see the first: that is not supported",
-            f"Give model.context: {window} or less, or write so in config.json, where it is "
-            "max_position_embeddings",
+            f"is shorter than model.context = {context} tokens: sliding-window attention is not "
+            "supported",
+            f"Set model.context (or max_position_embeddings in config.json) to {window} or less",
         )
 
 
 def _load(folder: Path) -> dict[str, Any]:
     """Return the content of config.json, after a check of its model_type."""
     path = folder / MODEL_CONFIG
-    given = fields.load_json(path, MODEL_CONFIG)
-    if not isinstance(given, dict):
+    content = fields.load_json(path, MODEL_CONFIG)
+    if not isinstance(content, dict):
         raise InputError(MODEL_CONFIG, str(path), "is not a mapping", "Name the folder of a model")
-    family = given.get("model_type")
+    family = content.get("model_type")
     if family is not None and family not in list(FAMILIES):
         raise _not_supported(path, "model_type", family, *FAMILIES)
-    return given | {"model_type": family or "llama"}
+    return content | {"model_type": family or "llama"}
 
 
 def _not_supported(path: Path, key: str, value: Any, *supported: Any) -> InputError:
@@ -243,17 +242,17 @@ def _not_supported(path: Path, key: str, value: Any, *supported: Any) -> InputEr
         f"{path}: {key}",
         value,
         f"is not supported: only {' or '.join(map(json.dumps, supported))} is",
-        "Choose a model of the Llama 2 or 3 family, or a Mistral, not quantized",
+        "Choose an unquantized model of the Llama 2, Llama 3 or Mistral family",
     )
 
 
-def _read_rope(given: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def _read_rope(content: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of the rotary frequencies, from the older or the newer form."""
-    key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     name = f"{path}: {key}"
-    rope = given.get(key) or {}
-    given_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    kind = given_type or "default"
+    rope = content.get(key) or {}
+    rope_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    kind = rope_type or "default"
     if kind not in ("default", "llama3"):
         raise InputError(
             f"{name}.rope_type", kind, "is not supported: only llama3 is", "Choose another model"
@@ -261,7 +260,7 @@ def _read_rope(given: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling
     required = LLAMA3_ROPE if kind == "llama3" else ()
     fields.mapping(rope, name, ROPE | LLAMA3_ROPE.keys(), required)
     theta_name = f"{name}.rope_theta" if "rope_theta" in rope else f"{path}: rope_theta"
-    theta = fields.number(rope.get("rope_theta", given.get("rope_theta", 10000.0)), theta_name)
+    theta = fields.number(rope.get("rope_theta", content.get("rope_theta", 10000.0)), theta_name)
     if kind == "default":
         return theta, None
     factors = {

@@ -21,7 +21,7 @@ FREE_TO_CHANGE = (
     "model.recompute",
     "model.attention",
 )
-OF_THE_RUN = ("seed", "init_from", "model", "data")
+FIXED_SECTIONS = ("seed", "init_from", "model", "data")
 """Sections that must not change on resume, except the keys in `FREE_TO_CHANGE`."""
 LONGEST_TEXT = 200
 """Maximum length, in characters, of a value that hosts compare as text; else as a digest."""
@@ -54,7 +54,7 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
         for section in ("optimizer", "averaging")
         for change in _differences(section, new[section], old[section])
     ]
-    for section in OF_THE_RUN:
+    for section in FIXED_SECTIONS:
         for name, now, before in _differences(section, new[section], old[section]):
             if name in FREE_TO_CHANGE:
                 changes.append((name, now, before))
@@ -62,7 +62,7 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
             raise InputError(
                 name,
                 now,
-                f"the run that is to be resumed has {before!r}",
+                f"must be {before!r}, as in the run to be resumed",
                 f"Set {name}={json.dumps(before)}, or start another run with another run_dir",
             )
     return changes
@@ -74,19 +74,19 @@ def require_same_for_all(config: Config, of_run: Config) -> None:
     Raises:
         InputError: naming the key.
     """
-    own, theirs = _without_own(config), _without_own(of_run)
-    for section, value in own.items():
-        for name, given, there in _differences(section, value, theirs[section]):
+    local, expected = _shared_settings(config), _shared_settings(of_run)
+    for section, value in local.items():
+        for name, local_value, run_value in _differences(section, value, expected[section]):
             raise InputError(
                 name,
-                given,
-                f"the run has {there!r}, which is the same for all its hosts",
-                f"Leave it out: hosts may differ in {', '.join(DIFFERS_BY_HOST)}, and the paths in "
-                "data.mixture",
+                local_value,
+                f"must be {run_value!r}, as on all hosts of the run",
+                f"Remove it: hosts may differ only in {', '.join(DIFFERS_BY_HOST)}, and the paths "
+                "in data.mixture",
             )
 
 
-def _without_own(config: Config) -> dict[str, Any]:
+def _shared_settings(config: Config) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts, as a mapping."""
     tree = to_tree(config)
     for name in DIFFERS_BY_HOST:
@@ -103,7 +103,7 @@ def identity(config: Config) -> Mapping[str, str]:
     for name in FREE_TO_CHANGE:
         section, key = name.split(".")
         del tree[section][key]
-    return _as_texts({name: tree[name] for name in ("run_dir", *OF_THE_RUN)})
+    return _as_texts({name: tree[name] for name in ("run_dir", *FIXED_SECTIONS)})
 
 
 def settings(config: Config) -> Mapping[str, str]:
@@ -113,14 +113,14 @@ def settings(config: Config) -> Mapping[str, str]:
 
 def _as_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return the values of all keys as short texts, for comparison and for messages."""
-    found = {}
+    texts = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= _as_texts(value, f"{prefix}{key}.")
+            texts |= _as_texts(value, f"{prefix}{key}.")
             continue
         text = value if isinstance(value, str) else json.dumps(value)
-        found[prefix + key] = text if len(text) <= LONGEST_TEXT else digest(value)
-    return found
+        texts[prefix + key] = text if len(text) <= LONGEST_TEXT else digest(value)
+    return texts
 
 
 def digest(value: Any) -> str:
@@ -130,8 +130,8 @@ def digest(value: Any) -> str:
 
 def _differences(name: str, new: Any, old: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(new, dict) and isinstance(old, dict):
-        found = []
+        differences = []
         for key in dict.fromkeys([*old, *new]):
-            found += _differences(f"{name}.{key}", new.get(key), old.get(key))
-        return found
+            differences += _differences(f"{name}.{key}", new.get(key), old.get(key))
+        return differences
     return [(name, new, old)] if new != old else []

@@ -58,7 +58,7 @@ class CheckpointConfig(Section, name="checkpoint"):
             raise InputError(
                 "checkpoint.keep_every",
                 self.keep_every,
-                f"is no multiple of checkpoint.every = {self.every}, so some are never saved",
+                f"is not a multiple of checkpoint.every = {self.every}",
                 "Choose a multiple",
             )
         if self.copy_to is not None:
@@ -104,8 +104,8 @@ class PlanConfig(Section, name="plan"):
         """Reject a plan file together with a case."""
         super().__post_init__()
         if self.file is not None and self.case is not None:
-            problem = "plan.case is given too, and a plan holds its case"
-            remedy = "Set plan.case=null to take the plan, or plan.file=null to plan for the case"
+            problem = "cannot be combined with plan.case: a plan contains its case"
+            remedy = "Set plan.case=null to use the plan, or plan.file=null to plan for the case"
             raise InputError("plan.file", self.file, problem, remedy)
 
 
@@ -185,18 +185,18 @@ class RecipeConfig(Section, name="recipe"):
             raise InputError(
                 "recipe.phases",
                 [phase.name for phase in self.phases],
-                f"the preset {self.preset} has phases of its own",
+                f"cannot be combined with recipe.preset: {self.preset}, which has its own phases",
                 "Remove recipe.phases, or recipe.preset",
             )
         for number, phase in enumerate(self.phases or ()):
             _require_phase(phase, f"recipe.phases[{number}]")
         for number, (before, after) in enumerate(pairwise(self.phases or ()), start=1):
             _require_order(before, after, f"recipe.phases[{number}]")
-        for name, other, alone in (
+        for name, other, is_unused in (
             ("redraws", "redraw_every", self.redraws > 1 and self.redraw_every is None),
             ("redraw_every", "redraws", self.redraws == 1 and self.redraw_every is not None),
         ):
-            if alone:
+            if is_unused:
                 raise InputError(
                     f"recipe.{name}",
                     getattr(self, name),
@@ -245,23 +245,23 @@ def _require_phase(phase: Phase, field: str) -> None:
     """Raise `InputError` if a phase, counted in steps or shares, is not valid."""
     fields.number(phase.skipping, f"{field}.skipping", 0.0)
     if phase.skipping > 1:
-        problem = "is more than all iterations"
-        raise InputError(f"{field}.skipping", phase.skipping, problem, "Write a number up to 1")
+        problem, remedy = "must be at most 1", "Write a fraction of at most 1"
+        raise InputError(f"{field}.skipping", phase.skipping, problem, remedy)
     if phase.from_share is not None:
         fields.number(phase.from_share, f"{field}.from_share", 0.0)
         if phase.from_share >= 1:
-            problem = "begins after the last iteration"
-            raise InputError(f"{field}.from_share", phase.from_share, problem, "Write less than 1")
+            problem, remedy = "must be less than 1", "Write a fraction below 1"
+            raise InputError(f"{field}.from_share", phase.from_share, problem, remedy)
         if phase.from_step:
-            problem = "says when the phase begins, and so does from_share"
+            problem = "cannot be combined with from_share"
             raise InputError(f"{field}.from_step", phase.from_step, problem, "Remove one of them")
     if phase.path_share is not None:
         fields.number(phase.path_share, f"{field}.path_share", 0.0, above=True)
         if phase.path_share > 1:
-            problem = "is more than all stages"
-            raise InputError(f"{field}.path_share", phase.path_share, problem, "Write 1 at most")
+            problem, remedy = "must be at most 1", "Write a fraction of at most 1"
+            raise InputError(f"{field}.path_share", phase.path_share, problem, remedy)
         if phase.path_length is not None:
-            problem = "says how many stages are visited, and so does path_share"
+            problem = "cannot be combined with path_share"
             remedy = "Remove one of them"
             raise InputError(f"{field}.path_length", phase.path_length, problem, remedy)
     for name, least in (("from_step", 0), ("path_length", 1), ("path_share", 0), ("max_swaps", 0)):
@@ -269,7 +269,7 @@ def _require_phase(phase: Phase, field: str) -> None:
         if value is not None and name != "path_share":
             fields.integer(value, f"{field}.{name}", least)
         if value is not None and name != "from_step" and phase.skipping == 0:
-            problem = "has no effect where no iteration of the phase skips"
+            problem = "has no effect with skipping: 0"
             raise InputError(f"{field}.{name}", value, problem, "Remove it, or raise skipping")
 
 
@@ -279,7 +279,7 @@ def _require_order(before: Phase, after: Phase, field: str) -> None:
         raise InputError(
             field,
             after.name,
-            "its begin is told otherwise than that of the phase before it",
+            "does not define its start by the same key as the previous phase",
             "Write from_share for all phases, or from_step for all",
         )
     name = "from_step" if after.from_share is None else "from_share"
@@ -288,7 +288,7 @@ def _require_order(before: Phase, after: Phase, field: str) -> None:
         raise InputError(
             f"{field}.{name}",
             later,
-            f"the phase before it begins at {earlier}",
+            f"must be greater than that of the previous phase, {earlier}",
             "List the phases in the order in which they begin",
         )
 
@@ -357,7 +357,7 @@ class ValidationConfig(Section, name="validation"):
             raise InputError(
                 "validation.patience",
                 self.patience,
-                "counts validations, and there are none",
+                "has no effect without validation.every",
                 "Write validation.every too, or remove it",
             )
 
@@ -446,28 +446,28 @@ class Config(Section, name=""):
                 raise InputError(
                     "init_from",
                     self.init_from,
-                    "is the run itself, whose folder is run_dir",
-                    "Name another run, or give this one another folder: --set run_dir=...",
+                    "is the run itself: run_dir is the same folder",
+                    "Name another run, or another run directory: --set run_dir=...",
                 )
         if "://" in self.run_dir:
             raise InputError(
                 "run_dir",
                 self.run_dir,
-                "is no local folder",
-                "Name one that all hosts share, and let checkpoint.copy_to name the URL of a copy",
+                "is not a local folder",
+                "Name a folder that all hosts share, and set checkpoint.copy_to to this URL",
             )
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
             raise InputError(
-                "trace", self.trace, "says no interval", "Write never, or every 10, or the like"
+                "trace", self.trace, "must be never or every N", "Write, for example, every 10"
             )
-        self._require_what_outer_leaves()
+        self._require_valid_with_outer()
         beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
         if beyond:
             raise InputError(
                 "log.profile_steps",
                 beyond[0],
-                f"the run has {self.train.steps} steps",
-                "Name one of them, or raise train.steps",
+                f"is greater than train.steps = {self.train.steps}",
+                "Lower it, or raise train.steps",
             )
         if self.data.sequence_length > self.model.context:
             raise InputError(
@@ -483,16 +483,16 @@ class Config(Section, name=""):
         if unfit:
             raise InputError("model.attention", self.model.attention, unfit, "Write auto")
 
-    def _require_what_outer_leaves(self) -> None:
+    def _require_valid_with_outer(self) -> None:
         """Reject settings that `outer` averaging contradicts or leaves without effect."""
         if not self.averaging.is_outer:
             return
         averaging, network, lost_stage = self.averaging, self.network, self.recovery.lost_stage
         no_gradients = (
-            "is of gradients, and with averaging.mode: outer none are averaged but in the first "
-            "averaging.exact_steps iterations, of which there are 0"
+            "has no effect with averaging.mode: outer and averaging.exact_steps = 0, where no "
+            "gradients are averaged"
         )
-        for name, given, problem, remedy in (
+        for name, is_invalid, problem, remedy in (
             (
                 "network.averaging",
                 network.averaging == "collective" and averaging.exact_steps == 0,
@@ -503,53 +503,52 @@ class Config(Section, name=""):
                 "network.averaging_dtype",
                 network.averaging_dtype is not None and averaging.exact_steps == 0,
                 no_gradients,
-                "Write averaging.dtype, by which changes travel, or averaging.exact_steps too",
+                "Write averaging.dtype, the type of outer gradients, or averaging.exact_steps too",
             ),
             (
                 "recovery.lost_stage",
                 lost_stage not in (REWIND, STOP),
-                "makes a stage of what all hosts have after the same step, and with "
-                "averaging.mode: outer they are at different ones",
+                "needs all hosts at the same step, but with averaging.mode: outer they are at "
+                "different steps",
                 f"Write {REWIND} or {STOP}, or averaging.mode: exact",
             ),
             (
                 "cluster.runtime",
                 self.cluster.runtime == DISTRIBUTED,
-                "has all hosts take part in every step, and with averaging.mode: outer none waits "
-                "for all others",
+                "synchronizes all hosts in every step, but with averaging.mode: outer no host "
+                "waits for all others",
                 "Write independent, or averaging.mode: exact",
             ),
             (
                 "model.parameter_dtype",
                 self.model.parameter_dtype != "float32",
-                "is rounded by chance in every update, and with averaging.mode: outer replicas "
-                "send each other what updates have added up to",
-                "Leave it out, or write averaging.mode: exact",
+                "is rounded stochastically in every update, but with averaging.mode: outer "
+                "replicas average their accumulated updates",
+                "Remove it, or write averaging.mode: exact",
             ),
             (
                 "optimizer.moment_dtype",
                 self.optimizer.moment_dtype != "float32",
-                "is rounded by chance, alike on all replicas, and with averaging.mode: outer each "
-                "has moments of its own",
-                "Leave it out, or write averaging.mode: exact",
+                "is rounded stochastically, equally on all replicas, but with averaging.mode: "
+                "outer their moments differ",
+                "Remove it, or write averaging.mode: exact",
             ),
             (
                 "optimizer.state_memory",
                 self.optimizer.state_memory != "device",
-                "is for updates that all replicas make together, and with averaging.mode: outer "
-                "each takes steps of its own",
-                "Leave it out, or write averaging.mode: exact",
+                "needs the same updates on all replicas, but with averaging.mode: outer each "
+                "replica takes local steps",
+                "Remove it, or write averaging.mode: exact",
             ),
             (
                 "train.steps",
                 self.train.steps < averaging.least_steps,
-                "is over before every fragment has been applied once: that takes "
-                "averaging.exact_steps, every and delay together, "
-                f"{averaging.least_steps} iterations",
+                f"must be at least {averaging.least_steps}, the sum of averaging.exact_steps, "
+                "every and delay, to apply every fragment once",
                 f"Write {averaging.least_steps} or more, or lower averaging.every",
             ),
         ):
-            if given:
+            if is_invalid:
                 section, key = name.split(".")
                 raise InputError(name, getattr(getattr(self, section), key), problem, remedy)
         if self.model.stage_layers is not None:

@@ -44,18 +44,20 @@ class Sampling:
         fields.number(self.temperature, "--temperature", 0.0)
         fields.integer(self.seed, "--seed", 0, fields.LARGEST_SEED)
         if not 0 < self.top_p <= 1:
-            raise InputError(
-                "--top-p", self.top_p, "is no share of the probability", "Write one such as 0.95"
-            )
+            problem, remedy = "must be greater than 0 and at most 1", "Write a number such as 0.95"
+            raise InputError("--top-p", self.top_p, problem, remedy)
         fields.integer(self.top_k, "top_k", 0)
         if not 0 <= self.min_p <= 1:
-            raise InputError("min_p", self.min_p, "is no share", "Write one such as 0.05")
+            problem, remedy = "must be from 0 to 1", "Write a number such as 0.05"
+            raise InputError("min_p", self.min_p, problem, remedy)
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(value := getattr(self, name)) <= MOST_PENALTY:
-                raise InputError(name, value, "is out of range", "Write one from -2 to 2")
+                raise InputError(
+                    name, value, "must be from -2 to 2", "Write a number in this range"
+                )
         if not 0 < self.repetition_penalty < math.inf:
-            remedy = "Write a number above 0; 1 changes nothing"
-            raise InputError("repetition_penalty", self.repetition_penalty, "divides", remedy)
+            problem, remedy = "must be greater than 0", "Write a finite number; 1 has no effect"
+            raise InputError("repetition_penalty", self.repetition_penalty, problem, remedy)
 
     @property
     def has_penalties(self) -> bool:

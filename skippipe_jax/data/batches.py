@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import DataConfig, DocumentSource
 from skippipe_jax.config.data import BYTES, HELD_OUT_PARTS, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import Corpus, part_of, read_corpus
-from skippipe_jax.data.documents import local_path, require_apart
+from skippipe_jax.data.documents import local_path, require_disjoint
 from skippipe_jax.data.rows import (
     NOT_COUNTED,
     Interleaving,
@@ -58,7 +58,7 @@ def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
         raise InputError(
             "model.vocabulary_size",
             vocabulary_size,
-            "vocabulary too small for the tokenizer",
+            "is too small for the tokenizer",
             f"Write {tokenizer.vocabulary_size} or more",
         )
 
@@ -83,7 +83,7 @@ def load_corpora(config: DataConfig) -> tuple[Corpus, ...]:
         replace(source, path=source.path and local_path(source.path)) for source in config.sources()
     )
     if len(sources) > 1:
-        require_apart(sources)
+        require_disjoint(sources)
     tokenizer = load_tokenizer(tokenizer_of(config))
     division = config.held_out, config.shuffle_seed
     corpora = tuple(read_corpus(source, tokenizer, *division) for source in sources)
@@ -102,8 +102,8 @@ def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocum
         raise InputError(
             "data.sequence_length",
             config.sequence_length,
-            f"{text} has {size} tokens, and one sequence with its last target needs {needed}",
-            "Shorten the sequence, give more text, or change data.held_out",
+            f"{text} has {size} tokens, but a sequence and its last target need {needed}",
+            "Lower it, add text, or change data.held_out",
         )
 
 
@@ -142,7 +142,7 @@ class TrainingBatches:
                 value,
                 f"{self.sequences} sequences of {config.sequence_length} tokens are too few for a "
                 f"microbatch of {config.microbatch_size}",
-                "Give more text, or lower data.sequence_length or data.microbatch_size",
+                "Add text, or lower data.sequence_length or data.microbatch_size",
             )
         self._mixture = Interleaving(config.shares())
         self._orders = [
@@ -153,7 +153,7 @@ class TrainingBatches:
         self._identity = {
             "fingerprint": self.fingerprint,
             "packing": config.packing,
-            "too_long": _unlike_split(config, corpora),
+            "too_long": _treatments_unless_split(config, corpora),
             "sequence_length": config.sequence_length,
             "shuffle_seed": config.shuffle_seed,
             "microbatch_size": config.microbatch_size,
@@ -171,8 +171,8 @@ class TrainingBatches:
 
     def _row(self, number: int) -> tuple[Rows, int]:
         """Return the rows of a source, and the index in them of row `number` of the run."""
-        source, place = self._mixture[number]
-        row = self._orders[source][place]
+        source, position = self._mixture[number]
+        row = self._orders[source][position]
         assert row is not None, "nothing is filtered out"
         return self._rows[source], row
 
@@ -191,8 +191,8 @@ class TrainingBatches:
                 raise InputError(
                     f"data_state.{name}",
                     state.get(name),
-                    f"saved for other data; here it is {expected}",
-                    "Resume with the settings and the text that it was saved with",
+                    f"was saved for other data: the current value is {expected}",
+                    "Resume with the original data settings and text",
                 )
         return fields.integer(state.get("microbatches"), "data_state.microbatches", 0)
 
@@ -206,7 +206,7 @@ def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> l
     count = sum(map(len, _rows_held_out(config, part)))
     if count >= sequences:
         return []
-    return [f"{count} sequences are read, not {sequences}: no more are held out"]
+    return [f"reading {count} sequences instead of {sequences}: the held-out text has no more"]
 
 
 def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> list[Rows]:
@@ -219,12 +219,12 @@ def _rows_held_out(config: DataConfig, part: str, domain: str | None = None) -> 
     for name, source, corpus in each:
         if domain not in (None, name):
             continue
-        documents, told = corpus.held_out, "held-out"
+        documents, label = corpus.held_out, "held-out"
         if part != "all":
-            documents, of = part_of(documents, part), f"for {part} of the domain {name}"
-            _require_a_sequence(config, f"the held-out text {of}", documents)
-            told = f"held-out, {of}"
-        rows.append(_rows(config, source, told, documents))
+            documents, purpose = part_of(documents, part), f"for {part} of the domain {name}"
+            _require_a_sequence(config, f"the held-out text {purpose}", documents)
+            label = f"held-out, {purpose}"
+        rows.append(_rows(config, source, label, documents))
     return rows
 
 
@@ -283,8 +283,8 @@ def what_is_too_long(config: DataConfig) -> list[str]:
     Text that is split without loss is left out. Raises `InputError` as `load_corpora` does.
     """
     both = zip(config.sources(), load_corpora(config), strict=True)
-    told = (_told(config, source, corpus) for source, corpus in both)
-    return [line for line in told if line is not None]
+    lines = (_too_long_line(config, source, corpus) for source, corpus in both)
+    return [line for line in lines if line is not None]
 
 
 def _rows(
@@ -293,24 +293,24 @@ def _rows(
     """Return the rows of one part of a source; raise `InputError` if there are none."""
     if config.packing == "windows":
         if documents.learnt is not None:
-            problem = f"{source.origin[1]} holds conversations, which are learnt one by one"
+            problem = f"must be documents: {source.origin[1]} contains conversations"
             raise InputError("data.packing", "windows", problem, "Write packing: documents")
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts) and not pieces.too_long:
         # A single document has been split into both parts.
         origin = source.origin[1]
-        problem = f"in the documents of {origin} ({part}) there is nothing to learn"
-        raise InputError(*source.origin, problem, "Give more of them")
+        problem = f"the documents of {origin} ({part}) have no tokens to train on"
+        raise InputError(*source.origin, problem, "Add documents")
     if not len(pieces.starts):
         treatment = _treatment(config, documents)
-        left = "none" if treatment == "drop" else "nothing of them to learn"
+        remaining = "no documents" if treatment == "drop" else "no tokens to train on"
         raise InputError(
             "data.sequence_length",
             config.sequence_length,
             f"all {pieces.too_long} documents of {source.origin[1]} ({part}) are longer, and "
-            f"data.too_long: {treatment} leaves {left}",
-            "Raise it, or write another data.too_long",
+            f"data.too_long: {treatment} leaves {remaining}",
+            "Raise it, or change data.too_long",
         )
     return PackedDocuments(documents, pieces, config.sequence_length)
 
@@ -326,7 +326,7 @@ def _pieces(config: DataConfig, documents: TokenizedDocuments) -> Pieces:
     return cut(documents, config.sequence_length, _treatment(config, documents))
 
 
-def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:
+def _treatments_unless_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | None:
     """Return the treatment of too long documents of each source, or None if all are split.
 
     Splitting was the only treatment before `data.too_long`, so older checkpoints do not name it.
@@ -335,7 +335,7 @@ def _unlike_split(config: DataConfig, corpora: Sequence[Corpus]) -> list[str] | 
     return None if set(treatments) == {"split"} else treatments
 
 
-def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
+def _too_long_line(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | None:
     """Return a line on the documents of a source that are too long, if they are not just split."""
     if config.packing == "windows":
         return None
@@ -350,14 +350,14 @@ def _told(config: DataConfig, source: DocumentSource, corpus: Corpus) -> str | N
         f"{pieces[name].too_long} of {len(documents.ends)} documents ({name})"
         for name, documents in parts.items()
     ]
-    done = {"drop": "dropped", "truncate": "truncated", "split": "split"}[treatment]
+    participle = {"drop": "dropped", "truncate": "truncated", "split": "split"}[treatment]
     line = (
         f"{source.origin[1]}: {' and '.join(counts)} are longer than a sequence of "
-        f"{config.sequence_length} tokens, and {done} (data.too_long)"
+        f"{config.sequence_length} tokens, and {participle} (data.too_long)"
     )
-    left_out = sum(of_part.left_out for of_part in pieces.values())
-    if treatment == "truncate" and left_out:
-        line += f"; of {left_out} of them nothing is left to learn"
+    unread = sum(of_part.left_out for of_part in pieces.values())
+    if treatment == "truncate" and unread:
+        line += f"; {unread} of them have no tokens left to train on"
     return line
 
 

@@ -107,7 +107,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Answers]
         )
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_template_error
         if today is not None:
             day = datetime.datetime.fromisoformat(today)
             environment.globals[TODAY] = day.strftime
@@ -157,7 +157,7 @@ class _Answers(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-def _refuse(problem: str) -> None:
+def _raise_template_error(problem: str) -> None:
     raise TemplateError(problem)
 
 
@@ -184,7 +184,7 @@ def encode_conversation(
             template's text cannot be divided into answers and the rest.
     """
 
-    refuse = functools.partial(_refused, document, source)
+    refuse = functools.partial(_conversation_error, document, source)
     messages = _messages(document, source)
     text, template = _template_text(source, tokenizer), None
     if text is not None:
@@ -193,17 +193,17 @@ def encode_conversation(
     if not is_answered and (template is None or not template.marks_answers):
         raise refuse(_why_unanswered(messages))
     if template is None:
-        segments = _written_plainly(messages, tokenizer)
+        segments = _segments_without_template(messages, tokenizer)
     else:
-        segments = _written_by(template, messages, tokenizer, source, refuse)
-    nothing = "of what the tokenizer's chat template writes, nothing is an answer"
+        segments = _segments_by_template(template, messages, tokenizer, source, refuse)
+    no_answer = "the text that the tokenizer's chat template writes contains no answer"
     if not segments:
-        raise refuse(nothing)
+        raise refuse(no_answer)
     tokens = np.concatenate([tokens for tokens, _ in segments])
     learnt = np.repeat([learnt for _, learnt in segments], [len(tokens) for tokens, _ in segments])
     # The first token is not a target.
     if not learnt[1:].any():
-        raise refuse(nothing)
+        raise refuse(no_answer)
     return tokens.astype(token_dtype(tokenizer.vocabulary_size)), learnt
 
 
@@ -213,18 +213,18 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
     if name is None:
         return tokenizer.chat_template
     if tokenizer.digest == BYTES:
-        problem = "goes with a tokenizer, beside which it is kept, and the text is read as bytes"
-        raise InputError(TEMPLATE_FIELD, name, problem, "Name a data.tokenizer, or remove it")
+        problem = "needs a tokenizer, but the text is read as bytes"
+        raise InputError(TEMPLATE_FIELD, name, problem, "Set data.tokenizer, or remove it")
     if name == PLAIN and not {"bos_token", "eos_token"} <= tokenizer.special_tokens.keys():
-        problem = "has to mark begin and end, and the tokenizer gives no texts of such tokens"
-        remedy = "Write bos_token and eos_token in its tokenizer_config.json, or name a file"
+        problem = "needs begin and end tokens, but the tokenizer does not name both"
+        remedy = "Add bos_token and eos_token to its tokenizer_config.json, or name a file"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     text = template_text(name, TEMPLATE_FIELD)
     # The plain template writes roles as text; templates from files are not checked.
     marks = MARK.findall(text) if name in TEMPLATES and name != PLAIN else ()
     unknown = dict.fromkeys(mark for mark in marks if tokenizer.token_of(mark) is None)
     if unknown:
-        problem = f"the tokenizer has no token {', '.join(unknown)}"
+        problem = f"the tokenizer does not have the tokens {', '.join(unknown)}"
         remedy = f"Write {PLAIN}, or name the file of a template for this tokenizer"
         raise InputError(TEMPLATE_FIELD, name, problem, remedy)
     return text
@@ -232,13 +232,13 @@ def _template_text(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
 
 def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> list[str]:
     """Return a warning if a model's tokenizer has no template for conversations."""
-    without = any(_template_text(source, tokenizer) is None for source in chats)
-    if not without or tokenizer.digest == BYTES:
+    lacks_template = any(_template_text(source, tokenizer) is None for source in chats)
+    if not lacks_template or tokenizer.digest == BYTES:
         return []
     return [
-        "the tokenizer has no chat template: conversations are written as <|user|>, <|assistant|> "
-        "and so on, each on a line before its message, and a model that is exported comes without "
-        f"a template. Choose one by {TEMPLATE_FIELD}: {', '.join(TEMPLATES)}, or a file"
+        "the tokenizer has no chat template: each message is written below a line with its role, "
+        "<|user|>, <|assistant|> and so on, and an exported model has no template. Set "
+        f"{TEMPLATE_FIELD} to {', '.join(TEMPLATES)}, or a file"
     ]
 
 
@@ -272,14 +272,16 @@ def encode_prompt(
     """
     text = tokenizer.chat_template
     if text is None:
-        asked = tokenizer.encode(_header(ASSISTANT))
-        segments = [tokens for tokens, _ in _written_plainly(messages, tokenizer)]
-        return np.concatenate([*segments, asked])
+        answer_header = tokenizer.encode(_header(ASSISTANT))
+        segments = [tokens for tokens, _ in _segments_without_template(messages, tokenizer)]
+        return np.concatenate([*segments, answer_header])
     try:
-        return tokenizer.encode(_written(text, messages, tokenizer, today, begins_answer=True))
+        return tokenizer.encode(_formatted(text, messages, tokenizer, today, begins_answer=True))
     except TemplateError as error:
         problem = f"the tokenizer's chat template fails: {error}"
-        raise InputError("--chat", True, problem, "Leave it out, and write the prompt") from error
+        raise InputError(
+            "--chat", True, problem, "Remove it, and write the formatted prompt"
+        ) from error
 
 
 def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
@@ -293,7 +295,7 @@ def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
         return None
     messages = [{"role": "user", "content": "Question"}, {"role": ASSISTANT, "content": answer}]
     try:
-        written = _written(text, messages, tokenizer, today)
+        written = _formatted(text, messages, tokenizer, today)
     except TemplateError:
         return None
     mark = MARK.search(written.rpartition(answer)[2]) if answer in written else None
@@ -301,7 +303,7 @@ def end_of_turn(tokenizer: Tokenizer, today: str) -> tuple[str, int] | None:
     return None if mark is None or token is None else (mark[0], token)
 
 
-def _written(
+def _formatted(
     template: str,
     messages: Sequence[Message],
     tokenizer: Tokenizer,
@@ -324,7 +326,7 @@ def spoken(document: Document, source: DocumentSource) -> str:
     return "\n".join(message["content"] for message in _messages(document, source))
 
 
-def _refused(document: Document, source: DocumentSource, problem: str) -> InputError:
+def _conversation_error(document: Document, source: DocumentSource, problem: str) -> InputError:
     remedy = 'Write {"messages": [{"role": "user", "content": "..."}, ...]} on that line'
     return InputError(*source.origin, f"{document.where}: {problem}", remedy)
 
@@ -332,48 +334,51 @@ def _refused(document: Document, source: DocumentSource, problem: str) -> InputE
 def _why_unanswered(messages: Sequence[Message]) -> str:
     unknown = [one["role"] for one in messages if one["role"] not in KNOWN_ROLES]
     if not unknown:
-        return "there is no answer of the assistant to learn"
+        return "there is no answer of the assistant to train on"
     of_share_gpt = ", ".join(f"{theirs} for {ours}" for theirs, ours in ROLES.items())
     return (
-        f"the role {unknown[0]!r} is unknown, and no other is the assistant's: roles are "
-        f"{', '.join(KNOWN_ROLES)}, or in 'from' also {of_share_gpt}"
+        f"the role {unknown[0]!r} is unknown, and no message has the role {ASSISTANT}: roles are "
+        f"{', '.join(KNOWN_ROLES)}, and in 'from' also {of_share_gpt}"
     )
 
 
-Refuse = Callable[[str], InputError]
+ErrorOf = Callable[[str], InputError]
 
 
 def _messages(document: Document, source: DocumentSource) -> list[Message]:
-    refuse = functools.partial(_refused, document, source)
+    refuse = functools.partial(_conversation_error, document, source)
     row = json.loads(document.text)
     if "messages" not in row and "instruction" in row and "output" in row:
-        asked = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
+        question = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
         answer = _text_of(row, "output", "the row", refuse)
-        return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": answer}]
+        return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
     of_share_gpt = "messages" not in row and isinstance(row.get("conversations"), list)
     name = "conversations" if of_share_gpt else "messages"
     entries = row.get(name)
     if not isinstance(entries, list):
-        raise refuse(f"has no list of messages, but {', '.join(row) or 'nothing'}")
+        raise refuse(f"has no list of messages; its keys are: {', '.join(row) or 'none'}")
     return [
         _message(entry, f"{name}[{number}]", refuse, of_share_gpt=of_share_gpt)
         for number, entry in enumerate(entries)
     ]
 
 
-def _message(entry: Any, place: str, refuse: Refuse, *, of_share_gpt: bool) -> Message:
+def _message(entry: Any, place: str, refuse: ErrorOf, *, of_share_gpt: bool) -> Message:
     """Return a message with `role` and `content`, also from one with `from` and `value`."""
     if not isinstance(entry, dict):
-        raise refuse(f"{place} is no object")
+        raise refuse(f"{place} is not an object")
     if "from" in entry or (of_share_gpt and "role" not in entry):
         role = _text_of(entry, "from", place, refuse)
-        own = {"role": ROLES.get(role, role), "content": _text_of(entry, "value", place, refuse)}
+        normalized = {
+            "role": ROLES.get(role, role),
+            "content": _text_of(entry, "value", place, refuse),
+        }
     else:
-        own = {key: _text_of(entry, key, place, refuse) for key in ("role", "content")}
-    return entry | own
+        normalized = {key: _text_of(entry, key, place, refuse) for key in ("role", "content")}
+    return entry | normalized
 
 
-def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> str:
+def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: ErrorOf) -> str:
     """Return the text under a key, concatenated if it is a list of parts."""
     content = entry.get(key)
     if isinstance(content, str):
@@ -385,7 +390,7 @@ def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> 
         kind = part.get("type") if isinstance(part, dict) else part
         if kind != "text" or not isinstance(part.get("text"), str):
             name = f"{place}.{key}[{number}]"
-            raise refuse(f"{name} is a part of type {kind!r}, and only text is read")
+            raise refuse(f"{name} has type {kind!r}, but only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -393,7 +398,7 @@ def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: Refuse) -> 
 Segments = list[tuple[np.ndarray, bool]]
 
 
-def _written_plainly(messages: Sequence[Message], tokenizer: Tokenizer) -> Segments:
+def _segments_without_template(messages: Sequence[Message], tokenizer: Tokenizer) -> Segments:
     segments: Segments = [(np.array([tokenizer.begin]), False)]
     for message in messages:
         segments.append((tokenizer.encode(_header(message["role"])), False))
@@ -409,12 +414,12 @@ def _header(role: str) -> str:
     return f"<|{role}|>\n"
 
 
-def _written_by(
+def _segments_by_template(
     template: ChatTemplate,
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     source: DocumentSource,
-    refuse: Refuse,
+    refuse: ErrorOf,
 ) -> Segments:
     def pieces_of(count: int, begins_answer: bool) -> list[tuple[str, bool]]:
         try:
@@ -425,7 +430,7 @@ def _written_by(
             )
         except TemplateError as error:
             if source.today is None and TODAY in str(error):
-                raise _without_day(source) from error
+                raise _missing_day_error(source) from error
             raise refuse(f"the tokenizer's chat template fails: {error}") from error
 
     def text_of(count: int, begins_answer: bool) -> str:
@@ -440,19 +445,21 @@ def _written_by(
             continue
         before, after = text_of(number, True), text_of(number + 1, False)
         if not (before.startswith(written) and after.startswith(before)):
-            raise refuse("the tokenizer's chat template writes earlier messages anew")
+            raise refuse(
+                "the tokenizer's chat template changes earlier messages when later ones follow"
+            )
         segments.append((tokenizer.encode(before.removeprefix(written)), False))
         segments.append((tokenizer.encode(after.removeprefix(before)), True))
         written = after
     return segments
 
 
-def _without_day(source: DocumentSource) -> InputError:
+def _missing_day_error(source: DocumentSource) -> InputError:
     return InputError(
         f"{source.field.partition('.')[0]}.today",
         None,
-        f"the tokenizer's chat template writes the date ({TODAY})",
-        "Say which it is, as 2026-11-22: a run that is resumed on another day must read the same",
+        f"must be set: the tokenizer's chat template writes the date ({TODAY})",
+        "Write a date such as 2026-11-22, which a resumed run uses again",
     )
 
 
@@ -462,5 +469,8 @@ def _template(text: str, today: str | None) -> ChatTemplate:
         return ChatTemplate(text, today)
     except TemplateError as error:
         raise InputError(
-            "data.tokenizer", text, f"its chat template is not valid: {error}", "Mend the template"
+            "data.tokenizer",
+            text,
+            f"its chat template is not valid: {error}",
+            "Correct the template",
         ) from error

@@ -53,7 +53,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
         return _open_tokens(source, tokenizer)
     documents = list(read_documents(source))
     if not documents:
-        raise InputError(*source.origin, "holds no text", "Name a file or folder with text")
+        raise InputError(*source.origin, "does not contain text", "Name a file or folder with text")
     if len(documents) == 1 and source.kind != "chat":
         parts = [[part] for part in cut_in_two(documents[0], held_out)]
     else:
@@ -152,10 +152,10 @@ def _tokenize(
         lengths.append(np.diff(ends, prepend=0))
         if learnt_of_group is not None:
             learnt.append(learnt_of_group)
-    together = np.concatenate(tokens)
-    together.flags.writeable = False
+    all_tokens = np.concatenate(tokens)
+    all_tokens.flags.writeable = False
     return TokenizedDocuments(
-        together,
+        all_tokens,
         np.cumsum(np.concatenate(lengths)),
         Learnt.where(np.concatenate(learnt)) if source.kind == "chat" else None,
     )
@@ -169,7 +169,7 @@ def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
         raise InputError(
             "data.tokenizer",
             None,
-            f"the tokens in {value} were made by another tokenizer",
+            f"is not the tokenizer of the tokens in {value}",
             f"Name {value}/{TOKENIZER_FOLDER}, or tokenize the text again",
         )
     training, held_out = (
@@ -178,7 +178,7 @@ def _open_tokens(source: DocumentSource, tokenizer: Tokenizer) -> Corpus:
     return Corpus(training, held_out, index.parts["training"].digest)
 
 
-PRIORS_SHARE = 0.25
+PRIORS_FRACTION = 0.25
 """Approximate fraction of the held-out documents on which priors are estimated."""
 
 
@@ -198,9 +198,9 @@ def part_of(documents: TokenizedDocuments, part: str) -> TokenizedDocuments:
     ]
     if len(set(keys)) == 1:
         size = int(ends[0])
-        cuts = starts + min(max(round(size * PRIORS_SHARE), 1), size - 1)
+        cuts = starts + min(max(round(size * PRIORS_FRACTION), 1), size - 1)
         return _spans(documents, *((starts, cuts) if part == "priors" else (cuts, ends)))
-    chosen = held_out_of(keys, PRIORS_SHARE, seed=0) == (part == "priors")
+    chosen = held_out_of(keys, PRIORS_FRACTION, seed=0) == (part == "priors")
     return _spans(documents, starts[chosen], ends[chosen])
 
 

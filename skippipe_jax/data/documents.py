@@ -51,7 +51,7 @@ class Document:
         except UnicodeDecodeError as error:
             problem = f"{self.where} is not UTF-8 text (byte {error.start})"
             raise InputError(
-                *source.origin, problem, "Save it as UTF-8, or let the tokenizer be bytes"
+                *source.origin, problem, "Save it as UTF-8, or set the tokenizer to bytes"
             ) from error
 
 
@@ -64,8 +64,10 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
     """
     system, files = _files(source)
     if not files:
-        raise _without_files(source)
-    read = {"jsonl": _lines, "chat": _lines, "parquet": _rows}.get(source.kind, _whole)
+        raise _no_files_error(source)
+    read = {"jsonl": _read_lines, "chat": _read_lines, "parquet": _read_parquet}.get(
+        source.kind, _read_file
+    )
     for name, file in sorted(files):
         try:
             yield from (one for one in read(source, system, name, file) if one.text)
@@ -77,7 +79,7 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
 
 
 @functools.lru_cache(maxsize=64)  # Files are listed once per process, as text is read once.
-def require_apart(sources: tuple[DocumentSource, ...]) -> None:
+def require_disjoint(sources: tuple[DocumentSource, ...]) -> None:
     """Refuse a file that is a document of two sources with different paths.
 
     Each source decides by the file's name in its own folder whether it is held out, so one might
@@ -92,7 +94,9 @@ def require_apart(sources: tuple[DocumentSource, ...]) -> None:
             continue
         for _, file in _files(source)[1]:
             if path_of.setdefault(file, source.path) != source.path:
-                problem = f"{file} is of another source too, and might be held out of one only"
+                problem = (
+                    f"{file} is in another source too, and may be held out in only one of them"
+                )
                 raise InputError(*source.origin, problem, "Name paths that do not overlap")
 
 
@@ -115,20 +119,22 @@ def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
         raise InputError(*source.origin, problem, "Name a file or folder that exists") from error
     except (ImportError, ValueError) as error:
         raise InputError(
-            *source.origin, f"fsspec cannot open it: {error}", "Install what it asks for"
+            *source.origin,
+            f"cannot be opened by fsspec: {error}",
+            "Correct it, or install the package that fsspec needs",
         ) from error
     return LocalFileSystem(), files
 
 
-def _without_files(source: DocumentSource) -> InputError:
-    remedy = "Name a file itself, whatever its name, or a folder or glob with such files"
+def _no_files_error(source: DocumentSource) -> InputError:
+    remedy = "Name a single file, or a folder or glob with matching files"
     endings = [ending for ending in _SUFFIXES[_kind_of_file(source)] if ending]
     if glob.has_magic(source.path or ""):
-        return InputError(*source.origin, "matches no file", remedy)
+        return InputError(*source.origin, "does not match any file", remedy)
     if not endings:
-        return InputError(*source.origin, "holds no file", remedy)
-    problem = f"holds no file whose name ends in {', '.join(endings)}"
-    remedy += f", or say that they are of another kind than {source.kind}"
+        return InputError(*source.origin, "does not contain any file", remedy)
+    problem = f"does not contain any file whose name ends in {', '.join(endings)}"
+    remedy += f", or set another kind of source than {source.kind}"
     return InputError(*source.origin, problem, remedy)
 
 
@@ -151,8 +157,8 @@ def _local_files(
                     file = Path(folder, name)
                     yield file.relative_to(root).as_posix(), str(file)
     elif not root.exists() and glob.has_magic(str(root)):
-        found = [file for file in glob.glob(str(root), recursive=True) if os.path.isfile(file)]
-        yield from ((_name_in(str(root), file), file) for file in found)
+        matches = [file for file in glob.glob(str(root), recursive=True) if os.path.isfile(file)]
+        yield from ((_name_in(str(root), file), file) for file in matches)
     else:
         yield root.name, str(root)
 
@@ -162,12 +168,12 @@ def _remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[Any, list[tuple[
     if system.isfile(root):
         return system, [(PurePosixPath(root).name, root)]
     if glob.has_magic(root):
-        found = [file for file in system.glob(root) if PurePosixPath(file).name[0] != "."]
-        return system, [(_name_in(root, file), file) for file in found]
-    found = [(file.removeprefix(root).lstrip("/"), file) for file in system.find(root)]
-    if not found:
+        matches = [file for file in system.glob(root) if PurePosixPath(file).name[0] != "."]
+        return system, [(_name_in(root, file), file) for file in matches]
+    matches = [(file.removeprefix(root).lstrip("/"), file) for file in system.find(root)]
+    if not matches:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    visible = [(name, file) for name, file in found if not ("/" + name).count("/.")]
+    visible = [(name, file) for name, file in matches if not ("/" + name).count("/.")]
     return system, [(name, file) for name, file in visible if name.endswith(suffixes)]
 
 
@@ -182,33 +188,33 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _whole(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+def _read_file(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
     with system.open(file, "rb") as opened:
         yield Document(file, name.encode(errors="surrogateescape"), opened.read())
 
 
-def _lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+def _read_lines(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
     with system.open(file, "rb", compression="infer") as opened:
         for number, line in enumerate(opened, 1):
             where = f"{file}, line {number}"
             if not line.strip():
                 continue
             if number == 1 and line.lstrip().startswith(b"["):
-                yield from _listed(source, file, line + opened.read())
+                yield from _read_list(source, file, line + opened.read())
                 return
-            row = _parsed(source, file, number, line, "Mend that line")
-            yield _of_row(source, where, line.strip(), row)
+            row = _parse_json(source, file, number, line, "Correct that line")
+            yield _document_of_object(source, where, line.strip(), row)
 
 
-def _listed(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
+def _read_list(source: DocumentSource, file: str, text: bytes) -> Iterator[Document]:
     """Read a file that is one JSON list of objects."""
-    rows = _parsed(source, file, 1, text, "Write a list of {...}, or {...} on every line")
+    rows = _parse_json(source, file, 1, text, "Write a list of {...}, or one {...} per line")
     for number, row in enumerate(rows, 1):
         content = json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass")
-        yield _of_row(source, f"{file}, entry {number}", content, row)
+        yield _document_of_object(source, f"{file}, entry {number}", content, row)
 
 
-def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
+def _parse_json(source: DocumentSource, file: str, first: int, text: bytes, remedy: str) -> Any:
     """Read the JSON that begins on line `first` of a file."""
     try:
         return json.loads(text.rstrip())
@@ -220,17 +226,17 @@ def _parsed(source: DocumentSource, file: str, first: int, text: bytes, remedy: 
         raise InputError(*source.origin, f"{where}: not valid JSON: {problem}", remedy) from error
 
 
-def _of_row(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
+def _document_of_object(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
     if not isinstance(row, dict):
-        raise InputError(*source.origin, f"{where}: no JSON object", "Write {...} on every line")
+        raise InputError(*source.origin, f"{where}: not a JSON object", "Write one {...} per line")
     if source.kind == "chat":
         return Document(where, content, content)
-    return _row(source, where, row)
+    return _document_of_row(source, where, row)
 
 
-def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
+def _document_of_row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
     if source.text_field not in row:
-        raise _without(source, where, list(row))
+        raise _missing_field_error(source, where, list(row))
     text = row[source.text_field]
     if text is None:
         return Document(where, b"", b"")
@@ -238,44 +244,46 @@ def _row(source: DocumentSource, where: str, row: dict[str, Any]) -> Document:
         raise InputError(
             f"{source.field}.text_field",
             source.text_field,
-            f"{where}: holds {type(text).__name__}, not text",
+            f"{where}: contains {type(text).__name__}, not text",
             "Name a key whose values are text",
         )
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            *source.origin, f"{where}: half of a surrogate pair is no text", "Mend that line"
+            *source.origin, f"{where}: half of a surrogate pair is not text", "Correct that line"
         ) from error
     return Document(where, content, content)
 
 
-def _rows(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
+def _read_parquet(source: DocumentSource, system: Any, name: str, file: str) -> Iterator[Document]:
     arrow = require("pyarrow", "data", *source.origin)
     parquet = require("pyarrow.parquet", "data", *source.origin)
     with system.open(file, "rb") as opened:
         try:
             table = parquet.ParquetFile(opened)
             if source.text_field not in table.schema_arrow.names:
-                raise _without(source, file, table.schema_arrow.names)
+                raise _missing_field_error(source, file, table.schema_arrow.names)
             number = 0
             for batch in table.iter_batches(columns=[source.text_field]):
                 for text in batch.column(0).to_pylist():
                     number += 1
-                    yield _row(source, f"{file}, row {number}", {source.text_field: text})
+                    yield _document_of_row(
+                        source, f"{file}, row {number}", {source.text_field: text}
+                    )
         except arrow.ArrowException as error:
             raise InputError(
-                *source.origin, f"{file} is no Parquet file: {error}", "Mend or remove it"
+                *source.origin, f"{file} is not a Parquet file: {error}", "Replace or remove it"
             ) from error
 
 
-def _without(source: DocumentSource, where: str, names: list[str]) -> InputError:
-    remedy = "Name the one that holds the text"
+def _missing_field_error(source: DocumentSource, where: str, names: list[str]) -> InputError:
+    remedy = "Name the field that contains the text"
     if source.kind == "jsonl" and not CONVERSATIONS.isdisjoint(names):
-        remedy += ", or let the source be chat (data.source), if these are conversations"
+        remedy += ", or set the source to chat (data.source) if these are conversations"
     return InputError(
         f"{source.field}.text_field",
         source.text_field,
-        f"{where} has no such field; it has {', '.join(map(str, names)) or 'none'}",
+        f"{where} does not have this field; it has {', '.join(map(str, names)) or 'none'}",
         remedy,
     )

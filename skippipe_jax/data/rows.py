@@ -53,10 +53,10 @@ class Learnt:
     def of(self, start: int, stop: int) -> Bool[np.ndarray, " token"]:
         """Return which tokens from `start` to before `stop` are trained on."""
         first, last = np.searchsorted(self.ends, start, "right"), np.searchsorted(self.starts, stop)
-        found = np.zeros(stop - start, bool)
+        mask = np.zeros(stop - start, bool)
         for begin, end in zip(self.starts[first:last], self.ends[first:last], strict=True):
-            found[max(begin - start, 0) : end - start] = True
-        return found
+            mask[max(begin - start, 0) : end - start] = True
+        return mask
 
 
 # Target of a position that the loss ignores.
@@ -217,12 +217,12 @@ class PackedDocuments:
                 int(bounds[piece]) for bounds in (self._starts, self._ends, self._limits)
             )
             last = min(end + 1, limit)
-            read = self._tokens[start:last]
-            following = read[1:].astype(np.int32)
+            span = self._tokens[start:last]
+            next_tokens = span[1:].astype(np.int32)
             if self._learnt is not None:
-                following[~self._learnt.of(start + 1, last)] = NOT_COUNTED
-            tokens[position : position + end - start] = read[: end - start]
-            targets[position : position + len(following)] = following
+                next_tokens[~self._learnt.of(start + 1, last)] = NOT_COUNTED
+            tokens[position : position + end - start] = span[: end - start]
+            targets[position : position + len(next_tokens)] = next_tokens
             begins[position] = True
             position += end - start
 

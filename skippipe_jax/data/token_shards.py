@@ -84,18 +84,18 @@ class PartWriter:
     ) -> None:
         """Write documents, which end at `ends`; `learnt` is given for all or for none."""
         if learnt is not None:
-            found = Learnt.where(learnt)
-            stretches = np.stack([found.starts, found.ends], axis=1)
+            mask = Learnt.where(learnt)
+            spans = np.stack([mask.starts, mask.ends], axis=1)
             self._learnt = array.array("q") if self._learnt is None else self._learnt
-            self._learnt.frombytes((stretches + self._tokens).astype(np.int64).tobytes())
+            self._learnt.frombytes((spans + self._tokens).astype(np.int64).tobytes())
         self._ends.frombytes((ends + self._tokens).astype(np.int64).tobytes())
         self._tokens += len(tokens)
         pending = np.concatenate([self._rest, tokens.astype(self._dtype, copy=False)])
         self._digest.update(pending[len(self._rest) :].data)
-        whole = len(pending) - len(pending) % BLOCK
-        for block in pending[:whole].reshape(-1, BLOCK):
+        full = len(pending) - len(pending) % BLOCK
+        for block in pending[:full].reshape(-1, BLOCK):
             self._write(block)
-        self._rest = pending[whole:]
+        self._rest = pending[full:]
 
     def close(self) -> PartIndex:
         """Write the remaining tokens, and return the description of the part."""
@@ -111,9 +111,9 @@ class PartWriter:
     def _close_learnt(self, bounds: array.array[int]) -> int:
         """Write the loss mask, add it to the digest, and return how many tokens are trained on."""
         # All starts and then all ends, so that each can be searched in the mapped file.
-        stretches = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
-        np.save(_learnt_file(self._folder, self._part), stretches)
-        learnt = Learnt(*stretches)
+        spans = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
+        np.save(_learnt_file(self._folder, self._part), spans)
+        learnt = Learnt(*spans)
         for start in range(0, self._tokens, _HASHED):
             self._digest.update(learnt.of(start, min(start + _HASHED, self._tokens)).data)
         return learnt.count
@@ -170,8 +170,9 @@ def read_index(path: str, field: str) -> TokenIndex:
     """
     folder = Path(path)
     if not (folder / TOKENS_INDEX).is_file():
-        problem = f"there is no {TOKENS_INDEX}, so it was not written (whole) by skippipe tokenize"
-        raise InputError(field, path, problem, "Name a local folder of tokens, or write it anew")
+        problem = f"has no {TOKENS_INDEX}, so it is not a complete output of skippipe tokenize"
+        remedy = "Name a local folder of tokens, or tokenize the text again"
+        raise InputError(field, path, problem, remedy)
     content = fields.load_json(folder / TOKENS_INDEX, field)
     try:
         if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
@@ -180,7 +181,7 @@ def read_index(path: str, field: str) -> TokenIndex:
         return TokenIndex(**content | {"parts": parts})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(
-            field, path, f"{TOKENS_INDEX} is not as it must be: {error}", "Tokenize the text again"
+            field, path, f"{TOKENS_INDEX} is not valid: {error}", "Tokenize the text again"
         ) from error
 
 
@@ -190,31 +191,31 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     Raises:
         InputError: naming `field` and the file, if one is missing or incomplete.
     """
-    folder, described = Path(path), index.parts[part]
+    folder, part_index = Path(path), index.parts[part]
     ends_file = _ends_file(folder, part)
-    files = [_shard_file(folder, part, shard) for shard in range(described.shards)]
+    files = [_shard_file(folder, part, shard) for shard in range(part_index.shards)]
     learnt_file = _learnt_file(folder, part)
-    beside = [ends_file] if described.learnt is None else [ends_file, learnt_file]
-    for file in (*beside, *files):
+    array_files = [ends_file] if part_index.learnt is None else [ends_file, learnt_file]
+    for file in (*array_files, *files):
         if not file.is_file():
-            raise InputError(field, path, f"there is no {file.name}", "Tokenize the text again")
+            raise InputError(field, path, f"{file.name} is missing", "Tokenize the text again")
     learnt = None
     try:
         ends = np.load(ends_file, mmap_mode="r")
-        if described.learnt is not None:
+        if part_index.learnt is not None:
             learnt = Learnt(*np.load(learnt_file, mmap_mode="r"))
         if not files:
             return TokenizedDocuments(np.empty(0, index.dtype), ends, learnt)
-        tokens = ShardedTokens(files, described.tokens, index.dtype)
+        tokens = ShardedTokens(files, part_index.tokens, index.dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             field, path, f"the {part} part cannot be read: {error}", "Tokenize the text again"
         ) from error
     counts = len(ends), None if learnt is None else learnt.count
-    if counts != (described.documents, described.learnt) or tokens.blocks != -(
-        -described.tokens // BLOCK
+    if counts != (part_index.documents, part_index.learnt) or tokens.blocks != -(
+        -part_index.tokens // BLOCK
     ):
-        problem = f"the {part} part is not what {TOKENS_INDEX} says: a file is cut short"
+        problem = f"the {part} part does not match {TOKENS_INDEX}: a file is truncated"
         raise InputError(field, path, problem, "Tokenize the text again")
     return TokenizedDocuments(tokens, ends, learnt)
 

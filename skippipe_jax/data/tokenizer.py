@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = package.Tokenizer.from_str(content)
         except Exception as error:  # The package raises nothing narrower.
             raise InputError(
-                field, str(file), f"is no tokenizer.json: {error}", "Name another file"
+                field, str(file), f"is not a tokenizer.json: {error}", "Name another file"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -161,19 +161,19 @@ class HuggingFaceTokenizer:
         self.chat_template = _chat_template(file.parent, settings, field)
 
     def _mark(self, name: str, file: Path, field: str) -> int | None:
-        given = self.special_tokens.get(name)
-        if given is not None:
-            token = self._tokenizer.token_to_id(given)
+        text = self.special_tokens.get(name)
+        if text is not None:
+            token = self._tokenizer.token_to_id(text)
             if token is None:
                 raise InputError(
                     field,
                     str(file),
-                    f"does not know the {name} {given!r} of the files beside it",
-                    "Take all files of the tokenizer from one place",
+                    f"does not contain the {name} {text!r} of the files beside it",
+                    "Copy all files of the tokenizer from the same model",
                 )
             return token
-        known = (self._tokenizer.token_to_id(text) for text in _MARKS.get(name, ()))
-        return next((token for token in known if token is not None), None)
+        tokens = map(self._tokenizer.token_to_id, _MARKS.get(name, ()))
+        return next((token for token in tokens if token is not None), None)
 
     def encode(self, text: str) -> Integer[np.ndarray, " token"]:
         """Return the tokens of a text; special tokens that are spelled out in it count as such."""
@@ -205,8 +205,8 @@ def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer
     if name is None or name == BYTES:
         return _BYTES
     file = tokenizer_file(name, field)
-    beside = (file.parent / own for own in SETTINGS)
-    return _read(_Files(file, field, tuple(map(_digest, (file, *beside)))))
+    settings_files = (file.parent / settings for settings in SETTINGS)
+    return _read(_Files(file, field, tuple(map(_digest, (file, *settings_files)))))
 
 
 _BYTES = ByteTokenizer()
@@ -244,17 +244,17 @@ def tokenizer_file(name: str, field: str) -> Path:
     path = Path(name).expanduser()
     file = named_tokenizer(path)
     if not file.is_file():
-        problem = f"there is no {file}"
+        problem = f"{file} does not exist"
         remedy = f"Write bytes, or name a local {TOKENIZER} or its folder"
         if next(file.parent.glob("*.model"), None):
-            problem += ", and a SentencePiece model is not read"
+            problem += ", and SentencePiece models are not supported"
             folder = f'"{file.parent}"'
             remedy = (
-                f"Convert it by transformers, with sentencepiece: AutoTokenizer.from_pretrained("
+                f"Convert it with transformers and sentencepiece: AutoTokenizer.from_pretrained("
                 f"{folder}).save_pretrained({folder}) writes {TOKENIZER} beside it"
             )
         elif not path.is_dir():
-            problem += " here, and nothing is downloaded"
+            problem += ", and nothing is downloaded"
             remedy += how_to_fetch(name, "*token*", "*.jinja")
         raise InputError(field, name, problem, remedy)
     return file
@@ -264,8 +264,8 @@ def copy_tokenizer(name: str, folder: Path, field: str = "data.tokenizer") -> No
     """Copy the files of a tokenizer to `folder`, where `load_tokenizer` then finds them."""
     file = tokenizer_file(name, field)
     folder.mkdir(parents=True, exist_ok=True)
-    beside = [file.parent / settings for settings in SETTINGS]
-    for source, target in [(file, TOKENIZER), *((other, other.name) for other in beside)]:
+    settings_files = [file.parent / settings for settings in SETTINGS]
+    for source, target in [(file, TOKENIZER), *((other, other.name) for other in settings_files)]:
         if source.is_file() and source.absolute() != (folder / target).absolute():
             shutil.copyfile(source, folder / target)
 
@@ -332,11 +332,11 @@ def cut(text: Any) -> Iterator[Any]:
     """Yield the text in pieces; each but the first begins with a line."""
     start = 0
     while isinstance(text, str) and len(text) - start > _PIECE:
-        found = _LINE.search(text, start + _PIECE)
-        if found is None:
+        line = _LINE.search(text, start + _PIECE)
+        if line is None:
             break
-        yield text[start : found.start()]
-        start = found.start()
+        yield text[start : line.start()]
+        start = line.start()
     yield text[start:]
 
 
@@ -345,12 +345,12 @@ def _settings(folder: Path, field: str) -> dict[str, Any]:
     settings = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (folder / name).is_file():
-            found = fields.load_json(folder / name, field)
-            if not isinstance(found, dict):
+            content = fields.load_json(folder / name, field)
+            if not isinstance(content, dict):
                 raise InputError(
-                    field, str(folder / name), "holds no JSON object", "Mend it or remove it"
+                    field, str(folder / name), "is not a JSON object", "Correct or remove it"
                 )
-            settings |= {key: value for key, value in found.items() if value is not None}
+            settings |= {key: value for key, value in content.items() if value is not None}
     return settings
 
 

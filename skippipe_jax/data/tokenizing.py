@@ -23,7 +23,7 @@ from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
 from skippipe_jax.data.chat import spoken
 from skippipe_jax.data.corpus import Encoded, cut_in_two, encode, groups, place_of
-from skippipe_jax.data.documents import Document, read_documents, require_apart
+from skippipe_jax.data.documents import Document, read_documents, require_disjoint
 from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
 from skippipe_jax.data.tokenizer import (
     MARKS,
@@ -89,11 +89,11 @@ def write_tokens(
         encoded = _tokenized(inputs, tokenizer_name, tokenizer, processes)
         for documents, tokens, ends, learnt in encoded:
             lengths = np.diff(ends, prepend=0)
-            out = np.array([is_held_out(document) for document in documents])
-            for writer, chosen in zip(writers, (~out, out), strict=True):
-                own = np.repeat(chosen, lengths)
-                learnt_of_own = None if learnt is None else learnt[own]
-                writer.add(tokens[own], np.cumsum(lengths[chosen]), learnt_of_own)
+            is_out = np.array([is_held_out(document) for document in documents])
+            for writer, chosen in zip(writers, (~is_out, is_out), strict=True):
+                is_selected = np.repeat(chosen, lengths)
+                selected_learnt = None if learnt is None else learnt[is_selected]
+                writer.add(tokens[is_selected], np.cumsum(lengths[chosen]), selected_learnt)
             progress.update(sum(len(document.text) for document in documents))
     parts = {part: writer.close() for part, writer in zip(PARTS, writers, strict=True)}
     total = sum(part.documents for part in parts.values())
@@ -102,8 +102,8 @@ def write_tokens(
             raise InputError(
                 "--held-out",
                 held_out,
-                f"the {name.replace('_', '-')} part would have none of the documents",
-                "Give more of them, or another share or --seed",
+                f"the {name.replace('_', '-')} part would have no documents",
+                "Add documents, or change --held-out or --seed",
             )
     index = TokenIndex(
         tokenizer.digest, tokenizer.vocabulary_size, dtype.name, held_out, seed, parts
@@ -120,9 +120,9 @@ def _inputs(
 ) -> tuple[Inputs, Callable[[Document], bool]]:
     """Return the documents of each source, and a predicate for the held-out ones."""
     if len(sources) > 1:
-        require_apart(tuple(sources))
-    every = ((source, one) for source in sources for one in read_documents(source))
-    first = list(itertools.islice(every, 2))
+        require_disjoint(tuple(sources))
+    all_documents = ((source, one) for source in sources for one in read_documents(source))
+    first = list(itertools.islice(all_documents, 2))
     if len(first) == 1 and first[0][0].kind != "chat":
         [(source, document)] = first
         beginning, end = cut_in_two(document, held_out)

@@ -39,7 +39,7 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
     "text for a number": (["train.steps=many"], ["train.steps = 'many'", "whole number"]),
     "fraction": (["train.steps=2.5"], ["train.steps = 2.5", "whole number"]),
     "no equals sign": (["train.steps"], ["--set = 'train.steps'", "Write --set"]),
-    "override of no mapping": (["run_dir.sub=3"], ["run_dir holds no keys"]),
+    "override of no mapping": (["run_dir.sub=3"], ["run_dir is not a section"]),
     "no steps": (["train.steps=0"], ["train.steps = 0", "at least 1"]),
     "negative learning rate": (
         ["optimizer.learning_rate=-1e-3"],
@@ -67,7 +67,7 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "parameters rounded where replicas send changes": (
         ["model.parameter_dtype=bfloat16", "averaging.mode=outer"],
-        ["model.parameter_dtype = 'bfloat16'", "rounded by chance", "averaging.mode: exact"],
+        ["model.parameter_dtype = 'bfloat16'", "rounded stochastically", "averaging.mode: exact"],
     ),
     "two plans": (["plan.file=plan.json"], ["plan.file = 'plan.json'", "plan.case=null"]),
     "unknown method": (["plan.method=best"], ["plan.method = 'best'", "Use one of: "]),
@@ -143,7 +143,7 @@ def test_a_log_level_leaves_lines_on_stderr_out(folder: Path, command: Command):
         (["--set", case_with(stages=[2, 3])], ["case.stages = [2, 3]"]),
         (["--hosts", "100"], ["--hosts = 100", "3 nodes"]),
         (["--set", "network.deadline_s=0.1s"], ["network.deadline_s = 0.1", "by the plan"]),
-        (["--resume"], ["run_dir = 'run'", "holds no run"]),
+        (["--resume"], ["run_dir = 'run'", "does not contain a run"]),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_does(
@@ -215,7 +215,7 @@ WRONG_PARENTS: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = 
     "no folder": (
         no_change,
         ["init_from=run:nowhere"],
-        ["init_from = 'nowhere'", "holds no run", "Name the folder of a run"],
+        ["init_from = 'nowhere'", "does not contain a run", "Name a run directory"],
     ),
     "configuration only": (
         no_change,
@@ -240,12 +240,12 @@ WRONG_PARENTS: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = 
     "another width": (
         no_change,
         ["model.width=32"],
-        ["model.width = 32", "run/config.yaml says 16", "with init_from, shapes come from there"],
+        ["model.width = 32", "must be 16, as in run/config.yaml", "shapes come from that file"],
     ),
     "longer context": (
         no_change,
         ["model.context=64"],
-        ["model.context = 64", "run/config.yaml says 32"],
+        ["model.context = 64", "must be 32, as in run/config.yaml"],
     ),
 }
 

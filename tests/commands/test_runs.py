@@ -317,8 +317,8 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
     ("arguments", "words"),
     [
         (["--run", "nowhere"], ["--run = 'nowhere'", "/nowhere/config.yaml", "folder of a run"]),
-        (["--run", "text"], ["--run = 'text'", "holds no run"]),
-        (["--run", "a" * 300], ["--run = 'aaa", "holds no run"]),
+        (["--run", "text"], ["--run = 'text'", "does not contain a run"]),
+        (["--run", "a" * 300], ["--run = 'aaa", "does not contain a run"]),
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),
         (["--run", "run", "--step", "-1"], ["checkpoints = -1"]),
         (["--run", "run", "--step", "last"], ["--step = 'last'", 'Write a number, or "best"']),

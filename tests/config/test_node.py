@@ -97,7 +97,7 @@ def test_a_mesh_that_devices_do_not_fill_is_refused(devices: int):
             "data.sequence_length = 31",
         ),
         ({"fsdp": 3}, {}, "fsdp", "model.width = 16"),
-        ({"fsdp": 4}, {"data": DATA | {"sequence_length": 30}}, "fsdp", "neither"),
+        ({"fsdp": 4}, {"data": DATA | {"sequence_length": 30}}, "fsdp", "or its product"),
     ],
 )
 def test_what_does_not_divide_is_refused(

@@ -91,7 +91,8 @@ def test_what_a_user_says_against_the_weights_is_refused(
     with pytest.raises(InputError) as caught:
         config_of(weights(tmp_path), preset=preset, **{key: value})
     assert (caught.value.field, caught.value.value) == (f"model.{key}", value)
-    assert caught.value.problem.startswith(f"{tmp_path / 'config.json'} says {said}")
+    assert caught.value.problem.startswith(f"must be {said}")
+    assert caught.value.problem.endswith(f", as in {tmp_path / 'config.json'}")
 
 
 def test_what_a_user_says_like_the_weights_is_taken(tmp_path: Path):
@@ -115,6 +116,6 @@ def test_a_context_may_be_shorter_than_that_of_the_weights(tmp_path: Path):
 def test_a_mistral_with_a_window_is_taken_for_sequences_within_it(tmp_path: Path):
     init_from = weights(tmp_path, MISTRAL)
     assert config_of(init_from, context=4096).model.context == 4096
-    with pytest.raises(InputError, match=r"sliding_window = 4096: .* 131072 .*: 4096 or less"):
+    with pytest.raises(InputError, match=r"sliding_window = 4096: .* 131072 .* to 4096 or less"):
         config_of(init_from)
     assert config_of(weights(tmp_path, MISTRAL | {"sliding_window": None})).model.context == 131072

@@ -469,7 +469,7 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path, part):
         sources = tuple(MixtureConfig("text", str(tmp_path / path)) for path in paths)
         return DataConfig(source="mixture", mixture=sources, sequence_length=LENGTH, held_out=0.3)
 
-    with pytest.raises(InputError, match="might be held out of one only") as caught:
+    with pytest.raises(InputError, match="may be held out in only one of them") as caught:
         load_corpora(config("", part))
     assert caught.value.field == "data.mixture[1].path"
     # To be read twice as often as others, a source may be named twice.

@@ -105,8 +105,8 @@ def tokenizer_text(folder: Path) -> str:
     ("template", "problem"),
     [
         ("{{ raise_exception('roles must alternate') }}", "fails: roles must alternate"),
-        ("{{ messages | length }}", "writes earlier messages anew"),
-        ("{{ messages[0].content }}", "nothing is an answer"),
+        ("{{ messages | length }}", "changes earlier messages when later ones follow"),
+        ("{{ messages[0].content }}", "contains no answer"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "fails: access to attribute"),
         ("{% if %}", "is not valid"),
     ],
@@ -120,21 +120,21 @@ def test_a_template_that_cannot_be_followed_is_refused(with_template, template, 
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ("hello", "has no list of messages, but messages"),
-        (["hello"], r"messages\[0\] is no object"),
+        ("hello", "has no list of messages; its keys are: messages"),
+        (["hello"], r"messages\[0\] is not an object"),
         ([{"role": "user"}], r"messages\[0\] has no text under 'content'"),
         (MESSAGES[:2], "there is no answer of the assistant"),
         (
             [MESSAGES[1], {"role": "bot", "content": "4"}],
-            "the role 'bot' is unknown, .*: roles are system, user, assistant, tool, or in 'from'",
+            "the role 'bot' is unknown, .*: roles are system, user, assistant, tool, and in 'from'",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\]\.content\[0\] is a part of type 'image_url'",
+            r"messages\[0\]\.content\[0\] has type 'image_url'",
         ),
         (
             [{"role": "user", "content": ["hi"]}],
-            r"messages\[0\]\.content\[0\] is a part of type 'hi'",
+            r"messages\[0\]\.content\[0\] has type 'hi'",
         ),
     ],
 )
@@ -191,12 +191,12 @@ def test_rows_as_in_share_gpt_and_alpaca_and_parts_of_text_are_conversations(
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"conversations": [7]}, "conversations[0] is no object"),
+        ({"conversations": [7]}, "conversations[0] is not an object"),
         ({"conversations": [{"from": "gpt"}]}, "conversations[0] has no text under 'value'"),
         ({"conversations": [{"value": "4"}]}, "conversations[0] has no text under 'from'"),
         ({"conversations": [{"role": "user"}]}, "conversations[0] has no text under 'content'"),
         ({"conversations": [{"from": "bot", "value": "4"}]}, "the role 'bot' is unknown"),
-        ({"instruction": "2 + 2?"}, "has no list of messages, but instruction"),
+        ({"instruction": "2 + 2?"}, "has no list of messages; its keys are: instruction"),
         ({"instruction": "2 + 2?", "output": 4}, "the row has no text under 'output'"),
     ],
 )
@@ -248,9 +248,9 @@ def test_what_a_template_says_is_generated_is_learnt(with_template):
     assert tokens.tolist() == theirs["input_ids"]
     assert learnt.tolist() == [bool(one) for one in theirs["assistant_masks"]]
     assert [text.strip() for text in learnt_texts(tokenizer, messages)] == ["4", "Yes."]
-    with pytest.raises(InputError, match="nothing is an answer"):
+    with pytest.raises(InputError, match="contains no answer"):
         encode_conversation(conversation(messages[:2]), SOURCE, tokenizer)
-    with pytest.raises(InputError, match="nothing is an answer"):
+    with pytest.raises(InputError, match="contains no answer"):
         encode_conversation(conversation([]), SOURCE, tokenizer)
 
 
@@ -313,7 +313,7 @@ def test_a_tokenizer_without_a_template_is_warned_of_where_none_is_named(with_te
     assert not template_warning([SOURCE], tokenizer)
     tokenizer.chat_template = None
     [warning] = template_warning([SOURCE], tokenizer)
-    assert "comes without a template. Choose one by data.chat_template: plain, chatml" in warning
+    assert "has no template. Set data.chat_template to plain, chatml" in warning
     assert not template_warning([replace(SOURCE, chat_template="plain")], tokenizer)
     assert not template_warning([SOURCE], ByteTokenizer())
 
@@ -351,7 +351,8 @@ def test_a_template_needs_a_tokenizer_with_its_tokens_and_ends_answers_by_one(
     if tokens:
         add_tokens(with_template, *tokens[:-1])
         without = load_tokenizer(str(with_template))
-        with pytest.raises(InputError, match=re.escape(f"has no token {end}")) as refused:
+        problem = re.escape(f"does not have the tokens {end}")
+        with pytest.raises(InputError, match=problem) as refused:
             template_warning([source], without)
         assert (refused.value.field, refused.value.value) == ("data.chat_template", name)
         assert refused.value.remedy.startswith("Write plain")
@@ -501,11 +502,12 @@ def test_conversations_that_lose_their_answers_by_being_truncated_are_counted(tm
     config = replace(conversations(tmp_path, turns), too_long="truncate")
     assert learnt_letters(config) == of_both(config, 0)
     [line] = TrainingBatches(config).too_long
-    assert line.endswith("and truncated (data.too_long); of 10 of them nothing is left to learn")
+    assert line.endswith("truncated (data.too_long); 10 of them have no tokens left to train on")
 
 
 @pytest.mark.parametrize(
-    ("too_long", "left"), [("drop", "drop leaves none"), ("truncate", "nothing of them to learn")]
+    ("too_long", "left"),
+    [("drop", "drop leaves no documents"), ("truncate", "no tokens to train on")],
 )
 def test_conversations_that_are_all_too_long_are_refused(long_and_short, too_long, left):
     config = replace(long_and_short, too_long=too_long, sequence_length=16)
@@ -557,6 +559,6 @@ def test_tokens_of_conversations_make_the_batches_that_the_conversations_make(
         assert one.keys() == other.keys()
         for key in one:
             np.testing.assert_array_equal(one[key], other[key])
-    with pytest.raises(InputError, match="holds conversations") as caught:
+    with pytest.raises(InputError, match="contains conversations") as caught:
         TrainingBatches(replace(of_tokens, packing="windows", too_long=None))
     assert caught.value.field == "data.packing"

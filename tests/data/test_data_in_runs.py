@@ -60,7 +60,7 @@ def test_own_rows_and_tokenizer(tmp_path):
         return load_config(file, [f"run_dir={tmp_path / name}", "model.layers=2", *overrides])
 
     vocabulary = "model.vocabulary_size=280"
-    with pytest.raises(InputError, match="vocabulary too small"):
+    with pytest.raises(InputError, match="is too small for the tokenizer"):
         train_alone(config("small", "model.vocabulary_size=270"), tmp_path)
     assert not (tmp_path / "small").exists()
     train_alone(config("ahead", vocabulary), tmp_path)

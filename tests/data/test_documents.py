@@ -37,7 +37,8 @@ def test_a_file_that_is_one_list_is_read_and_its_first_wrong_entry_named(tmp_pat
     (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
     assert texts_of("jsonl", tmp_path / "list.json") == TEXTS[:3]
     (tmp_path / "list.json").write_text(json.dumps([*rows, 7]))
-    assert "list.json, entry 4: no JSON object" in refused("jsonl", tmp_path / "list.json").problem
+    error = refused("jsonl", tmp_path / "list.json")
+    assert "list.json, entry 4: not a JSON object" in error.problem
 
 
 def test_lines_of_files_folders_and_globs(tmp_path):
@@ -57,10 +58,10 @@ def test_lines_of_files_folders_and_globs(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "pattern", "problem"),
     [
-        ("chat", "", "holds no file whose name ends in .jsonl, .jsonl.gz, .jsonl.zst, .ndjson, "),
-        ("parquet", "", "holds no file whose name ends in .parquet"),
-        ("chat", "*.jsonl", "matches no file"),
-        ("text", "none*", "matches no file"),
+        ("chat", "", "does not contain any file whose name ends in .jsonl, .jsonl.gz, "),
+        ("parquet", "", "does not contain any file whose name ends in .parquet"),
+        ("chat", "*.jsonl", "does not match any file"),
+        ("text", "none*", "does not match any file"),
     ],
 )
 def test_what_was_looked_for_is_said_where_nothing_is_found(tmp_path, kind, pattern, problem):
@@ -68,7 +69,7 @@ def test_what_was_looked_for_is_said_where_nothing_is_found(tmp_path, kind, patt
     error = refused(kind, tmp_path / pattern)
     assert (error.field, error.problem[: len(problem)]) == ("data.path", problem)
     # A file that is named itself may be called anything.
-    assert "Name a file itself" in error.remedy
+    assert "Name a single file" in error.remedy
     assert texts_of("text", tmp_path / "book.txt") == ["text"]
 
 
@@ -81,9 +82,9 @@ def test_rows_of_parquet(tmp_path):
     assert "a.parquet" in error.problem
     assert "id, body" in error.problem
     error = refused("parquet", tmp_path, text_field="id")
-    assert "row 1: holds int, not text" in error.problem
+    assert "row 1: contains int, not text" in error.problem
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
-    assert "b.parquet is no Parquet file" in refused("parquet", tmp_path / "b.parquet").problem
+    assert "b.parquet is not a Parquet file" in refused("parquet", tmp_path / "b.parquet").problem
 
 
 def test_what_fsspec_knows_is_read_from_there():
@@ -98,7 +99,7 @@ def test_what_fsspec_knows_is_read_from_there():
         config = DataConfig("jsonl", "memory://corpus", sequence_length=20)
         assert TrainingBatches(config)[0]["tokens"].shape == (4, 20)
         assert "No such file" in refused("text", "memory://nowhere").problem
-        assert "fsspec cannot open it" in refused("text", "nosuch://corpus").problem
+        assert "cannot be opened by fsspec" in refused("text", "nosuch://corpus").problem
     finally:
         system.rm("/corpus", recursive=True)
 
@@ -108,9 +109,13 @@ def test_what_fsspec_knows_is_read_from_there():
     [
         ('{"text": "half', "data.path", "line 3, column 10: not valid JSON: Unterminated"),
         (' {"text": "a"', "data.path", "line 3, column 14: not valid JSON: Expecting"),
-        ("[1]", "data.path", "line 3: no JSON object"),
-        ('{"text": 3}', "data.text_field", "line 3: holds int, not text"),
-        ('{"Text": "a", "id": 1}', "data.text_field", "line 3 has no such field; it has Text, id"),
+        ("[1]", "data.path", "line 3: not a JSON object"),
+        ('{"text": 3}', "data.text_field", "line 3: contains int, not text"),
+        (
+            '{"Text": "a", "id": 1}',
+            "data.text_field",
+            "line 3 does not have this field; it has Text, id",
+        ),
         ('{"text": "\\ud800"}', "data.path", "line 3: half of a surrogate pair"),
         ("\xff", "data.path", "line 3: not valid JSON"),
     ],
@@ -133,7 +138,7 @@ def test_a_broken_list_is_named_with_its_line(tmp_path):
 @pytest.mark.parametrize("key", ["messages", "conversations"])
 def test_conversations_that_are_read_as_text_are_told_of(key, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({key: []}))
-    assert "let the source be chat (data.source)" in refused("jsonl", tmp_path).remedy
+    assert "set the source to chat (data.source)" in refused("jsonl", tmp_path).remedy
 
 
 def test_rows_are_held_out_by_their_own_text(tmp_path):

@@ -182,13 +182,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a model of no size": ({"seeds": {"init_from": {"M": "hf:x"}}}, ["seeds.init_from = 'M'"]),
     "a run that is not there": (
-        {"seeds": {"init_from": {"S": "run:gone"}}}, ["init_from = 'gone'", "holds no run"],
+        {"seeds": {"init_from": {"S": "run:gone"}}}, ["init_from = 'gone'", "not contain a run"],
     ),
     "a run that has saved nothing": (
         {"seeds": {"init_from": {"S": "run:begun"}}}, ["init_from = ", "does not exist"],
     ),
     "a model that is not there": (
-        {"seeds": {"init_from": {"S": "hf:gone"}}}, ["init_from = 'gone'", "no such folder"],
+        {"seeds": {"init_from": {"S": "hf:gone"}}}, ["init_from = 'gone'", "is not a local folder"],
     ),
     "a text program that is not there": ({"prepare": "no.such"}, ["prepare = 'no.such'", "No mod"]),
     "a text program that writes nothing": ({"prepare": "this"}, ["domains.prose.path"]),

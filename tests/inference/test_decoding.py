@@ -425,7 +425,7 @@ def test_without_conversations_or_a_prompt_there_is_no_chat(
         (["--prompt", "caf\udce9"], ["--prompt = 'caf", "not UTF-8"]),
         (["--prompt", "-"], ["--prompt = '-'", "not UTF-8"]),
         (["--temperature", "-1"], ["--temperature = -1.0"]),
-        (["--top-p", "0"], ["--top-p = 0.0", "no share"]),
+        (["--top-p", "0"], ["--top-p = 0.0", "must be greater than 0"]),
         (["--stage-order", "1,2"], ["--stage-order = '1,2'", "Begin with 0"]),
         (["--stage-order", "0,4"], ["--stage-order = 4", "at most 3"]),
         (["--stage-order", "0,1,1"], ["--stage-order = '0,1,1'", "twice"]),

@@ -167,7 +167,7 @@ def test_no_more_sequences_are_read_than_asked_for(sequences: int, evaluated: in
     ("sequences", "said"),
     [
         ("3", ""),
-        ("32", "22 sequences are read, not 32: no more are held out"),
+        ("32", "reading 22 sequences instead of 32: the held-out text has no more"),
     ],
 )
 def test_fewer_sequences_than_asked_for_are_told_of(

@@ -130,7 +130,8 @@ def test_a_window_bounds_the_context(window: dict[str, int] | None, longest: int
         with pytest.raises(InputError) as caught:
             require_no_window(tmp_path, longest + 1)
         assert caught.value.field == f"{tmp_path / 'config.json'}: sliding_window"
-        assert caught.value.remedy.startswith(f"Give model.context: {longest} or less")
+        assert caught.value.remedy.startswith("Set model.context ")
+        assert caught.value.remedy.endswith(f" to {longest} or less")
 
 
 def test_a_llama_has_no_window(tmp_path: Path):
@@ -172,7 +173,7 @@ def test_a_name_on_the_hub_is_no_folder_and_how_to_fetch_it_is_said(name: str):
         parse_config({"init_from": f"hf:{name}"})
     error = caught.value
     assert (error.field, error.value) == ("init_from", name)
-    assert "there is no such folder here, and nothing is downloaded" in error.problem
+    assert "is not a local folder, and nothing is downloaded" in error.problem
     assert "Name a local folder with config.json" in error.remedy
     assert f"hf download {name} --local-dir Llama-3.2-1B" in error.remedy
     with pytest.raises(InputError, match=r"--hf = .*hf download"):
@@ -181,7 +182,7 @@ def test_a_name_on_the_hub_is_no_folder_and_how_to_fetch_it_is_said(name: str):
 
 def test_what_is_no_name_on_the_hub_is_not_to_be_fetched(tmp_path: Path):
     for folder in (tmp_path / "nowhere", Path("../nowhere"), Path("a/b/c")):
-        with pytest.raises(InputError, match="there is no such folder") as caught:
+        with pytest.raises(InputError, match="is not a local folder") as caught:
             read_model(folder)
         assert "hf download" not in caught.value.remedy
     with pytest.raises(InputError, match=r"config\.json = .*No such file"):

@@ -139,7 +139,7 @@ def test_auto_is_what_the_device_has(
         ({"attention": "cudnn"}, {}, "float32"),
         ({"attention": "cudnn", "compute_dtype": "bfloat16", "width": 1024}, {}, "up to 128"),
         ({"attention": "splash", "width": 512}, {"sequence_length": 250}, "multiple of 128"),
-        ({"attention": "splash"}, {"sequence_length": 256}, "whose width"),
+        ({"attention": "splash"}, {"sequence_length": 256}, "head width that is a multiple of 128"),
         ({"attention": "flash"}, {}, "auto, xla, blockwise, cudnn, splash"),
     ],
 )

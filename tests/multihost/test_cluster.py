@@ -481,7 +481,7 @@ def test_ports_of_the_transfer_server():
     # Where it listens for messages it does already.
     with socket.create_server(("127.0.0.1", port + 1)):
         assert Membership(first, 1, 3).transfer_addresses() == expected
-    with pytest.raises(InputError, match="write at most 65527"):
+    with pytest.raises(InputError, match="Write at most 65527"):
         Membership(ClusterConfig(transfer_port=65528), 1, 3).transfer_addresses()
     for number in (0, 65536):
         with pytest.raises(InputError, match=r"cluster\.transfer_port"):

@@ -514,7 +514,7 @@ def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
     tmp_path, monkeypatch, capsys
 ):
     assert run_main(tmp_path) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "does not contain a run" in capsys.readouterr().err
     folder = start_run(tmp_path / "run")
     record(folder, 10)
     recording.recording_path(folder, 10, 1).write_text('{"runs": [["F", 0')

@@ -105,8 +105,8 @@ def test_what_differs_on_this_host_is_told_and_all_else_is_the_runs(tmp_path: Pa
     assert own.train == RUN.train
     assert own.cluster.runtime == "independent"
     for override, named in (
-        ("train.steps=8", "train.steps = 8: the run has 7"),
-        ("data.sequence_length=8", "data.sequence_length = 8: the run has 256"),
+        ("train.steps=8", "train.steps = 8: must be 7, as on all hosts"),
+        ("data.sequence_length=8", "data.sequence_length = 8: must be 256, as on all hosts"),
         ("run_dir=other", "run_dir = 'other'"),
     ):
         with pytest.raises(InputError, match=named):

@@ -155,7 +155,7 @@ def test_what_would_spoil_a_run_is_refused(
 def test_a_run_that_is_not_there_cannot_be_resumed(run: Run):
     code, output = run.train("--resume")
     assert code == 2
-    assert f"error: run_dir = '{run.folder}': holds no run" in output
+    assert f"error: run_dir = '{run.folder}': does not contain a run" in output
     assert not run.folder.exists()
 
 

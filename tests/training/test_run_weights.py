@@ -226,7 +226,7 @@ def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Pa
     [
         (lambda parent: shutil.rmtree(step_folder(parent, 2)), "this checkpoint does not exist"),
         (lambda parent: (step_folder(parent, 2) / COMMITTED).open("a").write("\n"), "is another"),
-        (shutil.rmtree, "holds no run"),
+        (shutil.rmtree, "does not contain a run"),
     ],
 )
 def test_a_checkpoint_that_was_noted_and_is_gone_is_not_replaced(
