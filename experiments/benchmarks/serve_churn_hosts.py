@@ -16,7 +16,7 @@ from skippipe_jax.local.hosts import free_port
 LOOK_S = 0.02
 _SERVING = re.compile(r"^serving .* at http://(.*):(\d+)/v1$", re.MULTILINE)
 _HOST = re.compile(
-    r"^host \d+ \(.*--host-id (\d+)\)(?: serves stages \[(.*)\]|(, which had .*, is lost: ))",
+    r"^host \d+ \(.*--host-id (\d+)\)(?: serves stages \[(.*)\]|(, which held .*, failed: ))",
     re.MULTILINE,
 )
 

@@ -89,6 +89,6 @@ def domain_loss(found: Scores) -> DomainLoss:
             "domain",
             found.domain,
             f"the loss is {found.loss}: training had diverged",
-            "Name an earlier step, or train again with a lower optimizer.learning_rate",
+            "Choose an earlier step, or train again with a lower optimizer.learning_rate",
         )
     return DomainLoss(found.loss, math.exp(found.loss), found.tokens)

@@ -465,12 +465,14 @@ class Generator:
         # The last token of a prompt that is only scored is a target, and takes no position.
         if given < 1 or count < least or given + count > length + (count == 0):
             problem = f"a slot has {length} positions, and the prompt has {given} tokens"
-            remedy = "Give a prompt, and ask for one token or more, as many as fit behind it"
+            remedy = (
+                "Give a prompt, and request at least one token, at most as many as fit after it"
+            )
             raise InputError("max_new_tokens", count, problem, remedy)
         needs_one = request.scores_prompt or request.stages is not None
         if needs_one and not self.decoder.is_one_model:
-            problem = "only one model scores a prompt, or runs some stages"
-            raise InputError("scores_prompt, stages", needs_one, problem, "Leave it out")
+            problem = "need a single model, not an ensemble"
+            raise InputError("scores_prompt, stages", needs_one, problem, "Leave them out")
         self._waiting.append((self._submitted, request))
         self._submitted += 1
         return self._submitted - 1

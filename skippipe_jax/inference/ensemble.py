@@ -58,12 +58,15 @@ class Ensemble:
                 raise InputError(
                     "--run",
                     name,
-                    f"its tokenizer ({own.digest}) is not that of {self.names[0]} ({first.digest})",
-                    "Name runs whose text was made into tokens alike",
+                    f"its tokenizer ({own.digest}) differs from that of {self.names[0]} "
+                    f"({first.digest})",
+                    "Choose models with the same tokenizer",
                 )
         if len(self.log_prior) != len(self.experts):
-            problem = f"is of {len(self.log_prior)} experts, and here are {len(self.experts)}"
-            raise InputError("--prior", self.log_prior.tolist(), problem, "Give one for each")
+            problem = f"has {len(self.log_prior)} weights for {len(self.experts)} experts"
+            raise InputError(
+                "--prior", self.log_prior.tolist(), problem, "Give one weight for each expert"
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -174,12 +177,12 @@ def averaged(models: Sequence[StagedModel]) -> StagedModel:
         for key in SAME:
             own, of_first = getattr(other.config, key), getattr(first.config, key)
             if own != of_first:
-                problem = f"another model that it is to be averaged with has {of_first}"
-                raise InputError(f"model.{key}", own, problem, "Average models of one shape")
+                problem = f"the first model to average has {of_first}"
+                raise InputError(f"model.{key}", own, problem, "Average models of the same shape")
         if other.cut != first.cut:
-            problem = f"another model that it is to be averaged with has {first.cut}"
+            problem = f"the first model to average has {first.cut}"
             raise InputError(
-                "model.stage_layers", other.cut, problem, "Average models that are cut alike"
+                "model.stage_layers", other.cut, problem, "Average models of the same stage_layers"
             )
 
     def mean(*arrays: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ class EnsembleEvaluation:
             for number, (name, step) in enumerate(zip(self.experts, self.steps, strict=True), 1)
         ]
         lines.append(
-            f"held-out loss in nats per token of each alone, and mixed by {self.mix} "
+            f"held-out loss in nats per token of each model, and mixed by {self.mix} "
             f"({self.prior} prior)"
         )
         numbers = map(str, range(1, len(losses)))

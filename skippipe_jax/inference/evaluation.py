@@ -149,7 +149,7 @@ def evaluate(
                 without_step if step is None else "--step",
                 step,
                 f"the loss along stages {list(order)} is {loss}: training had diverged",
-                "Name an earlier step, or train again with a lower optimizer.learning_rate",
+                "Choose an earlier step, or train again with a lower optimizer.learning_rate",
             )
     found = _evaluation(step, questions, losses, everything, tokens)
     if scaling is None:
@@ -160,8 +160,8 @@ def evaluate(
         losses |= losses_along(scaling.scaled(kept), alike, data, sequences, part)[0]
     for order, loss in losses.items():
         if not loss < MOST_NATS:
-            problem = f"the loss along stages {list(order)} is then {loss}"
-            raise InputError("--scale", scaling.scale, problem, "Write a number nearer to 1")
+            problem = f"the scaled loss along stages {list(order)} is {loss}"
+            raise InputError("--scale", scaling.scale, problem, "Write a number closer to 1")
     scaled = _evaluation(step, questions, losses, everything, tokens)
     scales = {kept: scaling.scales(kept) for kept in counts}
     return replace(found, scaled=replace(scaled, scales=scales))

@@ -132,8 +132,8 @@ class HarnessModel(LM):
                 raise InputError(
                     "model.context",
                     context,
-                    f"a task asks for the chances of {len(asked)} tokens at once",
-                    "Leave out this task",
+                    f"a task requests the likelihood of {len(asked)} tokens at once",
+                    "Remove this task",
                 )
             both = [*given, *asked][-context - 1 :]
             tokens[row, : len(both) - 1] = both[:-1]

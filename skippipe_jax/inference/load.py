@@ -33,6 +33,6 @@ def load_model(
     folder = Path(source)
     if not RunDir(folder).is_run and (folder / "config.json").exists():
         if step is not None:
-            raise InputError("step", step, "only a run has steps", "Leave it out")
+            raise InputError("step", step, "a Hugging Face folder has no steps", "Leave it out")
         return read_model(None, folder, cut=stages)[0]
     return read_model(folder, None, step, stages)[0]

@@ -78,12 +78,13 @@ def open_source(
     """
     if run is not None:
         if cut is not None:
-            raise InputError("--num-stages", cut, "a run is cut by its plan", "Leave it out")
+            problem = "the plan of a run sets its number of stages"
+            raise InputError("--num-stages", cut, problem, "Leave it out")
         return _of_run(run, step, overrides)
     if hf is None:
-        raise InputError("--run", None, "no model is named", "Name the folder of a run")
+        raise InputError("--run", None, "is missing", "Give --run DIR or --hf DIR")
     if step is not None:
-        raise InputError("--step", step, "only a run has steps", "Leave it out")
+        raise InputError("--step", step, "a Hugging Face folder has no steps", "Leave it out")
     return _of_huggingface(hf, cut, overrides)
 
 
@@ -175,8 +176,8 @@ def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
             raise InputError(
                 f"data.{key}",
                 getattr(data, key),
-                "text would be held out here that the run has trained on",
-                f"Leave it at {getattr(of_run, key)}, or name other text",
+                "the held-out text would contain text that the run has trained on",
+                f"Set it to {getattr(of_run, key)}, or use other text",
             )
 
 

@@ -60,7 +60,10 @@ def kept(stages: int, share: float, limit: int, seed: int) -> Question:
     """
     if not 0 < share <= 1:
         raise InputError(
-            "--keep-fraction", share, "is no share of the stages", "Write one such as 0.75"
+            "--keep-fraction",
+            share,
+            "must be above 0 and at most 1",
+            "Write a fraction such as 0.75",
         )
     inner = range(1, stages)
     count = max(math.floor(share * stages + 0.5), 1) - 1
@@ -85,8 +88,8 @@ def along_paths(plan: Plan, stages: int) -> Question:
         raise InputError(
             "--paths",
             f"{len(plan.stages)} stages",
-            f"the checkpoint was saved by a plan of {stages}",
-            "Choose a step of the present plan, or leave it out",
+            f"the checkpoint has {stages} stages",
+            "Choose a step that was saved under the current plan, or leave it out",
         )
     counts = Counter(tuple(plan.stage_of[node] for node in path) for path in plan.microbatches)
     ways = tuple(Way(order, microbatches=count) for order, count in sorted(counts.items()))
@@ -101,7 +104,7 @@ def swapped(stages: int) -> Question:
     """
     if stages < 3:
         raise InputError(
-            "--swaps", f"{stages} stages", "there are no two inner ones to swap", "Leave it out"
+            "--swaps", f"{stages} stages", "there are no two inner stages to swap", "Leave it out"
         )
     order = full(stages)
     ways = tuple(
@@ -119,7 +122,7 @@ def without_each(stages: int) -> Question:
     """
     if stages < 2:
         raise InputError(
-            "--importance", f"{stages} stage", "there is none to leave out", "Leave it out"
+            "--importance", f"{stages} stage", "there is no inner stage to skip", "Leave it out"
         )
     order = full(stages)
     ways = tuple(Way((*order[:s], *order[s + 1 :]), left_out=s) for s in range(1, stages))
@@ -134,14 +137,16 @@ def chosen_order(named: str | None, share: float | None, stages: int, seed: int)
     """
     if named is not None and share is not None:
         raise InputError(
-            "--keep-fraction", share, "--stage-order is given too", "Leave out one of the two"
+            "--keep-fraction", share, "conflicts with --stage-order", "Leave out one of the two"
         )
     if named is None:
         return full(stages) if share is None else kept(stages, share, 1, seed).ways[0].stages
     try:
         order = tuple(map(int, named.split(",")))
     except ValueError as error:
-        raise InputError("--stage-order", named, "is no list of stages", "Write 0,1,3") from error
+        raise InputError(
+            "--stage-order", named, "is not a list of stages", "Write 0,1,3"
+        ) from error
     return order_of(order, stages, "--stage-order", named)
 
 
@@ -155,8 +160,8 @@ def order_of(order: Sequence[int], stages: int, field: str, value: Any) -> Order
         fields.integer(stage, field, 0, stages - 1)
     if not order or order[0] != 0:
         raise InputError(
-            field, value, "stage 0 embeds the tokens, so it comes first", "Begin with 0"
+            field, value, "must start with stage 0, which embeds the tokens", "Start with 0"
         )
     if len(set(order)) < len(order):
-        raise InputError(field, value, "names a stage twice", "Name each once")
+        raise InputError(field, value, "contains a stage twice", "Write each stage once")
     return tuple(order)

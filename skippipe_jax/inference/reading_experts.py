@@ -69,18 +69,18 @@ def parse_prior(
     """
     if not given.endswith(".json"):
         if given in priors.PRIORS and given not in allowed:
-            problem = "is estimated on text, and here is none"
-            remedy = "Write uniform, or a FILE.json that evaluate --json has written"
+            problem = "is estimated on text, which this command does not read"
+            remedy = "Write uniform, or a FILE.json from evaluate --json"
             raise InputError("--prior", given, problem, remedy)
         if given not in allowed:
-            remedy = f"Write {', '.join(allowed)}, or a FILE.json that evaluate --json has written"
-            raise InputError("--prior", given, "is no prior", remedy)
+            remedy = f"Write {', '.join(allowed)}, or a FILE.json from evaluate --json"
+            raise InputError("--prior", given, "is not a prior", remedy)
         return given, None
     content = fields.load_json(Path(given), "--prior")
     field = f"prior of {given}"
     weights = content.get("prior") if isinstance(content, dict) else None
     if not isinstance(weights, list) or len(weights) != experts:
-        problem = f"is no list of {experts} weights, one for each model in the order of their names"
+        problem = f"is not a list of {experts} weights, one per model in the order of the options"
         raise InputError(field, weights, problem, "Evaluate these models with --json")
     # A weight of 0 would stay so, whatever the expert foretells.
     weights = [fields.number(one, field, 0.0, above=True) for one in weights]

@@ -116,7 +116,7 @@ class RemoteModel:
         self._is_known = False
         found = self._answer(_Models, "GET", f"{self._path}/models").data
         if len(found) != 1:
-            raise self._no_service(f"{len(found)} models are served, and not one")
+            raise self._no_service(f"the service has {len(found)} models, not one")
         [model] = found
         self._name, self.context = model.id, model.max_model_len
         self.stages = len(model.skippipe.stages)
@@ -165,7 +165,7 @@ class RemoteModel:
             [*(" ".join(map(str, order)) for order in orders), f"{count:,}"]
             for orders, count in sorted(self.used.items())
         ]
-        shown = aligned([["stages asked for", "used", "requests"], *rows], [0, 1])
+        shown = aligned([["stages requested", "used", "requests"], *rows], [0, 1])
         return f"computed by {self._name} at {self.url}\n{shown}"
 
     def _score(self, tokens: Sequence[int], order: Order, given_up: threading.Event) -> _Choice:
@@ -181,7 +181,7 @@ class RemoteModel:
         path = f"{self._path}/completions"
         choices = self._answer(_Completion, "POST", path, asked, given_up).choices
         if len(choices) != 1 or len(choices[0].logprobs.token_logprobs) != len(tokens):
-            raise self._no_service("it does not tell one probability for each token")
+            raise self._no_service("the service did not return one probability for each token")
         return choices[0]
 
     def _require_tokenizer(self, data: DataConfig) -> None:
@@ -195,8 +195,8 @@ class RemoteModel:
             raise InputError(
                 "--url",
                 self.url,
-                f"the tokenizer of the model that is served, {self._name}, is not that of the text",
-                "Name the run or the folder of the served model, or its data.tokenizer",
+                f"the tokenizer of the served model, {self._name}, differs from that of the text",
+                "Give --run or --hf of the served model, or set its data.tokenizer",
             )
 
     def _answer(
@@ -224,7 +224,7 @@ class RemoteModel:
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:
-            raise self._no_service(f"what answers is no service of skippipe ({error})") from error
+            raise self._no_service(f"is not a SkipPipe service ({error})") from error
 
     def _exchange(self, method: str, path: str, asked: Any) -> tuple[int, float, bytes]:
         """Return status, Retry-After in seconds and body of the answer to one request."""
@@ -242,17 +242,17 @@ class RemoteModel:
         # A name with letters that no name has is a UnicodeError.
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             if not self._is_known:
-                raise self._no_service(f"no service answers there ({error})") from error
-            problem = f"the service has ended, or answers no more ({error})"
-            raise InputError("--url", self.url, problem, "Start it, and evaluate again") from error
+                raise self._no_service(f"no service answers at this address ({error})") from error
+            problem = f"the service has ended or does not answer ({error})"
+            raise InputError("--url", self.url, problem, "Start it and evaluate again") from error
         finally:
             connection.close()
 
     def _refused(self, status: int, content: bytes) -> InputError:
         """Return the error of a request that is answered by another status than OK."""
         if status == UNAUTHORIZED:
-            problem = f"the service at {self.url} wants one of its API keys"
-            remedy = "Name a file with one of its keys in the first line"
+            problem = f"the service at {self.url} requires one of its API keys"
+            remedy = "Give a file whose first line is one of its keys"
             shown = None if self._key_file is None else str(self._key_file)
             return InputError("--api-key-file", shown, problem, remedy)
         try:
@@ -260,16 +260,16 @@ class RemoteModel:
         except msgspec.DecodeError:
             error = _Error("")
         if not self._is_known:
-            return self._no_service(f"no service of skippipe answers there (status {status})")
-        remedy = "See what the service itself says, and evaluate again"
+            return self._no_service(f"is not a SkipPipe service (status {status})")
+        remedy = "Read the log of the service, and evaluate again"
         if error.code == "context_length_exceeded":
             shorter = f"--set data.sequence_length={self.context}"
-            remedy = f"Serve it with a greater --max-model-len, or write {shorter}"
+            remedy = f"Serve it with a larger --max-model-len, or add {shorter}"
         elif error.param == "skippipe_keep":
-            remedy = "Ask for other stages: a service runs them in their order"
+            remedy = "Request other stages: a service runs stages in increasing order"
         elif error.param in ("prompt", "model"):
-            remedy = "Name the run or the folder of the model that is served"
-        problem = f"the service answers a request by status {status}: {error.message}"
+            remedy = "Give --run or --hf of the served model"
+        problem = f"the service answered a request with status {status}: {error.message}"
         return InputError("--url", self.url, problem.removesuffix(": "), remedy)
 
     def _no_service(self, problem: str) -> InputError:
@@ -293,8 +293,8 @@ def _address(url: str) -> tuple[Connection, str]:
         if not host or "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError
     except (KeyError, ValueError) as error:
-        remedy = "Write one such as http://127.0.0.1:8000/v1"
-        raise InputError("--url", url, "is no address of a service", remedy) from error
+        remedy = "Write an address such as http://127.0.0.1:8000/v1"
+        raise InputError("--url", url, "is not the address of a service", remedy) from error
     return (kind, host, port), parts.path
 
 

@@ -53,7 +53,7 @@ class Run:
         charts = curves(load_metrics(self.folder)) if RunDir(self.folder).last_step() else {}
         if figure not in charts:
             remedy = f"Choose one of {[*charts]}" if charts else "Wait for the first step"
-            raise InputError("figure", figure, "the run has no such figure", remedy)
+            raise InputError("figure", figure, "does not exist in this run", remedy)
         return Chart(charts[figure])
 
     @property

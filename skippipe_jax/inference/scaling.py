@@ -184,7 +184,7 @@ def _shares_for(
         raise InputError(
             "--scale",
             SHARE,
-            f"no plan of {stages} stages says how many microbatches visited each",
+            f"needs a plan of {stages} stages to count the microbatches of each",
             f"Write {FIT}, or a number such as 0.7",
         )
     return shares
@@ -236,7 +236,7 @@ def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales
             "--scale",
             FIT,
             "finds no finite scales: training had diverged",
-            "Name an earlier step, or train again with a lower optimizer.learning_rate",
+            "Choose an earlier step, or train again with a lower optimizer.learning_rate",
         )
     attention, feed_forward = np.concatenate([np.ones((cut[0], 2)), of_inner]).T.tolist()
     return BranchScales(tuple(attention), tuple(feed_forward))

@@ -101,7 +101,7 @@ def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: in
     tokenizer = load_tokenizer(tokenizer_of(data))
     if model.tokenizer.digest != tokenizer.digest:
         problem = "is not the model's tokenizer"
-        raise InputError("data.tokenizer", data.tokenizer, problem, "Name the model's")
+        raise InputError("data.tokenizer", data.tokenizer, problem, "Set the model's tokenizer")
     if data.sequence_length > model.context:
         problem = f"is longer than the model's context of {model.context} tokens"
         raise InputError("data.sequence_length", data.sequence_length, problem, "Shorten it")
@@ -156,10 +156,10 @@ def require_same_text(scores: Mapping[str, Scores]) -> None:
     (first, of_first), *others = scores.items()
     for name, own in others:
         if own.tokenizer != of_first.tokenizer:
-            problem = f"its tokenizer is not that of {first}"
-            remedy = "Mix experts that have one tokenizer"
+            problem = f"its tokenizer differs from that of {first}"
+            remedy = "Mix experts with the same tokenizer"
             raise InputError("scores", name, problem, remedy)
         if own.text != of_first.text:
-            problem = f"they are of another text ({own.domain}, {own.part}) than those of {first} "
-            problem += f"({of_first.domain}, {of_first.part})"
+            problem = f"the scores are of another text ({own.domain}, {own.part}) than those of "
+            problem += f"{first} ({of_first.domain}, {of_first.part})"
             raise InputError("scores", name, problem, "Score both on the same sequences")

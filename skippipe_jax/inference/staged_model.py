@@ -224,8 +224,8 @@ class StagedModel:
             raise InputError(
                 "tokens",
                 rows.shape[1],
-                f"the model takes sequences of {1 + predicted} to {context + predicted} tokens",
-                "Cut them" if length > 0 else "Give more",
+                f"the model accepts sequences of {1 + predicted} to {context + predicted} tokens",
+                "Shorten the sequences" if length > 0 else "Give longer sequences",
             )
         shape = len(rows), padded_length(length, context)
         inputs, targets = np.zeros(shape, np.int32), np.full(shape, NOT_COUNTED, np.int32)

@@ -114,7 +114,7 @@ class App:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         has_key = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if self._keys and not (any(has_key) and scheme.lower() == "bearer"):
-            message = "no API key, or one that is not right: send Authorization: Bearer KEY"
+            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", kind="authentication_error")
 
     def _refuse(self, request: Request, error: ApiError) -> Response:
@@ -151,7 +151,7 @@ class App:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._served.name:
-            message = f"there is no model {name!r} here"
+            message = f"the model {name!r} does not exist"
             raise ApiError(404, message, param="model", code="model_not_found")
         return _json(self._own_model())
 
@@ -208,7 +208,8 @@ class App:
     async def _detokenize(self, request: Request) -> Response:
         tokens = parse(await _body(request), DetokenizeRequest).tokens
         if any(not 0 <= token < self._served.vocabulary_size for token in tokens):
-            raise ApiError(400, "tokens: not all are tokens of the model", param="tokens")
+            most = self._served.vocabulary_size - 1
+            raise ApiError(400, f"tokens: each must be 0 to {most}", param="tokens")
         return _json({"prompt": self._served.tokenizer.decode(tokens)})
 
 
@@ -272,7 +273,7 @@ async def _body(request: Request) -> bytes:
                 elif size > MOST_DROPPED:
                     break
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s") from error
+        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s") from error
     if size > MOST_BYTES:
         raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes")
     return bytes(body)

@@ -70,4 +70,4 @@ def unavailable(why: str) -> ApiError:
 
 def failed() -> ApiError:
     """Return the error of a request when the engine has failed."""
-    return ApiError(500, "the engine has failed, and the server ends", kind="server_error")
+    return ApiError(500, "the engine has failed, and the server shuts down", kind="server_error")

@@ -197,8 +197,8 @@ class StageHosts:
         def told(left_s: float) -> str:
             members = [*self._members.values()]
             ready = sum(map(self._is_ready, members))
-            there = f"{len(members)} of {count} hosts are there, {ready} of them with their stages"
-            return f"{there}; {left_s:.0f} s left"
+            connected = f"{len(members)} of {count} hosts connected, {ready} with loaded stages"
+            return f"{connected}; {left_s:.0f} s left"
 
         def are_ready() -> bool:
             members = self._members.values()
@@ -212,15 +212,16 @@ class StageHosts:
             if self._failure is not None:
                 raise self._failure
             if is_over and not are_ready():
-                remedy = "Their messages say why"
-                raise TemporaryError("--hosts", count + 1, "the others have ended", remedy)
+                remedy = "Read their messages"
+                raise TemporaryError("--hosts", count + 1, "the other hosts have ended", remedy)
             if not is_over:
-                problem = f"{len(self._members)} hosts have come in {timeout_s:g} s"
-                remedy = "Start them by skippipe serve --coordinator ADDRESS"
+                known = len(self._members)
+                problem = f"{known} of {count} other hosts connected within {timeout_s:g} s"
+                remedy = "Start the others with skippipe serve --coordinator ADDRESS"
                 raise TemporaryError("--hosts", count + 1, problem, remedy)
             if missing := self._missing():
-                problem = f"the memory of {count} hosts does not hold stages {missing}"
-                remedy = "Start more, or lower --max-num-seqs"
+                problem = f"stages {missing} do not fit into the memory of {count} hosts"
+                remedy = "Start more hosts, or lower --max-num-seqs"
                 raise InputError("--hosts", count + 1, problem, remedy)
 
     def close(self) -> None:
@@ -271,7 +272,7 @@ class StageHosts:
         """
         with self._changed:
             if self._rules.when_lost == FAIL and (missing := self._missing()):
-                raise Unavailable(f"no host holds stages {missing} at the moment")
+                raise Unavailable(f"no host currently holds stages {missing}")
             if self._rules.when_lost == WAIT:
                 self._changed.wait_for(lambda: self._has_ended or not self._missing())
             views = {own.host: own.view(sorted(own.ready)) for own in self._members.values()}
@@ -370,7 +371,7 @@ class StageHosts:
 
     def _send(self, step: PendingStep, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
         if gone := {leg.host for leg in step.route} - self._members.keys() - {FRONT}:
-            step.done.set_exception(RouteLost(f"hosts {sorted(gone)} are gone"))
+            step.done.set_exception(RouteLost(f"hosts {sorted(gone)} have disconnected"))
             return
         self._pending.add(step)
         self._members[step.route[0].host].wire.send("step", given, arrays=arrays)
@@ -381,7 +382,7 @@ class StageHosts:
         try:
             said = await link.hello(self._keys.listening)
         except (TlsMismatch, ssl.SSLError):
-            log.info("refused a connection: it does not have the secret of this service")
+            log.info("rejected a connection: it does not have the secret of this service")
             return
         match said:
             case [str(who), int(protocol), dict(given)] if who == STAGE_HOST:
@@ -389,18 +390,18 @@ class StageHosts:
             case None:
                 return
             case _:
-                remedy = "Hold stages for it by skippipe serve --coordinator ADDRESS"
+                remedy = "Hold its stages with skippipe serve --coordinator ADDRESS"
                 refuse(link, InputError("ADDRESS", self.address, SERVICE_THERE, remedy))
                 return
         if protocol != PROTOCOL:
-            problem = f"hosts of this service speak protocol {PROTOCOL}"
+            problem = f"hosts of this service use protocol {PROTOCOL}"
             refuse(link, InputError("skippipe-jax", protocol, problem, "Install the same version"))
             return
         try:
             hello = msgspec.convert(given, HostHello)
             require_numeric(hello.address)
         except ValueError as error:
-            log.info(f"refused a host, whose hello {error}")
+            log.info(f"rejected a host, its hello is invalid: {error}")
             return
         self._count += 1
         member = Member(self._count, hello, Wire(link, self._silent_s, self._probing))
@@ -438,7 +439,9 @@ class StageHosts:
                     log.info(f"{member} serves stages {held}")
             case ["unreachable", int(host)], [] if host in self._members:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
-                self._pending.lose({(member.host, host)}, f"{member.host} does not reach {host}")
+                self._pending.lose(
+                    {(member.host, host)}, f"host {member.host} cannot reach host {host}"
+                )
             case ["speeds", dict(speeds)], []:
                 member.speeds = {int(host): LinkSpeed(*own) for host, own in speeds.items()}
 
@@ -470,9 +473,9 @@ class StageHosts:
         self._pending.lose_host(member.host)
         if self._has_ended:
             return
-        held = f"stages {sorted(member.ready)}" if member.ready else "no stage yet"
+        held = f"stages {sorted(member.ready)}" if member.ready else "no stages"
         why = member.wire.ending
-        log.info(f"{member}, which had {held}, is lost: {why}")
+        log.info(f"{member}, which held {held}, failed: {why}")
         if self._rules.take_over_s is not None:
             self._loop.call_later(self._rules.take_over_s, self._take_over)
         self._tell_addresses()

@@ -33,7 +33,7 @@ class Metrics:
         self._running = gauge("num_requests_running", "Sequences that have a slot.")
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for a slot.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of answered requests.")
-        self.new_tokens = counter("generation_tokens", "Tokens that were drawn.")
+        self.new_tokens = counter("generation_tokens", "Generated tokens.")
         self.first_token = seconds("time_to_first_token", "From a request to its first token.")
         self.next_token = seconds("inter_token_latency", "From a token of a sequence to the next.")
         self.request = seconds("e2e_request_latency", "From a request to the end of its answer.")
@@ -45,7 +45,7 @@ class Metrics:
         )
         self._refused = Counter(
             "skippipe:requests_refused",
-            "Requests that were answered by an error.",
+            "Requests answered with an error.",
             (*label, "status"),
             registry=self._registry,
         )

@@ -58,8 +58,8 @@ def length_of(context: int, wanted: int | None) -> int:
         InputError: if `wanted` exceeds the context of the model.
     """
     if wanted is not None and fields.integer(wanted, "--max-model-len", 2) > context:
-        problem = f"the model's context is {context} tokens"
-        raise InputError("--max-model-len", wanted, problem, "Write that or less")
+        problem = f"exceeds the model's context of {context} tokens"
+        raise InputError("--max-model-len", wanted, problem, "Lower it")
     return context if wanted is None else wanted
 
 

@@ -111,7 +111,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
         except InputError as error:
             raise wrong("skippipe_keep", error) from error
         if list(order) != sorted(order):
-            raise ApiError(400, "skippipe_keep: name stages in order", param="skippipe_keep")
+            raise ApiError(400, "skippipe_keep: must be in increasing order", param="skippipe_keep")
         return order
 
 
@@ -126,7 +126,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self):
         """Refuse a `best_of` that differs from `n`."""
         if self.best_of not in (None, self.n):
-            raise ApiError(400, "best_of: only n answers are drawn", param="best_of")
+            raise ApiError(400, "best_of: must equal n", param="best_of")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -144,7 +144,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
             for one in given
         ]
         if not given or not all(is_right):
-            message = "prompt: write a text, a list of tokens, or a list of one or the other"
+            message = "prompt: must be a text, a list of tokens, or a list of texts and token lists"
             raise ApiError(400, message, param="prompt")
         return given
 
@@ -156,7 +156,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
             ApiError: if it is 0 and the prompt is not echoed.
         """
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens: write at least 1", param="max_tokens")
+            raise ApiError(400, "max_tokens: must be at least 1", param="max_tokens")
         return DEFAULT_NEW_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -201,7 +201,7 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
             ApiError: if `max_tokens` is 0.
         """
         if self.max_tokens == 0:
-            raise ApiError(400, "max_tokens: write at least 1", param="max_tokens")
+            raise ApiError(400, "max_tokens: must be at least 1", param="max_tokens")
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -247,9 +247,9 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
+        raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ApiError(400, "the body is no JSON object")
+        raise ApiError(400, "the body is not a JSON object")
     try:
         given = {name: value for name, value in found.items() if value is not None}
         return msgspec.convert(given, kind)
@@ -265,7 +265,7 @@ def _refused(problem: str) -> ApiError:
     where = place[1] if place else ""
     if unknown:
         name = f"{where}.{unknown[1]}" if where else unknown[1]
-        return ApiError(400, f"{name}: is not supported here", param=name)
+        return ApiError(400, f"{name}: is not supported", param=name)
     param = where or None
     missing = re.search(r"missing required field `(\w+)`", problem)
     if missing:

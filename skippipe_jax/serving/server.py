@@ -54,14 +54,14 @@ def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
         InputError: if the port is not available, or other machines could reach it without a key.
     """
     if not keys and not _is_loopback(host):
-        problem = "is reached from other machines, and whoever reaches it is served"
-        raise InputError("--host", host, problem, "Give --api-key-file, or leave it out")
+        problem = "is reachable from other machines, and no API key is required"
+        raise InputError("--host", host, problem, "Add --api-key-file, or leave out --host")
     if not 0 <= port < 1 << 16:
-        raise InputError("--port", port, "is no port", "Write one such as 8000")
+        raise InputError("--port", port, "must be 0 to 65535", "Write a port such as 8000")
     try:
         return listen_without_delay(host, port, backlog=1024)
     except OSError as error:
-        problem = f"{join_address(host, port)} cannot be listened on ({error})"
+        problem = f"listening on {join_address(host, port)} failed ({error})"
         raise InputError("--port", port, problem, "Choose a free port of this machine") from error
 
 
@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
             self.force_exit = True
             return
         self.should_exit = True
-        log.info(f"{signal.Signals(number).name}: answers that have begun are finished")
+        log.info(f"{signal.Signals(number).name}: finishing the answers in progress")
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -62,7 +62,7 @@ class Job:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         if asked.model not in (None, served.name):
-            message = f"model: there is no model {asked.model!r} here, but {served.name!r}"
+            message = f"model: {asked.model!r} does not exist; use {served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         stages, likeliest = asked.stages(served.stages, seed), asked.likeliest
@@ -71,7 +71,7 @@ class Job:
             ends.add(served.turn_end)
         count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
         if count > capacity:
-            message = f"n: {count} sequences are asked for, and there is room for {capacity}"
+            message = f"n: {count} sequences are requested, and the capacity is {capacity}"
             raise ApiError(400, message, param="n")
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
@@ -101,8 +101,10 @@ class Job:
         served, tokenizer = self.served, self.served.tokenizer
         if isinstance(self.asked, ChatRequest):
             if not served.converses:
-                message = "the model has learnt no conversations, and its tokenizer has no chat "
-                raise ApiError(400, f"{message}template: ask for completions", param="messages")
+                message = (
+                    "the model was not trained on conversations, and its tokenizer has no chat "
+                )
+                raise ApiError(400, f"{message}template: request completions", param="messages")
             try:
                 tokens = encode_prompt(self.asked.conversation, tokenizer, served.today)
             except InputError as error:
@@ -116,7 +118,9 @@ class Job:
                 prompts.append((given, tokens, 1))
                 continue
             if not given or min(given) < 0 or max(given) >= served.vocabulary_size:
-                message = f"prompt: tokens are 0 to {served.vocabulary_size - 1}, at least one"
+                message = (
+                    f"prompt: needs at least one token, each 0 to {served.vocabulary_size - 1}"
+                )
                 raise ApiError(400, message, param="prompt")
             prompts.append((tokenizer.decode(given) if self.asked.echo else "", given, 0))
         return prompts
@@ -129,7 +133,7 @@ class Job:
         is_scored = count == 0 and self.asked.echo
         if prompt + count > context + is_scored or not (count or is_scored):
             message = f"the context is {context} tokens, the prompt has {prompt}, and "
-            message += f"{count if wanted is not None else 1} are asked for behind it"
+            message += f"{count if wanted is not None else 1} more are requested"
             param = "messages" if self.is_chat else "prompt"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return count

@@ -52,7 +52,7 @@ PROTOCOL = 3
 """Version of the protocol; hosts of different versions are incompatible."""
 STAGE_HOST, PASSES = "stage-host", "pass"
 """First words of a host to the front and to another host."""
-SERVICE_THERE = "a service is there"
+SERVICE_THERE = "is the address of a service"
 """Refusal by the front of connections that are not from stage hosts."""
 MOST_SILENCES = 4
 """A host leaves when a step takes this many times `silent_s`; the others continue."""
@@ -139,7 +139,7 @@ class StageHost:
                     session = self._session = Session(link, given, self._source, self._keys)
                     if await session.follow():
                         return
-            log.info(f"the front is away ({link.ending}); this host looks for it")
+            log.info(f"lost the connection to the front ({link.ending}); reconnecting")
             self._session = None
 
     async def _listen(self, link: Link) -> str:
@@ -298,8 +298,8 @@ class Session:
             await asyncio.sleep(self.silent_s / BEATS)
             began_s = self._began_s
             if began_s is not None and time.monotonic() - began_s > most_s:
-                problem = f"a step has not ended in {most_s:g} s: its device hangs, or is too slow"
-                remedy = "Start it again, or raise cluster.heartbeat_timeout_s on the first host"
+                problem = f"a step took over {most_s:g} s: the device hangs or is too slow"
+                remedy = "Restart the host, or raise cluster.heartbeat_timeout_s on the first host"
                 self._fail(TemporaryError("host", socket.gethostname(), problem, remedy))
                 return
 

@@ -34,14 +34,16 @@ def ask(url: str, key_file: Path | None) -> dict[str, Any]:
         status_text(found)  # Raises if the answer is not from a service of skippipe.
         return found
     except urllib.error.HTTPError as error:
-        problem = f"the service answers by status {error.code}"
+        problem = f"the service answered with status {error.code}"
         remedy = "Give a key of the service by --api-key-file" if error.code == 401 else None
         raise _no_service(url, problem, remedy) from error
     except (OSError, http.client.HTTPException) as error:
-        remedy = "Start it, or write the address that skippipe serve prints"
-        raise TemporaryError("ADDRESS", url, f"nothing answers there ({error})", remedy) from error
+        remedy = "Start the service, or write the address that skippipe serve prints"
+        raise TemporaryError(
+            "ADDRESS", url, f"no service answers at this address ({error})", remedy
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise _no_service(url, "no service of skippipe answers there", None) from error
+        raise _no_service(url, "is not a SkipPipe service", None) from error
 
 
 def _no_service(url: str, problem: str, remedy: str | None) -> InputError:
@@ -53,10 +55,10 @@ def status_text(status: dict[str, Any]) -> str:
     """Return the status of a service as text."""
     held = {stage for host in status["hosts"] for stage in host["stages"]}
     lost = [str(stage) for stage in range(status["stages"]) if stage not in held]
-    head = f"{status['model']}: {status['running']} of {status['slots']} slots are in use, "
-    head += f"{status['waiting']} sequences wait"
+    head = f"{status['model']}: {status['running']} of {status['slots']} slots in use, "
+    head += f"{status['waiting']} sequences waiting"
     if lost:
-        head += f"; no host has stages {', '.join(lost)}"
+        head += f"; no host holds stages {', '.join(lost)}"
     rows: list[tuple[str, ...]] = [HEAD]
     for host in status["hosts"]:
         loading = [f"({stage})" for stage in host.get("loading", ())]

@@ -74,7 +74,7 @@ class PendingSteps:
             return None
         if sent[0].number < number:
             # A host has reconnected to the next one, and the steps in between are lost.
-            self.lose(sent[0].hops, "a step has got lost between hosts")
+            self.lose(sent[0].hops, "a step was lost between hosts")
             return None
         return sent.popleft()
 
@@ -88,4 +88,4 @@ class PendingSteps:
     def lose_host(self, host: int) -> None:
         """Fail all steps of each group that has a step on this host."""
         hops = {hop for sent in self._of_groups.values() for step in sent for hop in step.hops}
-        self.lose({hop for hop in hops if host in hop}, f"host {host} is lost")
+        self.lose({hop for hop in hops if host in hop}, f"host {host} failed")

@@ -166,4 +166,4 @@ class Wire:
             # Counted in beats of this host, so a pause of this host does not end the connection.
             self._silent_beats += 1
             if self._silent_beats > BEATS:
-                self._link.break_off(f"nothing came for {self._silent_s:g} s")
+                self._link.break_off(f"no message within {self._silent_s:g} s")

@@ -426,7 +426,7 @@ def test_without_conversations_or_a_prompt_there_is_no_chat(
         (["--prompt", "-"], ["--prompt = '-'", "not UTF-8"]),
         (["--temperature", "-1"], ["--temperature = -1.0"]),
         (["--top-p", "0"], ["--top-p = 0.0", "must be greater than 0"]),
-        (["--stage-order", "1,2"], ["--stage-order = '1,2'", "Begin with 0"]),
+        (["--stage-order", "1,2"], ["--stage-order = '1,2'", "Start with 0"]),
         (["--stage-order", "0,4"], ["--stage-order = 4", "at most 3"]),
         (["--stage-order", "0,1,1"], ["--stage-order = '0,1,1'", "twice"]),
         (["--stage-order", "all"], ["--stage-order = 'all'", "Write 0,1,3"]),

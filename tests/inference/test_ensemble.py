@@ -325,14 +325,14 @@ def test_domains_are_evaluated_as_the_ensemble_says(experts: list[StagedModel], 
         ("evaluate", [*BOTH, "--importance"], "--importance = True: applies to one model"),
         ("evaluate", [*BOTH, "--part", "priors"], "--part = 'priors': applies to one model"),
         ("evaluate", [*BOTH, "--step", "0"], "--step = 0: applies to one model"),
-        ("evaluate", [*BOTH, "--num-stages", "1"], "--num-stages = 1: a run is cut by its plan"),
-        ("evaluate", [*BOTH, "--prior", "best"], "--prior = 'best': is no prior"),
+        ("evaluate", [*BOTH, "--num-stages", "1"], "--num-stages = 1: the plan of a run sets"),
+        ("evaluate", [*BOTH, "--prior", "best"], "--prior = 'best': is not a prior"),
         ("evaluate", [*BOTH, "--mix", "best"], "--mix = 'best': unknown name"),
         ("evaluate", ["--run", "run0", "--mix", "prior"], "--mix = 'prior': applies to several"),
         ("evaluate", ["--run", "run0", "--run", "run0"], "--run = 'run0': is named twice"),
         ("evaluate", ["--run", "run0", "--run", "other"], "--run = 'other': its tokenizer"),
         ("evaluate", [*BOTH, "--prior", "nowhere.json"], "--prior = 'nowhere.json'"),
-        ("evaluate", [*BOTH, "--prior", "short.json"], "is no list of 2 weights"),
+        ("evaluate", [*BOTH, "--prior", "short.json"], "is not a list of 2 weights"),
         ("evaluate", [*BOTH, "--prior", "none.json"], "must be greater than 0"),
         ("evaluate", [*BOTH, "--prior", "less.json"], "does not add up to 1"),
         (
@@ -366,4 +366,4 @@ def test_text_that_another_expert_has_trained_on_is_not_scored(command: Any, fol
     save_run(folder / "seen", config, STAGES[1])
     code, _, err = command("evaluate", "--run", "run0", "--run", "seen")
     assert code == 2
-    assert "data.held_out = 0.5: text would be held out here that the run has trained on" in err
+    assert "data.held_out = 0.5: the held-out text would contain text that the run has" in err

@@ -450,15 +450,15 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
     ("arguments", "words"),
     [
         (["--keep-fraction", "0.5,half"], ["--keep-fraction = 'half'", "must be a number"]),
-        (["--keep-fraction", "0"], ["--keep-fraction = 0", "no share"]),
-        (["--keep-fraction", "1.5"], ["--keep-fraction = 1.5", "no share"]),
+        (["--keep-fraction", "0"], ["--keep-fraction = 0", "must be above 0"]),
+        (["--keep-fraction", "1.5"], ["--keep-fraction = 1.5", "at most 1"]),
         (["--keep-fraction", "0.5", "--subsets", "0"], ["--subsets = 0", "at least 1"]),
         (["--plot", "a.svg"], ["--plot = 'a.svg'", "Add --keep-fraction"]),
         (
             ["--keep-fraction", "1", "--plot", "nowhere/a.svg"],
             ["--plot = 'nowhere/a.svg'", "no such folder"],
         ),
-        (["--num-stages", "3"], ["--num-stages = 3", "cut by its plan"]),
+        (["--num-stages", "3"], ["--num-stages = 3", "the plan of a run sets"]),
         (["--set", "data.path=nowhere"], ["data.path"]),
         (["--set", "data.held_out=0.5"], ["data.held_out = 0.5", "has trained on"]),
         (["--set", "data.shuffle_seed=1"], ["data.shuffle_seed = 1", "has trained on"]),
@@ -479,7 +479,7 @@ def test_too_few_stages_have_no_neighbours():
     for question in (swapped, without_each):
         with pytest.raises(InputError, match="Leave it out"):
             question(1)
-    with pytest.raises(InputError, match="no two inner ones"):
+    with pytest.raises(InputError, match="no two inner stages"):
         swapped(2)
 
 

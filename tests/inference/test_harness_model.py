@@ -211,7 +211,7 @@ def test_a_request_that_is_repeated_is_drawn_anew(run: Path):
 
 
 def test_a_continuation_beyond_the_context_is_refused(run: Path):
-    with pytest.raises(InputError, match="chances of 40 tokens"):
+    with pytest.raises(InputError, match="likelihood of 40 tokens"):
         harness(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
 
 

@@ -307,7 +307,7 @@ def test_where_no_plan_says_who_visited_what_there_is_no_share(
     for name, words, stages in refused:
         assert main([name, *map(str, words), "--scale", "share"]) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert f"--scale = 'share': no plan of {stages} stages says how many" in line
+        assert f"--scale = 'share': needs a plan of {stages} stages" in line
         assert line.endswith("Write fit, or a number such as 0.7.")
     with pytest.raises(InputError, match=r"data\.path"):
         scales_of_run(FIT, run_without_text(tmp_path / "textless"))

@@ -158,7 +158,7 @@ def test_scores_of_other_text_or_another_tokenizer_are_refused(config, model):
         with pytest.raises(InputError, match="another text") as caught:
             require_same_text({"mine": mine, "other": other})
         assert caught.value.value == "other"
-    with pytest.raises(InputError, match="tokenizer is not that of mine"):
+    with pytest.raises(InputError, match="tokenizer differs from that of mine"):
         require_same_text({"mine": mine, "other": replace(mine, tokenizer="another")})
 
 

@@ -416,7 +416,7 @@ def test_who_is_no_host_is_told_of_the_service(source: ModelSource, command: Com
     with service(source, 1) as own:
         found = command("status", own.address)
         assert found.code == 2
-        assert "a service is there" in found.err
+        assert "is the address of a service" in found.err
         assert "skippipe serve --coordinator" in found.err
         own.await_stages(1, 2, 3)
 
@@ -467,7 +467,7 @@ def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
     hosts = StageHosts(source, Slots(1, 1, 32), Rules(), Keys(), 3.0)
     hosts.listen("127.0.0.1", 0)
     try:
-        with pytest.raises(TemporaryError, match="0 hosts have come"):
+        with pytest.raises(TemporaryError, match="0 of 2 other hosts connected"):
             hosts.gather(2, 0.1)
     finally:
         hosts.close()
@@ -520,11 +520,11 @@ def test_hosts_are_processes_that_are_started_again(
     others = psutil.Process(process.pid).children()
     assert len(others) == 3
     others[0].kill()
-    eventually(lambda: "no host has stages" in command("status", url).out)
+    eventually(lambda: "no host holds stages" in command("status", url).out)
     tokens, stages = answer()
     assert tokens == greedy(model, PROMPT, 9, stages)
     assert len(stages) < 4
-    eventually(lambda: "no host has stages" not in command("status", url).out)
+    eventually(lambda: "no host holds stages" not in command("status", url).out)
     assert answer() == (greedy(model, PROMPT, 9, range(4)), [0, 1, 2, 3])
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0

@@ -220,9 +220,9 @@ def test_models(client: openai.OpenAI):
 
 # Each: path, body, status, and words of the message.
 REFUSED: dict[str, tuple[str, Any, int, str]] = {
-    "no JSON": ("completions", "{", 400, "no JSON"),
-    "no object": ("completions", "[]", 400, "no JSON object"),
-    "deep": ("completions", "[" * 100_000, 400, "no JSON"),
+    "no JSON": ("completions", "{", 400, "not JSON"),
+    "no object": ("completions", "[]", 400, "not a JSON object"),
+    "deep": ("completions", "[" * 100_000, 400, "not JSON"),
     "no prompt": ("completions", {}, 400, "prompt"),
     "mixed prompt": ("completions", {"prompt": ["a", 3]}, 400, "prompt"),
     "empty prompt": ("completions", {"prompt": []}, 400, "prompt"),
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "10 MB": ("completions", {"prompt": "a" * 10_000_000}, 413, "4,194,304 bytes"),
     "unknown model": ("completions", {"model": "gpt-9", "prompt": "a"}, 404, "gpt-9"),
     "no stage": ("completions", {"prompt": "a", "skippipe_keep": [0, 3]}, 400, "skippipe_keep"),
-    "stage order": ("completions", {"prompt": "a", "skippipe_keep": [0, 2, 1]}, 400, "in order"),
+    "stage order": ("completions", {"prompt": "a", "skippipe_keep": [0, 2, 1]}, 400, "increasing"),
     "share": ("completions", {"prompt": "a", "skippipe_keep": 1.5}, 400, "skippipe_keep"),
     "temperature": ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
     "infinite": ("completions", {"prompt": "a", "temperature": 1e300}, 400, "temperature"),
@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "penalty": ("completions", {"prompt": "a", "presence_penalty": -3}, 400, "presence_penalty"),
     "likeliest": ("completions", {"prompt": "a", "top_k": 1 << 40}, 400, "top_k"),
     "nothing asked": ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-    "too many": ("completions", {"prompt": ["a"] * 100, "n": 100}, 400, "room for"),
+    "too many": ("completions", {"prompt": ["a"] * 100, "n": 100}, 400, "the capacity is"),
     "image": (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -451,13 +451,12 @@ def test_status_is_shown_of_a_service(engine: ScriptedEngine, tmp_path: Path, co
     with serving(engine, conduct=Conduct(keys=("one", "two"), drain_s=5)) as url:
         refused = command("status", url)
         assert refused.code == 2
-        assert "the service answers by status 401. Give a key of the service by --api-key-file" in (
-            refused.err
-        )
+        words = "the service answered with status 401. Give a key of the service by --api-key-file"
+        assert words in refused.err
         for address in (url, f"{url}/v1"):
             shown = command("status", address, "--api-key-file", str(tmp_path / "key"))
             assert shown.out.splitlines()[0] == (
-                "scripted: 0 of 4 slots are in use, 0 sequences wait; no host has stages 0, 1, 2"
+                "scripted: 0 of 4 slots in use, 0 sequences waiting; no host holds stages 0, 1, 2"
             )
         asked = command("status", url, "--api-key-file", str(tmp_path / "key"), "--json")
         assert json.loads(asked.out) == {
@@ -466,4 +465,4 @@ def test_status_is_shown_of_a_service(engine: ScriptedEngine, tmp_path: Path, co
         }
     gone = command("status", url)
     assert gone.code == TemporaryError.exit_code
-    assert "nothing answers there" in gone.err
+    assert "no service answers at this address" in gone.err

@@ -285,7 +285,7 @@ def test_stages_that_the_service_has_used_instead_are_told(run: Path, command: C
     ]
     assert told.out.splitlines()[-4:] == [
         f"computed by tiny at {url}",
-        "stages asked for  used   requests",
+        "stages requested  used   requests",
         "0 1 2             0 1 2         8",
         "0 1 2             0 2           4",
     ]
@@ -341,7 +341,7 @@ def test_the_key_is_that_of_the_first_line(run: Path, tmp_path: Path, command: C
         asked += ["--url", f"{url}/v1"]
         key = ["--api-key-file", str(tmp_path / "keys")]
         assert evaluated(command, *asked, *key)["tokens"] == LENGTH
-        wants = ["--api-key-file", "wants one of its API keys"]
+        wants = ["--api-key-file", "requires one of its API keys"]
         wrong = ["--api-key-file", str(tmp_path / "wrong")]
         expect_one_error(evaluate(command, *asked, *wrong), *wants, "wrong")
         expect_one_error(evaluate(command, *asked), *wants, "None")
@@ -350,25 +350,25 @@ def test_the_key_is_that_of_the_first_line(run: Path, tmp_path: Path, command: C
 
 
 REFUSED: dict[str, tuple[Callable[..., Answer | None], list[str]]] = {
-    "no such route": (lambda *_: (404, b"<html>"), ["no service of skippipe", "status 404"]),
-    "another service": (lambda *_: (200, {"data": [{"id": "gpt"}]}), ["no service of skippipe"]),
-    "no JSON": (lambda *_: (200, b"hello"), ["no service of skippipe"]),
-    "silence": (lambda *_: None, ["no service answers there"]),
+    "no such route": (lambda *_: (404, b"<html>"), ["is not a SkipPipe service", "status 404"]),
+    "another service": (lambda *_: (200, {"data": [{"id": "gpt"}]}), ["is not a SkipPipe service"]),
+    "no JSON": (lambda *_: (200, b"hello"), ["is not a SkipPipe service"]),
+    "silence": (lambda *_: None, ["no service answers at this address"]),
     "several models": (lambda *_: (200, {"data": []}), ["0 models"]),
     "other tokens": (
         lambda path, asked: (
             (200, {"tokens": [1]}) if path == "/tokenize" else of_service(path, asked)
         ),
-        ["tokenizer of the model that is served, tiny"],
+        ["tokenizer of the served model, tiny"],
     ),
     "vocabulary": (
         with_completions(
             lambda _: (400, {"error": {"message": "tokens are 0 to 99", "param": "prompt"}})
         ),
-        ["status 400: tokens are 0 to 99", "Name the run or the folder of the model"],
+        ["status 400: tokens are 0 to 99", "Give --run or --hf of the served model"],
     ),
     "the end": (with_completions(lambda _: None), ["the service has ended"]),
-    "a proxy": (with_completions(lambda _: (502, b"<html>")), ["by status 502. See"]),
+    "a proxy": (with_completions(lambda _: (502, b"<html>")), ["with status 502. Read"]),
     "too few": (
         with_completions(lambda asked: scored([None], asked)),
         ["one probability for each token"],
@@ -400,7 +400,9 @@ def test_sequences_that_are_too_long_for_the_service_are_refused(run: Path, comm
 
 def test_stages_in_an_order_that_is_not_served_are_refused(run: Path, url: str, command: Command):
     result = evaluate(command, "--run", str(run), "--url", url, "--swaps")
-    expect_one_error(result, "--url", "name stages in order", "runs them in their order")
+    expect_one_error(
+        result, "--url", "must be in increasing order", "runs stages in increasing order"
+    )
 
 
 def test_an_engine_that_fails_in_between_is_one_line(run: Path, command: Command):
@@ -418,7 +420,9 @@ def test_an_engine_that_fails_in_between_is_one_line(run: Path, command: Command
 def test_where_nobody_listens_is_no_service(run: Path, command: Command):
     url = f"http://127.0.0.1:{free_port()}/v1"
     result = evaluate(command, "--run", str(run), "--url", url)
-    expect_one_error(result, "--url", url, "no service answers there", "skippipe serve prints")
+    expect_one_error(
+        result, "--url", url, "no service answers at this address", "skippipe serve prints"
+    )
 
 
 @pytest.mark.parametrize(
@@ -428,7 +432,7 @@ def test_where_nobody_listens_is_no_service(run: Path, command: Command):
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str, run: Path, command: Command):
     result = evaluate(command, "--run", str(run), "--url", url)
-    expect_one_error(result, "--url", url, "is no address of a service")
+    expect_one_error(result, "--url", url, "is not the address of a service")
 
 
 @pytest.mark.parametrize(
@@ -453,4 +457,4 @@ def test_arguments_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize("answer", [{"hosts": 1}, [], {"stages": 3, "hosts": [{}]}])
 def test_what_is_no_service_of_ours_has_no_status(answer: Any, command: Command):
     with scripted(lambda path, asked: (200, answer)) as url:
-        expect_one_error(command("status", url), "ADDRESS", "no service of skippipe answers there")
+        expect_one_error(command("status", url), "ADDRESS", "is not a SkipPipe service")

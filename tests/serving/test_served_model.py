@@ -238,7 +238,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
         assert process.wait(PATIENCE_S) == 0
         told = process.stderr.read().splitlines()
         assert told == [
-            "SIGTERM: answers that have begun are finished",
+            "SIGTERM: finishing the answers in progress",
             "service stopped",
         ]
     finally:
@@ -270,4 +270,4 @@ def test_what_cannot_be_served_is_refused_by_a_line(
 
 def test_a_port_that_is_taken_is_refused_by_a_line(run: Path, url: str, command: Command):
     port = url.rpartition(":")[2]
-    expect_one_error(command("serve", "--run", str(run), "--port", port), "--port", "listened on")
+    expect_one_error(command("serve", "--run", str(run), "--port", port), "--port", "listening on")
