@@ -101,6 +101,11 @@ class Decoder(Protocol):
         """Tell whether it scores prompts, and lets sequences run along some stages."""
         ...
 
+    @property
+    def waits(self) -> bool:
+        """Tell whether `next_logits` waits for other hosts; else it returns before the result."""
+        ...
+
     def begin(self, slot: int, stages: Order | None) -> None:
         """Let a new sequence in a slot run along these stages; None is all."""
         ...
@@ -169,6 +174,11 @@ class StageExecutor:
     def is_one_model(self) -> bool:
         """Return what `Decoder.is_one_model` says."""
         return True
+
+    @property
+    def waits(self) -> bool:
+        """Return what `Decoder.waits` says."""
+        return False
 
     def begin(self, slot: int, stages: Order | None) -> None:
         """Do what `Decoder.begin` says."""
@@ -499,10 +509,11 @@ class Generator:
         """Wait for no other host any more; another thread may call this."""
         self.decoder.close()
 
-    def step(self) -> list[Decoded]:
+    def step(self, on_wait: Callable[[], None] = lambda: None) -> list[Decoded]:
         """Give waiting requests the empty slots, and draw a token for each whose prompt is in.
 
-        That is none for requests that want none, of which only prompts are scored.
+        That is none for requests that want none, of which only prompts are scored. `on_wait` is
+        called before this waits for the logits of tokens; other threads can run meanwhile.
         """
         for slot in range(self.decoder.slots):
             if self._waiting and slot not in self._running and slot not in self._entering:
@@ -523,7 +534,7 @@ class Generator:
             else:
                 self._enter(slot, own.number, own.request)
                 prompts[own.number] = tuple(own.scored)
-        return [*found, *(self._draw(prompts) if self._running else ())]
+        return [*found, *(self._draw(prompts, on_wait) if self._running else ())]
 
     def _run_span(self, slot: int, own: _Entering) -> int:
         """Run the next span of a prompt, but not its last token; return of how many tokens."""
@@ -550,18 +561,25 @@ class Generator:
         if self._penalties is not None:
             self._penalties.set(slot, request.sampling, request.prompt)
 
-    def _draw(self, prompts: Mapping[int, tuple[ScoredToken, ...]]) -> list[Decoded]:
+    def _draw(
+        self, prompts: Mapping[int, tuple[ScoredToken, ...]], on_wait: Callable[[], None]
+    ) -> list[Decoded]:
         """Draw a token for each request that runs; those of `prompts` have theirs told first."""
         needed = max(self._running) + 1 if self.decoder.is_one_model else self.slots
         rows = next(rows for rows in rows_for(self.slots) if rows >= needed)
         step = Step(self._tokens[:rows], self._positions[:rows])
+        if self.decoder.waits:
+            on_wait()
         logits = likelihoods = self.decoder.next_logits(step)
         running = list(self._running.items())
         if any(request.sampling.has_penalties for _, (_, request) in running):
             assert self._penalties is not None
             logits = penalized(logits, *(own[:rows] for own in self._penalties))
         sampling = (own[:rows] for own in self._rows)
-        drawn = np.asarray(draw_tokens(logits, step.positions[:, 0], *sampling))
+        drawing = draw_tokens(logits, step.positions[:, 0], *sampling)
+        if not self.decoder.waits:
+            on_wait()
+        drawn = np.asarray(drawing)
         counts: list[int | None] = [None] * rows
         for slot, (_, request) in running:
             counts[slot] = request.likeliest

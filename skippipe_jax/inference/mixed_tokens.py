@@ -58,6 +58,11 @@ class MixtureExecutor:
         """Return what `Decoder.is_one_model` says."""
         return False
 
+    @property
+    def waits(self) -> bool:
+        """Return what `Decoder.waits` says."""
+        return False
+
     def begin(self, slot: int, stages: Order | None) -> None:
         """Begin with the prior, which a step at position 0 does by itself."""
 

@@ -35,8 +35,10 @@ class Engine(Protocol):
         """Stop decoding a request; do nothing if it is done."""
         ...
 
-    def step(self) -> list[Decoded]:
+    def step(self, on_wait: Callable[[], None] = ...) -> list[Decoded]:
         """Run one step over waiting and running requests; return the new tokens.
+
+        `on_wait` is called before the step waits for results, if it does.
 
         Raises:
             Unavailable: if no request can be decoded at the moment.
@@ -115,6 +117,7 @@ class Runner:
         # Engine's request number to the caller's number, and the reverse.
         self._numbers: dict[int, int] = {}
         self._engines: dict[int, int] = {}
+        self._undelivered: list[tuple[int, Decoded]] = []
         self._thread = threading.Thread(target=self._run, name="skippipe-engine", daemon=True)
 
     def start(self) -> None:
@@ -155,9 +158,10 @@ class Runner:
 
     def _step(self) -> None:
         try:
-            decoded = [(self._numbers[own.request], own) for own in self._engine.step()]
+            decoded = [(self._numbers[own.request], own) for own in self._engine.step(self._flush)]
         except Unavailable as error:
             self._engine.clear()
+            self._flush()
             self._loop.call_soon_threadsafe(self._fail, error, [*self._engines])
             self._numbers.clear()
             self._engines.clear()
@@ -165,8 +169,20 @@ class Runner:
         for number, own in decoded:
             if own.is_last:
                 del self._numbers[own.request], self._engines[number]
-        if decoded:
-            self._loop.call_soon_threadsafe(self._deliver, decoded)
+        self._flush()
+        self._undelivered = decoded
+        if not self._engine.is_busy:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Deliver the tokens of the previous step.
+
+        The event loop's thread needs the interpreter for them. If it had it between two steps, the
+        next one would start later; while a step waits for the device, nobody else needs it.
+        """
+        if self._undelivered:
+            self._loop.call_soon_threadsafe(self._deliver, self._undelivered)
+            self._undelivered = []
 
     def _obey(self) -> bool:
         """Run the queued commands, wait for work, and return False when the thread must stop."""

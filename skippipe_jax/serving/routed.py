@@ -45,6 +45,11 @@ class RoutedExecutor(StageExecutor):
         self._tokens: dict[int, list[int]] = {}
         self._used: dict[int, set[int]] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Implement `Decoder.waits`."""
+        return True
+
     def begin(self, slot: int, stages: Order | None) -> None:
         """Implement `Decoder.begin`."""
         super().begin(slot, stages)

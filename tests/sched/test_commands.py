@@ -594,7 +594,12 @@ WRONG_PLANS = {
     "missing key": (lambda p: p.pop("order"), "plan.order", "None", "Add order:"),
     "unknown key": (lambda p: p.update(notes=1), "plan.notes", "1", "Remove it"),
     "method": (lambda p: p.update(method=None), "plan.method", "None", "Write a name"),
-    "method of two lines": (lambda p: p.update(method="a\nb"), "plan.method", r"'a\nb'", "Remove it"),
+    "method of two lines": (
+        lambda p: p.update(method="a\nb"),
+        "plan.method",
+        r"'a\nb'",
+        "Remove it",
+    ),
     "node twice": (
         lambda p: p.update(stages=[[0], [1, 1]]),
         "plan.stages[1][1]",

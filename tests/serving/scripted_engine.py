@@ -70,7 +70,8 @@ class ScriptedEngine:
     def close(self) -> None:
         self.may_go_on.set()
 
-    def step(self) -> list[Decoded]:
+    def step(self, on_wait: Callable[[], None] = lambda: None) -> list[Decoded]:
+        on_wait()
         if self.failure is not None:
             raise self.failure
         if not self.may_go_on.wait(0.01):
