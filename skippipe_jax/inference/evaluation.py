@@ -139,8 +139,8 @@ def evaluate(
     Raises:
         InputError: if there is no text, or a loss is not finite.
     """
-    everything = full(model.stages)
-    orders = {everything, *(way.stages for question in questions for way in question.ways)}
+    full_order = full(model.stages)
+    orders = {full_order, *(way.stages for question in questions for way in question.ways)}
     losses, tokens = losses_along(model, orders, data, sequences, part)
     for order, loss in losses.items():
         if not loss < MOST_NATS:
@@ -151,27 +151,27 @@ def evaluate(
                 f"the loss along stages {list(order)} is {loss}: training had diverged",
                 "Choose an earlier step, or train again with a lower optimizer.learning_rate",
             )
-    found = _evaluation(step, questions, losses, everything, tokens)
+    evaluation = _evaluation(step, questions, losses, full_order, tokens)
     if scaling is None:
-        return found
+        return evaluation
     counts = sorted({len(order) for order in orders})
     for kept in counts:
-        alike = [order for order in orders if len(order) == kept]
-        losses |= losses_along(scaling.scaled(kept), alike, data, sequences, part)[0]
+        same_length = [order for order in orders if len(order) == kept]
+        losses |= losses_along(scaling.scaled(kept), same_length, data, sequences, part)[0]
     for order, loss in losses.items():
         if not loss < MOST_NATS:
             problem = f"the scaled loss along stages {list(order)} is {loss}"
             raise InputError("--scale", scaling.scale, problem, "Write a number closer to 1")
-    scaled = _evaluation(step, questions, losses, everything, tokens)
+    scaled = _evaluation(step, questions, losses, full_order, tokens)
     scales = {kept: scaling.scales(kept) for kept in counts}
-    return replace(found, scaled=replace(scaled, scales=scales))
+    return replace(evaluation, scaled=replace(scaled, scales=scales))
 
 
 def _evaluation(
     step: int | None,
     questions: Collection[Question],
     losses: Mapping[Order, float],
-    everything: Order,
+    full_order: Order,
     tokens: int,
 ) -> Evaluation:
     """Return what the losses along all orders say to the questions."""
@@ -179,7 +179,7 @@ def _evaluation(
         Answer(question, tuple(losses[way.stages] for way in question.ways))
         for question in questions
     )
-    loss = losses[everything]
+    loss = losses[full_order]
     return Evaluation(step, loss, math.exp(loss), tokens, answers)
 
 
@@ -217,20 +217,20 @@ def _sums(
 def _losses_along(
     model: StagedModel,
     orders: Sequence[Order],
-    begun: int,
+    shared: int,
     x: Float[Array, "sequence position width"],
     targets: Int[Array, "sequence position"],
 ) -> Iterator[Float[Array, 2]]:
-    """Loss and targets along each of the sorted orders, which share their first `begun` stages.
+    """Loss and targets along each of the sorted orders, which share their first `shared` stages.
 
     What several orders begin with is run once. `x` is the residual stream behind the shared stages.
     """
-    if len(orders[0]) == begun:
+    if len(orders[0]) == shared:
         yield model.sum_of_losses(x, targets)
         orders = orders[1:]
-    for stage, going_on in itertools.groupby(orders, key=lambda order: order[begun]):
-        behind = model.apply(stage, x)
-        yield from _losses_along(model, list(going_on), begun + 1, behind, targets)
+    for stage, continuing in itertools.groupby(orders, key=lambda order: order[shared]):
+        output = model.apply(stage, x)
+        yield from _losses_along(model, list(continuing), shared + 1, output, targets)
 
 
 def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:

@@ -79,20 +79,20 @@ class HeldStages:
         """Add a stage and compile all of its programs."""
         own = [parameters if other == stage else None for other in range(self._stages)]
         model, slots = StagedModel(self._config, own), self._slots
-        made = [
+        executors = [
             StageExecutor(model, (stage,), slots.each, slots.length, scales=self._scales)
             for _ in range(slots.groups)
         ]
         place = jax.tree.leaves(parameters)[0].sharding
-        for step in made[0].steps_of_all_sizes():
+        for step in executors[0].steps_of_all_sizes():
             rows = len(step.positions)
             x = jnp.zeros((*step.positions.shape, self._config.width), self._config.compute_dtype)
             travelled = self._hops.packed(jax.device_put(x, place))
             some = [[stage], *[[]] * (rows - 1)]
             for skipped in ([[]] * rows, some if rows > 1 else [[]]):
-                given = self._hops.unpacked(travelled, place), step, skipped
-                self._hops.packed(made[0].follow((stage,), *given))
-        self._executors |= {(stage, group): own for group, own in enumerate(made)}
+                arguments = self._hops.unpacked(travelled, place), step, skipped
+                self._hops.packed(executors[0].follow((stage,), *arguments))
+        self._executors |= {(stage, group): own for group, own in enumerate(executors)}
 
     def drop(self, stage: int) -> None:
         """Release a stage and its caches."""
