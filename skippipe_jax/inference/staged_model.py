@@ -108,11 +108,11 @@ class StagedModel:
         return tokenizer
 
     def orders(self, keep: float, most: int = 10, seed: int = 0) -> list[Order]:
-        """Return all ways to keep a share of the stages, or `most` of them, drawn by the seed.
+        """Return all orders that keep a share of the stages, or `most` of them, drawn by the seed.
 
         The number of stages is rounded to the nearest, and the data stage is always one of them.
         """
-        return [way.stages for way in kept(self.stages, keep, most, seed).ways]
+        return [variant.stages for variant in kept(self.stages, keep, most, seed).variants]
 
     def loss(self, inputs: str | Tokens | Batch, order: Sequence[int] | None = None) -> float:
         """Return the mean cross-entropy in nats per token of a text, of tokens, or of a batch.

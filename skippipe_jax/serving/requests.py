@@ -106,7 +106,7 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         keep = self.skippipe_keep
         try:
             if not isinstance(keep, list):
-                return kept(count, 1.0 if keep is None else keep, 1, seed).ways[0].stages
+                return kept(count, 1.0 if keep is None else keep, 1, seed).variants[0].stages
             order = order_of(keep, count, "skippipe_keep", keep)
         except InputError as error:
             raise wrong("skippipe_keep", error) from error

@@ -13,7 +13,7 @@ from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step,
 from skippipe_jax.inference.drawing import Scores
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.serving.held_stages import Hops
+from skippipe_jax.serving.held_stages import ActivationCodec
 from skippipe_jax.serving.hosts import StageHosts
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
 from skippipe_jax.serving.steps import RouteLost
@@ -35,7 +35,7 @@ class RoutedExecutor(StageExecutor):
         options = {"local_stages": hosts.own_stages, "scales": hosts.scales}
         super().__init__(model, order, slots.each, slots.length, **options)
         self._hosts, self._group = hosts, group
-        self._hops = Hops(model.config, slots.hop_dtype)
+        self._codec = ActivationCodec(model.config, slots.hop_dtype)
         self._route: Route | None = None
         self._version = -1
         self._epoch = 0
@@ -132,14 +132,14 @@ class RoutedExecutor(StageExecutor):
                 x = self.follow(part[0].stages, x, step, skipped)
                 continue
             waits = is_read or number < len(parts) - 1
-            arguments = self._hops.packed(x), step, skipped
+            arguments = self._codec.packed(x), step, skipped
             done = self._hosts.start(self._group, self._epoch, part, *arguments, is_read=waits)
             self._in_flight.append(done)
             # Steps return in order: once one has returned, all earlier ones have.
             while len(self._in_flight) > (0 if waits else MAX_IN_FLIGHT):
                 self._in_flight.popleft().result()
             if waits:
-                x = self._hops.unpacked(done.result(), place)
+                x = self._codec.unpacked(done.result(), place)
         return x
 
     def _record(self, step: Step, route: Route) -> None:
