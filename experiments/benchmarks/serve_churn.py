@@ -195,7 +195,7 @@ class Levels:
         level["apart"] = abs(own / self._alone("without_service", stages) - 1)
         # All subsets of as many stages: which of them are lost is chance.
         share = len(stages) / served.stages
-        ways = [way.stages for way in kept(served.stages, share, sys.maxsize, 0).ways]
+        ways = [way.stages for way in kept(served.stages, share, sys.maxsize, 0).variants]
         for name in self._models:
             level[name] = self._alone(name, stages)
             level[f"{name}_mean_of_subsets"] = fmean(self._alone(name, way) for way in ways)

@@ -20,7 +20,7 @@ from experiments.paper import provenance
 from skippipe_jax import Run
 from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.model_source import read_run
-from skippipe_jax.inference.partial import Question, Way, kept, swapped
+from skippipe_jax.inference.partial import Question, Variant, kept, swapped
 from skippipe_jax.inference.scaling import SHARE, scaling_of
 from skippipe_jax.storage.files import PARTIAL
 
@@ -77,7 +77,7 @@ def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
     stages = model.stages
     counts = range(1, stages + 1)
     questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
-    first = tuple(Way(tuple(range(count))) for count in counts)
+    first = tuple(Variant(tuple(range(count))) for count in counts)
     questions += [Question("early exit", first, stages), swapped(stages)]
     scaling = scaling_of(SHARE, model, data, run, step)
     found = evaluate(model, step, data, sequences, questions, scaling)

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from skippipe_jax.inference.language_model import LanguageModel
     from skippipe_jax.inference.staged_model import StagedModel
 
-LEAST_LENGTH = 16
+MIN_LENGTH = 16
 """Caches and spans of prompts are padded to powers of two from here on, so few are compiled."""
 PREFILL_TOKENS = 128
 """The most tokens of a prompt that run through the stages at once."""
 ROWS_FACTOR = 4
 """Factor between the numbers of slots that one program may run: 1, 4, 16, ..., or all."""
-LEAST_ATTENDED = 128
+MIN_ATTENDED = 128
 """Attention looks at a power of two of positions, at least so many, not at all of a long cache."""
 
 
@@ -143,13 +143,13 @@ class StageExecutor:
         order: Order,
         slots: int,
         length: int,
-        held: Order | None = None,
+        local_stages: Order | None = None,
         scales: ScaleTable | None = None,
     ):
         """Make room for so many sequences of so many positions in each stage of an order.
 
-        `held` are those stages that are here, if others run elsewhere. With `scales`, what blocks
-        of inner stages add is multiplied by those of as many stages as run.
+        `local_stages` are the stages of this host, if others run elsewhere. With `scales`, what
+        blocks of inner stages add is multiplied by those of as many stages as run.
         """
         self.model, self.order, self.slots, self.length = model, order, slots, length
         self._scales = scales
@@ -161,7 +161,9 @@ class StageExecutor:
             place = jax.tree.leaves(model.parameters[stage])[0].sharding
             return jax.device_put(jnp.zeros(shape, config.compute_dtype), place)
 
-        self._caches = {stage: KVCache(empty(stage), empty(stage)) for stage in held or order}
+        self._caches = {
+            stage: KVCache(empty(stage), empty(stage)) for stage in local_stages or order
+        }
         # By slot: the stages of the model that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
 
@@ -208,7 +210,7 @@ class StageExecutor:
         The data stage takes tokens [row time]. What blocks add is multiplied by `scales`.
         """
         last = step.positions[step.positions < self.length].max(initial=0)
-        attended = padded_length(int(last) + 1, self.length, LEAST_ATTENDED)
+        attended = padded_length(int(last) + 1, self.length, MIN_ATTENDED)
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
         after, self._caches[stage] = _forward(
             (structure, attended),
@@ -267,9 +269,9 @@ class StageExecutor:
 
     def steps_of_all_sizes(self) -> Iterator[Step]:
         """Yield a step for each program that sequences may need."""
-        last = {min(attended, self.length) - 1 for attended in _powers(LEAST_ATTENDED, self.length)}
+        last = {min(attended, self.length) - 1 for attended in _powers(MIN_ATTENDED, self.length)}
         for position in sorted(last):
-            for time in _powers(LEAST_LENGTH, PREFILL_TOKENS):
+            for time in _powers(MIN_LENGTH, PREFILL_TOKENS):
                 positions = np.full((1, time), self.length, np.int32)
                 positions[0, 0] = position
                 yield Step(np.zeros((1, time), np.int32), positions, 0)
@@ -371,8 +373,10 @@ def run_stage(
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
     structure, parameters = nnx.split(stage.blocks)
 
-    def run_block(carried: tuple[Array, KVCache], own: tuple[Array, Any, Array | None]) -> Any:
-        (x, cache), (layer, block_parameters, factors) = carried, own
+    def run_block(
+        carry: tuple[Array, KVCache], block_inputs: tuple[Array, Any, Array | None]
+    ) -> Any:
+        (x, cache), (layer, block_parameters, factors) = carry, block_inputs
         block: Block = nnx.merge(structure, block_parameters)
         normed = block.attention_norm(x)
         added, cache = attend(block, normed, cache, layer, positions, slot, attended)
@@ -386,8 +390,8 @@ def run_stage(
 
     # Carried along, the cache is written in place; as outputs of the loop it would be copied.
     layers = jnp.arange(cache.keys.shape[0])
-    of_blocks = None if scales is None else jnp.moveaxis(scales, 1, 0)
-    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters, of_blocks))
+    block_scales = None if scales is None else jnp.moveaxis(scales, 1, 0)
+    (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters, block_scales))
     return x, cache
 
 
@@ -470,11 +474,12 @@ class Generator:
             InputError: if it has no prompt, asks for nothing, or is longer than a slot; or asks
                 several models together for scores of its prompt, or for some stages.
         """
-        given, count, length = len(request.prompt), request.max_new_tokens, self.decoder.length
+        prompt_length, count = len(request.prompt), request.max_new_tokens
+        length = self.decoder.length
         least = 0 if request.scores_prompt else 1
         # The last token of a prompt that is only scored is a target, and takes no position.
-        if given < 1 or count < least or given + count > length + (count == 0):
-            problem = f"a slot has {length} positions, and the prompt has {given} tokens"
+        if prompt_length < 1 or count < least or prompt_length + count > length + (count == 0):
+            problem = f"a slot has {length} positions, and the prompt has {prompt_length} tokens"
             remedy = (
                 "Give a prompt, and request at least one token, at most as many as fit after it"
             )
@@ -489,11 +494,11 @@ class Generator:
 
     def cancel(self, number: int) -> None:
         """Draw no more tokens of a request, and free its slot; one that is done has none."""
-        self._waiting = deque(own for own in self._waiting if own[0] != number)
-        for slot in [slot for slot, own in self._entering.items() if own.number == number]:
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != number)
+        for slot in [slot for slot, entry in self._entering.items() if entry.number == number]:
             del self._entering[slot]
             self.decoder.end(slot)
-        for slot in [slot for slot, (own, _) in self._running.items() if own == number]:
+        for slot in [slot for slot, (running, _) in self._running.items() if running == number]:
             self._leave(slot)
 
     def clear(self) -> None:
@@ -517,38 +522,38 @@ class Generator:
         """
         for slot in range(self.decoder.slots):
             if self._waiting and slot not in self._running and slot not in self._entering:
-                own = self._entering[slot] = _Entering(*self._waiting.popleft())
-                self.decoder.begin(slot, own.request.stages)
-        found, prompts = [], dict[int, tuple[ScoredToken, ...]]()
+                entering = self._entering[slot] = _Entering(*self._waiting.popleft())
+                self.decoder.begin(slot, entering.request.stages)
+        decoded, prompts = [], dict[int, tuple[ScoredToken, ...]]()
         run = 0
         while self._entering and (self._prompt_tokens is None or run < self._prompt_tokens):
-            slot, own = next(iter(self._entering.items()))
-            run += self._run_span(slot, own)
-            if own.done < len(own.request.prompt) - 1:
+            slot, entering = next(iter(self._entering.items()))
+            run += self._run_span(slot, entering)
+            if entering.done < len(entering.request.prompt) - 1:
                 continue
             del self._entering[slot]
-            if own.request.max_new_tokens == 0:
+            if entering.request.max_new_tokens == 0:
                 stages = self.decoder.stages_of(slot)
-                found.append(Decoded(own.number, True, None, tuple(own.scored), stages))
+                decoded.append(Decoded(entering.number, True, None, tuple(entering.scored), stages))
                 self.decoder.end(slot)
             else:
-                self._enter(slot, own.number, own.request)
-                prompts[own.number] = tuple(own.scored)
-        return [*found, *(self._draw(prompts, on_wait) if self._running else ())]
+                self._enter(slot, entering.number, entering.request)
+                prompts[entering.number] = tuple(entering.scored)
+        return [*decoded, *(self._draw(prompts, on_wait) if self._running else ())]
 
-    def _run_span(self, slot: int, own: _Entering) -> int:
+    def _run_span(self, slot: int, entering: _Entering) -> int:
         """Run the next span of a prompt, but not its last token; return of how many tokens."""
-        prompt, start = own.request.prompt, own.done
+        prompt, start = entering.request.prompt, entering.done
         span = prompt[start : min(start + PREFILL_TOKENS, len(prompt) - 1)]
         if not len(span):
             return 0
         step = span_of(span, start, slot, self.decoder.length)
-        targets, behind = np.zeros_like(step.tokens), prompt[start + 1 :][: len(span)]
-        targets[0, : len(span)] = behind
-        scores = self.decoder.prefill(step, targets if own.request.scores_prompt else None)
+        targets, next_tokens = np.zeros_like(step.tokens), prompt[start + 1 :][: len(span)]
+        targets[0, : len(span)] = next_tokens
+        scores = self.decoder.prefill(step, targets if entering.request.scores_prompt else None)
         if scores is not None:
-            own.scored += scores.tokens(behind, [own.request.likeliest] * len(span))
-        own.done += len(span)
+            entering.scored += scores.tokens(next_tokens, [entering.request.likeliest] * len(span))
+        entering.done += len(span)
         return len(span)
 
     def _enter(self, slot: int, number: int, request: DecodeRequest) -> None:
@@ -587,7 +592,7 @@ class Generator:
             scored = score(likelihoods, drawn).tokens(drawn, counts)
         else:
             scored = [ScoredToken(int(token)) for token in drawn]
-        found = []
+        decoded = []
         for slot, (number, request) in running:
             token = scored[slot].token
             self._tokens[slot] = token
@@ -597,10 +602,10 @@ class Generator:
             count = int(self._positions[slot, 0]) - len(request.prompt) + 1
             is_last = token in request.ends or count == request.max_new_tokens
             stages = self.decoder.stages_of(slot)
-            found.append(Decoded(number, is_last, scored[slot], prompts.get(number, ()), stages))
+            decoded.append(Decoded(number, is_last, scored[slot], prompts.get(number, ()), stages))
             if is_last:
                 self._leave(slot)
-        return found
+        return decoded
 
     def _leave(self, slot: int) -> None:
         del self._running[slot]
@@ -688,12 +693,12 @@ def continued(
     """Return the text that `draw` continues a prompt with, or tokens for a prompt of tokens."""
     if not isinstance(prompt, str):
         return [*draw([int(token) for token in prompt])]
-    given = [tokenizer.begin, *map(int, tokenizer.encode(prompt))]
+    prompt_tokens = [tokenizer.begin, *map(int, tokenizer.encode(prompt))]
     # Some tokenizers write a token otherwise at the beginning of a text.
     decode = tokenizer.decode
-    return decode([*given, *draw(given)])[len(decode(given)) :]
+    return decode([*prompt_tokens, *draw(prompt_tokens)])[len(decode(prompt_tokens)) :]
 
 
-def padded_length(needed: int, most: int, least: int = LEAST_LENGTH) -> int:
+def padded_length(needed: int, most: int, least: int = MIN_LENGTH) -> int:
     """Return the next power of two, at least `least` and at most `most`, as a shared length."""
     return min(max(least, 1 << (needed - 1).bit_length()), most)

@@ -33,11 +33,11 @@ class SamplingRows(NamedTuple):
         keys, top_k = np.stack([_key_data(0)] * slots), np.zeros(slots, np.int32)
         return cls(keys, zeros, np.ones(slots, np.float32), top_k, zeros.copy())
 
-    def set(self, slot: int, how: Sampling) -> None:
+    def set(self, slot: int, sampling: Sampling) -> None:
         """Draw the tokens of a slot so from now on."""
-        self.keys[slot] = _key_data(how.seed)
-        self.temperatures[slot], self.top_p[slot] = how.temperature, how.top_p
-        self.top_k[slot], self.min_p[slot] = min(how.top_k, _MOST_TOKENS), how.min_p
+        self.keys[slot] = _key_data(sampling.seed)
+        self.temperatures[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot], self.min_p[slot] = min(sampling.top_k, _MOST_TOKENS), sampling.min_p
 
 
 _MOST_TOKENS = np.iinfo(np.int32).max
@@ -63,12 +63,13 @@ class Penalties(NamedTuple):
         ones = np.ones(slots, np.float32)
         return cls(np.zeros(shape, np.int32), np.zeros(shape, bool), zeros, zeros.copy(), ones)
 
-    def set(self, slot: int, how: Sampling, prompt: Sequence[int]) -> None:
+    def set(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
         """Begin a sequence in a slot."""
         self.counts[slot], self.in_prompt[slot] = 0, False
         self.in_prompt[slot, np.asarray(prompt)] = True
-        self.presence[slot], self.frequency[slot] = how.presence_penalty, how.frequency_penalty
-        self.repetition[slot] = how.repetition_penalty
+        self.presence[slot] = sampling.presence_penalty
+        self.frequency[slot] = sampling.frequency_penalty
+        self.repetition[slot] = sampling.repetition_penalty
 
 
 @jax.jit
@@ -81,8 +82,8 @@ def penalized(
     repetition: Float[Array, " slot"],
 ) -> Float[Array, "slot vocabulary"]:
     """Return the logits with what `Penalties` says taken from them."""
-    by = repetition[:, None]
-    repeated = jnp.where(logits > 0, logits / by, logits * by)
+    factor = repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
     logits = jnp.where(in_prompt | (counts > 0), repeated, logits)
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
@@ -100,8 +101,8 @@ def draw_tokens(
     """Draw one token of each slot, by the key of its seed and the position of the token before."""
 
     def drawn() -> Array:
-        own = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
-        return sample(logits, own, temperatures, top_p, top_k, min_p)
+        row_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
+        return sample(logits, row_keys, temperatures, top_p, top_k, min_p)
 
     # Most often the likeliest tokens are asked for, and nothing need be sorted.
     likeliest = lambda: jnp.argmax(logits, axis=-1)  # noqa: E731
@@ -121,11 +122,11 @@ def sample(
     descending = jnp.sort(scaled, axis=-1, descending=True)
     chances = jax.nn.softmax(descending, axis=-1)
     limit = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None]
-    is_left = jnp.arange(logits.shape[-1]) < limit
-    is_left &= chances >= min_p[:, None] * chances[:, :1]
-    chances = jnp.where(is_left, chances, 0.0)
+    is_candidate = jnp.arange(logits.shape[-1]) < limit
+    is_candidate &= chances >= min_p[:, None] * chances[:, :1]
+    chances = jnp.where(is_candidate, chances, 0.0)
     chances /= chances.sum(axis=-1, keepdims=True)
-    is_needed = (jnp.cumsum(chances, axis=-1) - chances < top_p[:, None]) & is_left
+    is_needed = (jnp.cumsum(chances, axis=-1) - chances < top_p[:, None]) & is_candidate
     least = jnp.min(jnp.where(is_needed, descending, jnp.inf), axis=-1, keepdims=True)
     drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(scaled >= least, scaled, -jnp.inf))
     return jnp.where(temperatures > 0, drawn, jnp.argmax(logits, axis=-1))

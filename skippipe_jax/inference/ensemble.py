@@ -102,16 +102,16 @@ class Ensemble:
         """
         tokens, targets = batch["tokens"], batch["targets"]
         after_last = np.full_like(tokens[:, :1], NOT_COUNTED)
-        following = np.concatenate([tokens[:, 1:], after_last], axis=1)
-        following = np.where(targets == NOT_COUNTED, following, targets)
-        streams = [expert.run(expert.along, batch) for expert in self.experts]
+        next_tokens = np.concatenate([tokens[:, 1:], after_last], axis=1)
+        next_tokens = np.where(targets == NOT_COUNTED, next_tokens, targets)
+        streams = [expert.run(expert.default_order, batch) for expert in self.experts]
         nats = [
-            expert.scores(x, jnp.asarray(following))[0]
+            expert.scores(x, jnp.asarray(next_tokens))[0]
             for expert, x in zip(self.experts, streams, strict=True)
         ]
         log_w = self._log_weights(-np.stack(jax.device_get(nats)), batch)
-        said, greedy = self._mixed(streams, targets, log_w)
-        return said.sum(axis=1), np.logical_and.reduce(greedy, axis=1)
+        log_p, greedy = self._mixed(streams, targets, log_w)
+        return log_p.sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
     def decoder(self, slots: int, length: int) -> MixtureExecutor:
         """Return what `LanguageModel.decoder` says; what is drawn is drawn from the mixture."""
@@ -136,7 +136,7 @@ class Ensemble:
         return continued(
             self.tokenizer,
             prompt,
-            lambda given: generate_tokens(self, given, max_new_tokens, sampling, end),
+            lambda tokens: generate_tokens(self, tokens, max_new_tokens, sampling, end),
         )
 
     def _log_weights(
@@ -162,7 +162,7 @@ class Ensemble:
         )
 
 
-SAME = tuple(key for key in SHAPES if key != "context")
+AVERAGED_SHAPES = tuple(key for key in SHAPES if key != "context")
 """Settings in which models must agree for their parameters to be averaged."""
 
 
@@ -174,7 +174,7 @@ def averaged(models: Sequence[StagedModel]) -> StagedModel:
     """
     first, *others = models
     for other in others:
-        for key in SAME:
+        for key in AVERAGED_SHAPES:
             own, of_first = getattr(other.config, key), getattr(first.config, key)
             if own != of_first:
                 problem = f"the first model to average has {of_first}"

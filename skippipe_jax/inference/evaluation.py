@@ -19,7 +19,7 @@ from tqdm import tqdm
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.batches import NOT_COUNTED, Batch, held_out_batches
 from skippipe_jax.inference.language_model import PartialScorer
-from skippipe_jax.inference.partial import Order, Question, Way, full
+from skippipe_jax.inference.partial import Order, Question, Variant, full
 from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales
@@ -32,9 +32,9 @@ FIGURES = (2, 3, 5, 6)
 
 @dataclass(frozen=True)
 class Answer:
-    """Mean cross-entropy in nats per token along each way of a question.
+    """Mean cross-entropy in nats per token along each variant of a question.
 
-    Means and deviation weigh each way by the microbatches that take it, if there are any.
+    Means and deviation weigh each variant by the microbatches that take it, if there are any.
     """
 
     question: Question
@@ -63,13 +63,13 @@ class Answer:
 
     @property
     def _weights(self) -> list[int]:
-        return [way.microbatches or 1 for way in self.question.ways]
+        return [variant.microbatches or 1 for variant in self.question.variants]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures over all ways, and of each."""
+        """Return the figures over all variants, and of each."""
         question, perplexities = self.question, self.perplexities
         shares = {} if question.share is None else {"share": question.share}
-        each = zip(question.ways, self.losses, perplexities, strict=True)
+        each = zip(question.variants, self.losses, perplexities, strict=True)
         return shares | {
             "possible": question.possible,
             "loss": self.loss,
@@ -78,9 +78,9 @@ class Answer:
             "least": min(perplexities),
             "greatest": max(perplexities),
             "each": [
-                {key: value for key, value in asdict(way).items() if value is not None}
+                {key: value for key, value in asdict(variant).items() if value is not None}
                 | {"loss": loss, "perplexity": perplexity}
-                for way, loss, perplexity in each
+                for variant, loss, perplexity in each
             ],
         }
 
@@ -89,7 +89,7 @@ class Answer:
 class Evaluation:
     """Mean cross-entropy in nats per token, its exponential, and over how many target tokens.
 
-    They are those of the full model; `answers` compare other ways through it, over the same tokens.
+    They are those of the full model; `answers` compare variants of it, over the same tokens.
     `step` is None for a model that is not of a run. `scaled` is the same for a model whose branches
     are scaled, and `scales` are then its scales, by how many stages run.
     """
@@ -131,7 +131,7 @@ def evaluate(
     scaling: Scaling | None = None,
     part: str = "all",
 ) -> Evaluation:
-    """Evaluate the full model, and all ways of the questions, on the same held-out sequences.
+    """Evaluate the full model, and all variants of the questions, on the same held-out sequences.
 
     These are of the `part` that `held_out_batches` takes. With a scaling, all of it is evaluated
     once more with the scales for so many stages as run.
@@ -139,8 +139,11 @@ def evaluate(
     Raises:
         InputError: if there is no text, or a loss is not finite.
     """
-    everything = full(model.stages)
-    orders = {everything, *(way.stages for question in questions for way in question.ways)}
+    full_order = full(model.stages)
+    orders = {
+        full_order,
+        *(variant.stages for question in questions for variant in question.variants),
+    }
     losses, tokens = losses_along(model, orders, data, sequences, part)
     for order, loss in losses.items():
         if not loss < MOST_NATS:
@@ -151,35 +154,35 @@ def evaluate(
                 f"the loss along stages {list(order)} is {loss}: training had diverged",
                 "Choose an earlier step, or train again with a lower optimizer.learning_rate",
             )
-    found = _evaluation(step, questions, losses, everything, tokens)
+    evaluation = _evaluation(step, questions, losses, full_order, tokens)
     if scaling is None:
-        return found
+        return evaluation
     counts = sorted({len(order) for order in orders})
     for kept in counts:
-        alike = [order for order in orders if len(order) == kept]
-        losses |= losses_along(scaling.scaled(kept), alike, data, sequences, part)[0]
+        same_length = [order for order in orders if len(order) == kept]
+        losses |= losses_along(scaling.scaled(kept), same_length, data, sequences, part)[0]
     for order, loss in losses.items():
         if not loss < MOST_NATS:
             problem = f"the scaled loss along stages {list(order)} is {loss}"
             raise InputError("--scale", scaling.scale, problem, "Write a number closer to 1")
-    scaled = _evaluation(step, questions, losses, everything, tokens)
+    scaled = _evaluation(step, questions, losses, full_order, tokens)
     scales = {kept: scaling.scales(kept) for kept in counts}
-    return replace(found, scaled=replace(scaled, scales=scales))
+    return replace(evaluation, scaled=replace(scaled, scales=scales))
 
 
 def _evaluation(
     step: int | None,
     questions: Collection[Question],
     losses: Mapping[Order, float],
-    everything: Order,
+    full_order: Order,
     tokens: int,
 ) -> Evaluation:
     """Return what the losses along all orders say to the questions."""
     answers = tuple(
-        Answer(question, tuple(losses[way.stages] for way in question.ways))
+        Answer(question, tuple(losses[variant.stages] for variant in question.variants))
         for question in questions
     )
-    loss = losses[everything]
+    loss = losses[full_order]
     return Evaluation(step, loss, math.exp(loss), tokens, answers)
 
 
@@ -217,20 +220,20 @@ def _sums(
 def _losses_along(
     model: StagedModel,
     orders: Sequence[Order],
-    begun: int,
+    shared: int,
     x: Float[Array, "sequence position width"],
     targets: Int[Array, "sequence position"],
 ) -> Iterator[Float[Array, 2]]:
-    """Loss and targets along each of the sorted orders, which share their first `begun` stages.
+    """Loss and targets along each of the sorted orders, which share their first `shared` stages.
 
     What several orders begin with is run once. `x` is the residual stream behind the shared stages.
     """
-    if len(orders[0]) == begun:
+    if len(orders[0]) == shared:
         yield model.sum_of_losses(x, targets)
         orders = orders[1:]
-    for stage, going_on in itertools.groupby(orders, key=lambda order: order[begun]):
-        behind = model.apply(stage, x)
-        yield from _losses_along(model, list(going_on), begun + 1, behind, targets)
+    for stage, continuing in itertools.groupby(orders, key=lambda order: order[shared]):
+        output = model.apply(stage, x)
+        yield from _losses_along(model, list(continuing), shared + 1, output, targets)
 
 
 def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
@@ -238,13 +241,15 @@ def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
     perplexities: dict[int, dict[Order, float]] = {}
     for answer in found.answers:
         if answer.question.share is not None:
-            for way, perplexity in zip(answer.question.ways, answer.perplexities, strict=True):
-                perplexities.setdefault(len(way.stages), {})[way.stages] = perplexity
+            for variant, perplexity in zip(
+                answer.question.variants, answer.perplexities, strict=True
+            ):
+                perplexities.setdefault(len(variant.stages), {})[variant.stages] = perplexity
     return perplexities
 
 
 def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
-    """Return the evaluation as text: a line for the full model, and for each way and question.
+    """Return the evaluation as text: a line for the full model, and for each variant and question.
 
     The first line names the text of `data`. What is scaled stands beside what is not.
     """
@@ -284,12 +289,12 @@ def _rows(found: Evaluation, stages: int) -> list[list[str]]:
     rows = [["full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""]]
     for answer in found.answers:
         question, perplexities = answer.question, answer.perplexities
-        ways = zip(question.ways, answer.losses, perplexities, strict=True)
+        variants = zip(question.variants, answer.losses, perplexities, strict=True)
         rows += [
-            [_label(question, way), _stages(way.stages), *_figures(loss, perplexity), ""]
-            for way, loss, perplexity in ways
+            [_label(question, variant), _stages(variant.stages), *_figures(loss, perplexity), ""]
+            for variant, loss, perplexity in variants
         ]
-        sample = f"{len(question.ways)} of {question.possible}"
+        sample = f"{len(question.variants)} of {question.possible}"
         spread = f"± {answer.deviation:.3f}, {min(perplexities):.3f} to {max(perplexities):.3f}"
         means = _figures(answer.loss, answer.perplexity)
         rows.append([f"{_name(question)}, mean", sample, *means, spread])
@@ -308,11 +313,11 @@ def _name(question: Question) -> str:
     return question.name if question.share is None else f"{question.name} {question.share:g}"
 
 
-def _label(question: Question, way: Way) -> str:
-    if way.microbatches is not None:
-        return f"path, {way.microbatches}x"
-    if way.swapped is not None:
-        return "swapped {} and {}".format(*way.swapped)
-    if way.left_out is not None:
-        return f"without {way.left_out}"
+def _label(question: Question, variant: Variant) -> str:
+    if variant.microbatches is not None:
+        return f"path, {variant.microbatches}x"
+    if variant.swapped is not None:
+        return "swapped {} and {}".format(*variant.swapped)
+    if variant.left_out is not None:
+        return f"without {variant.left_out}"
     return _name(question)

@@ -70,14 +70,18 @@ class HarnessModel(LM):
         if not requests:
             return []
         # A request that comes again asks for another draw.
-        asked = [self._asked(*own.args, seed=seed) for seed, own in enumerate(requests)]
-        needed = max(len(own.prompt) + own.max_new_tokens for own, _ in asked)
+        decode_requests = [
+            self._decode_request(*own.args, seed=seed) for seed, own in enumerate(requests)
+        ]
+        needed = max(len(own.prompt) + own.max_new_tokens for own, _ in decode_requests)
         length = padded_length(needed, self.model.context)
-        generator = Generator(self.model.decoder(min(self.batch_size, len(asked)), length))
-        texts = [text for _, text in asked]
-        for own, _ in asked:
+        generator = Generator(
+            self.model.decoder(min(self.batch_size, len(decode_requests)), length)
+        )
+        texts = [text for _, text in decode_requests]
+        for own, _ in decode_requests:
             generator.submit(own)
-        with tqdm(total=len(asked), disable=None) as bar:
+        with tqdm(total=len(decode_requests), disable=None) as bar:
             while generator.is_busy:
                 for number, is_last, drawn, *_ in generator.step():
                     text = texts[number]
@@ -98,10 +102,9 @@ class HarnessModel(LM):
         # A space belongs to the word behind it, as tokenizers have it.
         spaces = context[len(context.rstrip()) :]
         context = context[: len(context) - len(spaces)]
-        given = self._encode(context)
-        return [self.tokenizer.begin, *given], self._encode(context + spaces + continuation)[
-            len(given) :
-        ]
+        context_tokens = self._encode(context)
+        both = self._encode(context + spaces + continuation)
+        return [self.tokenizer.begin, *context_tokens], both[len(context_tokens) :]
 
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Batches of like length, the longest first: what needs most memory comes at once."""
@@ -113,8 +116,8 @@ class HarnessModel(LM):
             chosen = longest_first[start : start + rows]
             tokens, targets = self._rows([pairs[i] for i in chosen], rows)
             nats, greedy = self.model.likelihoods({"tokens": tokens, "targets": targets})
-            for i, of_row, is_greedy in zip(chosen, nats.tolist(), greedy.tolist(), strict=False):
-                scores[i] = (of_row, is_greedy)
+            for i, row_nats, is_greedy in zip(chosen, nats.tolist(), greedy.tolist(), strict=False):
+                scores[i] = (row_nats, is_greedy)
         return scores
 
     def _rows(self, pairs: Sequence[Scored], rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -127,20 +130,20 @@ class HarnessModel(LM):
         length = padded_length(max(sum(map(len, pair)) for pair in pairs) - 1, context)
         tokens = np.full((rows, length), self.tokenizer.padding, np.int32)
         targets = np.full_like(tokens, NOT_COUNTED)
-        for row, (given, asked) in enumerate(pairs):
-            if len(asked) > context:
+        for row, (context_tokens, continuation) in enumerate(pairs):
+            if len(continuation) > context:
                 raise InputError(
                     "model.context",
                     context,
-                    f"a task requests the likelihood of {len(asked)} tokens at once",
+                    f"a task requests the likelihood of {len(continuation)} tokens at once",
                     "Remove this task",
                 )
-            both = [*given, *asked][-context - 1 :]
+            both = [*context_tokens, *continuation][-context - 1 :]
             tokens[row, : len(both) - 1] = both[:-1]
-            targets[row, len(both) - 1 - len(asked) : len(both) - 1] = asked
+            targets[row, len(both) - 1 - len(continuation) : len(both) - 1] = continuation
         return tokens, targets
 
-    def _asked(
+    def _decode_request(
         self, context: str, settings: dict[str, Any], *, seed: int
     ) -> tuple[DecodeRequest, _Text]:
         stops = settings.get("until") or []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from skippipe_jax.inference.ensemble import Ensemble
 
 
-class Known(NamedTuple):
+class MixtureState(NamedTuple):
     """State of each slot: the posterior, and each expert's distribution of the next token."""
 
     log_w: Float[Array, "expert slot"]
@@ -51,7 +51,7 @@ class MixtureExecutor:
         self._log_prior = normalised(jnp.asarray(ensemble.log_prior, jnp.float32))[:, None]
         self.vocabulary_size = max(expert.config.vocabulary_size for expert in experts)
         shape = len(experts), slots
-        self._known = Known(jnp.zeros(shape), jnp.zeros((*shape, self.vocabulary_size)))
+        self._state = MixtureState(jnp.zeros(shape), jnp.zeros((*shape, self.vocabulary_size)))
 
     @property
     def is_one_model(self) -> bool:
@@ -83,10 +83,10 @@ class MixtureExecutor:
 
     def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:
         """Return what `Decoder.next_logits` says: log-probabilities under the mixture."""
-        logits, self._known = _next_logits(
+        logits, self._state = _next_logits(
             (self._structures, self.ensemble.mix, self.length),
             self._parameters,
-            self._known,
+            self._state,
             [own.run(step) for own in self._executors],
             step,
             self._log_prior,
@@ -99,12 +99,12 @@ class MixtureExecutor:
 def _next_logits(
     static: tuple[tuple[StageStructure, ...], str, int],
     parameters: Sequence[Any],
-    known: Known,
+    state: MixtureState,
     streams: Sequence[Float[Array, "row time _"]],
     step: Step,
     log_prior: Float[Array, "expert 1"],
     begin: Int[Array, ""],
-) -> tuple[Float[Array, "row vocabulary"], Known]:
+) -> tuple[Float[Array, "row vocabulary"], MixtureState]:
     """Return the mixture after the last token of each row, and the new state.
 
     `static` are structures, by what experts are weighed, and the length of the caches, which is the
@@ -112,33 +112,33 @@ def _next_logits(
     get behind their last stages. At the begin mark `begin` the posterior is the prior.
     """
     structures, mix, length = static
-    (tokens, positions, slot), is_given = step, step.positions < length
+    (tokens, positions, slot), is_token = step, step.positions < length
     stages = [own.merge(given) for own, given in zip(structures, parameters, strict=True)]
-    own = known if slot is None else jax.tree.map(lambda each: each[:, slot][:, None], known)
+    own = state if slot is None else jax.tree.map(lambda each: each[:, slot][:, None], state)
 
     # The first token of the step is judged by what was said before it.
-    said = jnp.take_along_axis(own.log_p, tokens[None, :, :1], axis=-1)[..., 0]
+    log_p = jnp.take_along_axis(own.log_p, tokens[None, :, :1], axis=-1)[..., 0]
     is_new = (positions[:, 0] == 0) | (tokens[:, 0] == begin)
-    log_w = jnp.where(is_new, log_prior, normalised(own.log_w + said))
+    log_w = jnp.where(is_new, log_prior, normalised(own.log_w + log_p))
     if tokens.shape[1] > 1:
-        is_judged = is_given & jnp.roll(is_given, -1, axis=1).at[:, -1].set(False)
+        is_judged = is_token & jnp.roll(is_token, -1, axis=1).at[:, -1].set(False)
         targets = jnp.where(is_judged, jnp.roll(tokens, -1, axis=1), NOT_COUNTED)
         pairs = zip(stages, streams, strict=True)
         nats = jnp.stack([stage.scores(x, targets)[0] for stage, x in pairs])
-        begins = ((tokens == begin) & is_given).at[:, 0].set(False)
+        begins = ((tokens == begin) & is_token).at[:, 0].set(False)
         log_w = final_log_weights(-nats, log_prior[:, 0], begins, log_w)
 
-    last = jnp.maximum(is_given.sum(axis=1) - 1, 0)[:, None, None]
-    behind = [jnp.take_along_axis(x, last, axis=1) for x in streams]
-    pairs = zip(stages, behind, strict=True)
-    found = Known(log_w, _distributions([stage.logits(x)[:, 0] for stage, x in pairs]))
-    mixed = arithmetic(found.log_p, WEIGHTS[mix](log_w, log_prior)[..., None])
+    last = jnp.maximum(is_token.sum(axis=1) - 1, 0)[:, None, None]
+    last_outputs = [jnp.take_along_axis(x, last, axis=1) for x in streams]
+    pairs = zip(stages, last_outputs, strict=True)
+    new_state = MixtureState(log_w, _distributions([stage.logits(x)[:, 0] for stage, x in pairs]))
+    mixed = arithmetic(new_state.log_p, WEIGHTS[mix](log_w, log_prior)[..., None])
     if slot is None:
         # Of a slot that takes no part, nothing new is known.
-        taken = is_given[:, 0]
-        log_w = jnp.where(taken, found.log_w, known.log_w)
-        return mixed, Known(log_w, jnp.where(taken[:, None], found.log_p, known.log_p))
-    return mixed, jax.tree.map(lambda all, new: all.at[:, slot].set(new[:, 0]), known, found)
+        taken = is_token[:, 0]
+        log_w = jnp.where(taken, new_state.log_w, state.log_w)
+        return mixed, MixtureState(log_w, jnp.where(taken[:, None], new_state.log_p, state.log_p))
+    return mixed, jax.tree.map(lambda all, new: all.at[:, slot].set(new[:, 0]), state, new_state)
 
 
 @functools.partial(jax.jit, static_argnums=0)

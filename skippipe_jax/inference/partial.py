@@ -18,10 +18,10 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way through the model: the stages that run, in order, and what sets it apart.
+class Variant:
+    """Variant of the model: the stages that run, in order, and how it differs from others.
 
-    `microbatches` of an iteration go this way, `swapped` are two neighbours in reversed order, and
+    `microbatches` of an iteration take it, `swapped` are two neighbours in reversed order, and
     `left_out` is the only stage that does not run.
     """
 
@@ -33,14 +33,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Question:
-    """Ways through the model that are compared with the full one.
+    """Variants of the model that are compared with the full one.
 
     `name` is the argument that asks, `share` that of the stages that `keep` keeps. There are
-    `possible` such ways: more than `ways` if these are a sample.
+    `possible` variants: more than `variants` if these are a sample.
     """
 
     name: str
-    ways: tuple[Way, ...]
+    variants: tuple[Variant, ...]
     possible: int
     share: float | None = None
 
@@ -51,7 +51,7 @@ def full(stages: int) -> Order:
 
 
 def kept(stages: int, share: float, limit: int, seed: int) -> Question:
-    """Return all ways to keep a share of the stages, or `limit` of them, drawn by the seed.
+    """Return all variants that keep a share of the stages, or `limit` of them, drawn by the seed.
 
     The number of stages is rounded to the nearest, and the data stage is always one of them.
 
@@ -74,8 +74,8 @@ def kept(stages: int, share: float, limit: int, seed: int) -> Question:
         draw, chosen = random.Random(seed), set()
         while len(chosen) < limit:
             chosen.add(tuple(sorted(draw.sample(inner, count))))
-    ways = tuple(Way((0, *subset)) for subset in sorted(chosen))
-    return Question("keep", ways, possible, share)
+    variants = tuple(Variant((0, *subset)) for subset in sorted(chosen))
+    return Question("keep", variants, possible, share)
 
 
 def along_paths(plan: Plan, stages: int) -> Question:
@@ -92,8 +92,8 @@ def along_paths(plan: Plan, stages: int) -> Question:
             "Choose a step that was saved under the current plan, or leave it out",
         )
     counts = Counter(tuple(plan.stage_of[node] for node in path) for path in plan.microbatches)
-    ways = tuple(Way(order, microbatches=count) for order, count in sorted(counts.items()))
-    return Question("paths", ways, len(ways))
+    variants = tuple(Variant(order, microbatches=count) for order, count in sorted(counts.items()))
+    return Question("paths", variants, len(variants))
 
 
 def swapped(stages: int) -> Question:
@@ -107,11 +107,11 @@ def swapped(stages: int) -> Question:
             "--swaps", f"{stages} stages", "there are no two inner stages to swap", "Leave it out"
         )
     order = full(stages)
-    ways = tuple(
-        Way((*order[:s], s + 1, s, *order[s + 2 :]), swapped=(s, s + 1))
+    variants = tuple(
+        Variant((*order[:s], s + 1, s, *order[s + 2 :]), swapped=(s, s + 1))
         for s in range(1, stages - 1)
     )
-    return Question("swaps", ways, len(ways))
+    return Question("swaps", variants, len(variants))
 
 
 def without_each(stages: int) -> Question:
@@ -125,8 +125,8 @@ def without_each(stages: int) -> Question:
             "--importance", f"{stages} stage", "there is no inner stage to skip", "Leave it out"
         )
     order = full(stages)
-    ways = tuple(Way((*order[:s], *order[s + 1 :]), left_out=s) for s in range(1, stages))
-    return Question("importance", ways, len(ways))
+    variants = tuple(Variant((*order[:s], *order[s + 1 :]), left_out=s) for s in range(1, stages))
+    return Question("importance", variants, len(variants))
 
 
 def chosen_order(named: str | None, share: float | None, stages: int, seed: int) -> Order:
@@ -140,7 +140,7 @@ def chosen_order(named: str | None, share: float | None, stages: int, seed: int)
             "--keep-fraction", share, "conflicts with --stage-order", "Leave out one of the two"
         )
     if named is None:
-        return full(stages) if share is None else kept(stages, share, 1, seed).ways[0].stages
+        return full(stages) if share is None else kept(stages, share, 1, seed).variants[0].stages
     try:
         order = tuple(map(int, named.split(",")))
     except ValueError as error:

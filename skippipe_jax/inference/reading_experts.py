@@ -17,7 +17,7 @@ from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.model_source import read_model, require_same_held_out
 from skippipe_jax.storage.run_dir import RunDir
 
-GIVEN = "file"
+FROM_FILE = "file"
 """The prior that a file says, beside `priors.PRIORS`."""
 
 
@@ -33,7 +33,7 @@ def read_ensemble(
     """Return the models of runs or Hugging Face folders as one ensemble, and its configuration.
 
     That is the first one's. Returns also the step of each, and which prior is meant: one of those
-    `allowed`, or `GIVEN`.
+    `allowed`, or `FROM_FILE`.
 
     Raises:
         InputError: if one of them cannot be read, they cannot be mixed, there is no such prior, or
@@ -60,24 +60,24 @@ def read_ensemble(
 
 
 def parse_prior(
-    given: str, experts: int, allowed: Collection[str]
+    value: str, experts: int, allowed: Collection[str]
 ) -> tuple[str, Float[np.ndarray, " expert"] | None]:
     """Parse `--prior`: the name of a prior, or the probabilities in a file.
 
     Raises:
         InputError: if it is not allowed, or no file with such weights.
     """
-    if not given.endswith(".json"):
-        if given in priors.PRIORS and given not in allowed:
+    if not value.endswith(".json"):
+        if value in priors.PRIORS and value not in allowed:
             problem = "is estimated on text, which this command does not read"
             remedy = "Write uniform, or a FILE.json from evaluate --json"
-            raise InputError("--prior", given, problem, remedy)
-        if given not in allowed:
+            raise InputError("--prior", value, problem, remedy)
+        if value not in allowed:
             remedy = f"Write {', '.join(allowed)}, or a FILE.json from evaluate --json"
-            raise InputError("--prior", given, "is not a prior", remedy)
-        return given, None
-    content = fields.load_json(Path(given), "--prior")
-    field = f"prior of {given}"
+            raise InputError("--prior", value, "is not a prior", remedy)
+        return value, None
+    content = fields.load_json(Path(value), "--prior")
+    field = f"prior of {value}"
     weights = content.get("prior") if isinstance(content, dict) else None
     if not isinstance(weights, list) or len(weights) != experts:
         problem = f"is not a list of {experts} weights, one per model in the order of the options"
@@ -86,4 +86,4 @@ def parse_prior(
     weights = [fields.number(one, field, 0.0, above=True) for one in weights]
     if not math.isclose(sum(weights), 1.0, abs_tol=1e-6):
         raise InputError(field, weights, "does not add up to 1", "Evaluate these models again")
-    return GIVEN, np.log(weights)
+    return FROM_FILE, np.log(weights)

@@ -34,7 +34,7 @@ BATCH_SEQUENCES = 4 * IN_FLIGHT
 CONNECT_S = 10.0
 ANSWER_S = 600.0
 """Seconds that a connection, and an answer on it, may take."""
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """After how long a request is sent again where a service that has no room does not say."""
 SAMPLE_TOKENS = 500
 """Tokens of the held-out text by which tokenizers are compared."""
@@ -114,10 +114,10 @@ class RemoteModel:
         self._headers = {"Content-Type": "application/json"} | header_with(key_file)
         self._key_file = key_file
         self._is_known = False
-        found = self._answer(_Models, "GET", f"{self._path}/models").data
-        if len(found) != 1:
-            raise self._no_service(f"the service has {len(found)} models, not one")
-        [model] = found
+        models = self._answer(_Models, "GET", f"{self._path}/models").data
+        if len(models) != 1:
+            raise self._no_service(f"the service has {len(models)} models, not one")
+        [model] = models
         self._name, self.context = model.id, model.max_model_len
         self.stages = len(model.skippipe.stages)
         self._is_known = True
@@ -135,21 +135,23 @@ class RemoteModel:
             InputError: if the service does not run these stages, takes no sequences of this length
                 or no tokens of this vocabulary, or ends.
         """
-        asked = full(self.stages) if order is None else tuple(order)
+        requested = full(self.stages) if order is None else tuple(order)
         texts = list(texts_of(batch))
-        found = np.zeros(batch["targets"].shape)
-        given_up = threading.Event()
+        log_probabilities = np.zeros(batch["targets"].shape)
+        cancelled = threading.Event()
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             try:
-                answers = threads.map(lambda text: self._score(text[2], asked, given_up), texts)
+                answers = threads.map(
+                    lambda text: self._score(text[2], requested, cancelled), texts
+                )
                 for (row, start, tokens), answer in zip(texts, answers, strict=True):
                     # What is infinite or no number comes as null, which is NaN here.
                     scores = np.array(answer.logprobs.token_logprobs[1:], np.float64)
-                    found[row, start : start + len(tokens) - 1] = scores
-                    self.used[asked, tuple(answer.skippipe.stages)] += 1
+                    log_probabilities[row, start : start + len(tokens) - 1] = scores
+                    self.used[requested, tuple(answer.skippipe.stages)] += 1
             finally:
-                given_up.set()
-        return np.where(batch["targets"] == NOT_COUNTED, 0.0, found)
+                cancelled.set()
+        return np.where(batch["targets"] == NOT_COUNTED, 0.0, log_probabilities)
 
     def to_json(self) -> dict[str, Any]:
         """List under `used` which stages were asked for and used, and by how many requests."""
@@ -168,9 +170,9 @@ class RemoteModel:
         shown = aligned([["stages requested", "used", "requests"], *rows], [0, 1])
         return f"computed by {self._name} at {self.url}\n{shown}"
 
-    def _score(self, tokens: Sequence[int], order: Order, given_up: threading.Event) -> _Choice:
+    def _score(self, tokens: Sequence[int], order: Order, cancelled: threading.Event) -> _Choice:
         """Return what the service says of a sequence, waiting where it has no room."""
-        asked = {
+        body = {
             "model": self._name,
             "prompt": tokens,
             "max_tokens": 0,
@@ -179,7 +181,7 @@ class RemoteModel:
             "skippipe_keep": order,
         }
         path = f"{self._path}/completions"
-        choices = self._answer(_Completion, "POST", path, asked, given_up).choices
+        choices = self._answer(_Completion, "POST", path, body, cancelled).choices
         if len(choices) != 1 or len(choices[0].logprobs.token_logprobs) != len(tokens):
             raise self._no_service("the service did not return one probability for each token")
         return choices[0]
@@ -188,10 +190,10 @@ class RemoteModel:
         """Refuse a model that makes other tokens of the held-out text than the data do."""
         sample = load_corpora(data)[0].held_out.tokens[:SAMPLE_TOKENS]
         text = self.tokenizer.decode(sample)
-        asked = {"prompt": text, "add_special_tokens": False}
+        body = {"prompt": text, "add_special_tokens": False}
         path = f"{self._path.removesuffix('/v1')}/tokenize"
-        found = self._answer(_Tokens, "POST", path, asked).tokens
-        if found != self.tokenizer.encode(text).tolist():
+        tokens = self._answer(_Tokens, "POST", path, body).tokens
+        if tokens != self.tokenizer.encode(text).tolist():
             raise InputError(
                 "--url",
                 self.url,
@@ -204,20 +206,20 @@ class RemoteModel:
         kind: type[Kind],
         method: str,
         path: str,
-        asked: Any = None,
-        given_up: threading.Event | None = None,
+        body: Any = None,
+        cancelled: threading.Event | None = None,
     ) -> Kind:
         """Return what the service answers; a request that finds no room is sent again.
 
-        Once `given_up` is set, it is not.
+        Once `cancelled` is set, it is not.
 
         Raises:
             InputError: if it does not answer, or refuses.
         """
-        given_up = given_up or threading.Event()
+        cancelled = cancelled or threading.Event()
         while True:
-            status, again_s, content = self._exchange(method, path, asked)
-            if status != TOO_MANY or given_up.wait(again_s):
+            status, retry_s, content = self._exchange(method, path, body)
+            if status != TOO_MANY or cancelled.wait(retry_s):
                 break
         if status != OK:
             raise self._refused(status, content)
@@ -226,9 +228,9 @@ class RemoteModel:
         except msgspec.DecodeError as error:
             raise self._no_service(f"is not a SkipPipe service ({error})") from error
 
-    def _exchange(self, method: str, path: str, asked: Any) -> tuple[int, float, bytes]:
+    def _exchange(self, method: str, path: str, content: Any) -> tuple[int, float, bytes]:
         """Return status, Retry-After in seconds and body of the answer to one request."""
-        body = None if asked is None else msgspec.json.encode(asked)
+        body = None if content is None else msgspec.json.encode(content)
         kind, host, port = self._connection
         connection = kind(host, port, timeout=CONNECT_S)
         try:
@@ -236,9 +238,9 @@ class RemoteModel:
             connection.sock.settimeout(ANSWER_S)
             connection.request(method, path, body, self._headers)
             answer = connection.getresponse()
-            again = answer.headers.get("Retry-After", "")
-            again_s = float(again) if again.isdecimal() else AGAIN_S
-            return answer.status, min(again_s, threading.TIMEOUT_MAX), answer.read()
+            retry_after = answer.headers.get("Retry-After", "")
+            retry_s = float(retry_after) if retry_after.isdecimal() else RETRY_S
+            return answer.status, min(retry_s, threading.TIMEOUT_MAX), answer.read()
         # A name with letters that no name has is a UnicodeError.
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             if not self._is_known:

@@ -44,22 +44,22 @@ FIT_BATCHES, FIT_TOKENS = 40, 1024
 FIT_RATE = 0.05
 
 
-def parse_scale(given: Scale) -> Scale:
+def parse_scale(value: Scale) -> Scale:
     """Return what a user gives as --scale, checked.
 
     Raises:
         InputError: if it is neither of the words nor a number above 0.
     """
-    if given in (SHARE, FIT):
-        return given
+    if value in (SHARE, FIT):
+        return value
     try:
-        scale = fields.number(given, "--scale", 0.0, above=True)
+        scale = fields.number(value, "--scale", 0.0, above=True)
         if scale > LARGEST_SCALE:
             raise InputError("--scale", scale, f"must be at most {LARGEST_SCALE:g}", "")
         return scale
     except InputError as error:
         remedy = f"Write {SHARE}, {FIT}, or a number above 0 such as 0.7"
-        raise InputError("--scale", given, error.problem, remedy) from error
+        raise InputError("--scale", value, error.problem, remedy) from error
 
 
 class Scaling:
@@ -76,7 +76,7 @@ class Scaling:
         """`shares` are those of microbatches that visited each stage, where a run has some."""
         self.scale, self.model = scale, model
         self._data, self._shares = data, shares
-        self._found: dict[int, BranchScales] = {}
+        self._scales_by_count: dict[int, BranchScales] = {}
 
     def scales(self, kept: int | None = None) -> BranchScales:
         """Return the scales where `kept` stages run, the data stage among them; by default all.
@@ -87,9 +87,9 @@ class Scaling:
         """
         stages = self.model.stages
         kept = stages if kept is None else fields.integer(kept, "kept", 1, stages)
-        if kept not in self._found:
-            self._found[kept] = self._scales(kept)
-        return self._found[kept]
+        if kept not in self._scales_by_count:
+            self._scales_by_count[kept] = self._scales(kept)
+        return self._scales_by_count[kept]
 
     def table(self) -> ScaleTable:
         """Return the scales for each number of stages that may run.
@@ -109,7 +109,7 @@ class Scaling:
         cut = self.model.cut
         if self.scale == FIT:
             return fitted(self.model, training_text(self._data), kept)
-        return _given(self.scale, self._shares, cut, kept)
+        return _unfitted(self.scale, self._shares, cut, kept)
 
 
 def scaling_of(
@@ -159,7 +159,7 @@ def scales_of_run(
     checkpoint = latest_intact(run, step)
     cut = StageCut(checkpoint.record.stage_layers)
     shares = _shares_for(scale, len(cut), run, checkpoint.step)
-    return _given(scale, shares, cut, len(cut)), cut, checkpoint.step
+    return _unfitted(scale, shares, cut, len(cut)), cut, checkpoint.step
 
 
 def visited_shares(run: Path, step: int, stages: int) -> tuple[float, ...] | None:
@@ -190,7 +190,9 @@ def _shares_for(
     return shares
 
 
-def _given(scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: int) -> BranchScales:
+def _unfitted(
+    scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: int
+) -> BranchScales:
     """Return the scales of a number, or of shares where `kept` stages run, the data stage included.
 
     With the share of microbatches that visited it, each stage adds what it added in training on
@@ -199,12 +201,12 @@ def _given(scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: in
     """
     inner = len(cut) - 1
     if kept == 1:
-        of_inner = [1.0] * inner  # None of them runs.
+        inner_scales = [1.0] * inner  # None of them runs.
     elif shares is None:
-        of_inner = [float(scale)] * inner
+        inner_scales = [float(scale)] * inner
     else:
-        of_inner = [min(share * inner / (kept - 1), 1.0) for share in shares[1:]]
-    return BranchScales.of_stages([1.0, *of_inner], cut)
+        inner_scales = [min(share * inner / (kept - 1), 1.0) for share in shares[1:]]
+    return BranchScales.of_stages([1.0, *inner_scales], cut)
 
 
 def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales:
@@ -230,15 +232,15 @@ def fitted(model: StagedModel, text: Iterable[Batch], kept: int) -> BranchScales
         gradient = _gradient(structures, scales, list(model.parameters), runs, x, batch["targets"])
         updates, state = optimizer.update(gradient, state)
         scales = optax.apply_updates(scales, updates)
-    of_inner = np.concatenate(jax.device_get(scales))
-    if not np.isfinite(of_inner).all():
+    inner_scales = np.concatenate(jax.device_get(scales))
+    if not np.isfinite(inner_scales).all():
         raise InputError(
             "--scale",
             FIT,
             "finds no finite scales: training had diverged",
             "Choose an earlier step, or train again with a lower optimizer.learning_rate",
         )
-    attention, feed_forward = np.concatenate([np.ones((cut[0], 2)), of_inner]).T.tolist()
+    attention, feed_forward = np.concatenate([np.ones((cut[0], 2)), inner_scales]).T.tolist()
     return BranchScales(tuple(attention), tuple(feed_forward))
 
 

@@ -31,7 +31,7 @@ from skippipe_jax.inference.language_model import Scorer
 from skippipe_jax.storage.files import atomic_write
 
 _ARRAYS = ("log_probabilities", "counted", "resets")
-_WORDS = ("text", "tokenizer", "domain", "part")
+_TEXTS = ("text", "tokenizer", "domain", "part")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Scores:
     def save(self, path: Path) -> None:
         """Write a file that is there whole or not at all."""
         content = io.BytesIO()
-        np.savez(content, **{name: getattr(self, name) for name in (*_ARRAYS, *_WORDS)})
+        np.savez(content, **{name: getattr(self, name) for name in (*_ARRAYS, *_TEXTS)})
         atomic_write(path, content.getvalue())
 
     @classmethod
@@ -82,7 +82,7 @@ class Scores:
         try:
             with path.open("rb") as opened, np.lib.npyio.NpzFile(opened) as file:
                 log_probabilities, counted, resets = (file[name] for name in _ARRAYS)
-                text, tokenizer, domain, part = (str(file[name]) for name in _WORDS)
+                text, tokenizer, domain, part = (str(file[name]) for name in _TEXTS)
         except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             problem = f"cannot be read as scores: {error}"
             raise InputError("scores", str(path), problem, "Score the model again") from error
@@ -108,9 +108,11 @@ def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: in
     text = hashlib.blake2b(digest_size=16)
     batches = _batches(data, domain, part, sequences, text)
     parts: list[tuple[np.ndarray, ...]] = []
-    for batch, own, resets in tqdm(batches, unit="batch", disable=None, leave=False, desc=domain):
+    for batch, scored, resets in tqdm(
+        batches, unit="batch", disable=None, leave=False, desc=domain
+    ):
         counted = batch["targets"] != NOT_COUNTED
-        parts.append((model.log_probabilities(batch)[own], counted[own], resets[own]))
+        parts.append((model.log_probabilities(batch)[scored], counted[scored], resets[scored]))
     log_probabilities, counted, resets = map(np.concatenate, zip(*parts, strict=True))
     return Scores(
         log_probabilities, counted, resets, text.hexdigest(), tokenizer.digest, domain, part
@@ -138,12 +140,12 @@ def _batches(
     size = min(data.microbatch_size, sequences)
     for batch in held_out_batches(data, size, sequences, part=part, domain=domain):
         # Rows without a target only fill up the last batch.
-        own = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))
+        scored = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))
         resets = document_starts(batch, begin)
-        for row in own:
+        for row in scored:
             for array in (batch["tokens"], batch["targets"], resets):
                 text.update(array[row].data)
-        yield batch, own, resets
+        yield batch, scored, resets
 
 
 def require_same_text(scores: Mapping[str, Scores]) -> None:

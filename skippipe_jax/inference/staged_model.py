@@ -76,7 +76,7 @@ class StagedModel:
         return self.config.layers_of_stages(self.stages)
 
     @property
-    def along(self) -> Order:
+    def default_order(self) -> Order:
         """The stages that run where none are named."""
         return self.order or full(self.stages)
 
@@ -108,13 +108,13 @@ class StagedModel:
         return tokenizer
 
     def orders(self, keep: float, most: int = 10, seed: int = 0) -> list[Order]:
-        """Return all ways to keep a share of the stages, or `most` of them, drawn by the seed.
+        """Return all orders that keep a share of the stages, or `most` of them, drawn by the seed.
 
         The number of stages is rounded to the nearest, and the data stage is always one of them.
         """
-        return [way.stages for way in kept(self.stages, keep, most, seed).ways]
+        return [variant.stages for variant in kept(self.stages, keep, most, seed).variants]
 
-    def loss(self, given: str | Tokens | Batch, order: Sequence[int] | None = None) -> float:
+    def loss(self, inputs: str | Tokens | Batch, order: Sequence[int] | None = None) -> float:
         """Return the mean cross-entropy in nats per token of a text, of tokens, or of a batch.
 
         In a text or tokens, each token is predicted from those before it. `order` names the stages
@@ -123,7 +123,7 @@ class StagedModel:
         Raises:
             InputError: if a sequence is longer than the model's context, or the order is none.
         """
-        batch = given if isinstance(given, dict) else self._batch(self._tokens(given))
+        batch = inputs if isinstance(inputs, dict) else self._batch(self._tokens(inputs))
         x = self.run(self._order(order), batch)
         nats, tokens = self.sum_of_losses(x, jnp.asarray(batch["targets"])).tolist()
         return nats / tokens
@@ -142,14 +142,14 @@ class StagedModel:
         return 0.0 - np.asarray(nats)  # And not -0.0, where there is no target.
 
     def logits(
-        self, given: str | Tokens, order: Sequence[int] | None = None
+        self, inputs: str | Tokens, order: Sequence[int] | None = None
     ) -> Float[np.ndarray, "*sequence position vocabulary"]:
         """Return the logits of the next token at each position of a text or of token sequences.
 
         A text is taken with the tokenizer's begin mark, so it has one position more than tokens.
         `order` is as in `loss`, and so are errors.
         """
-        tokens = self._tokens(given)
+        tokens = self._tokens(inputs)
         x = self.run(self._order(order), self._batch(tokens, predicted=0))
         logits = np.asarray(_logits(self.structures[0], self.parameters[0], x))
         shown = logits[:, : tokens.shape[-1]]
@@ -191,29 +191,29 @@ class StagedModel:
         return continued(
             self.tokenizer,
             prompt,
-            lambda given: generate_tokens(chosen, given, max_new_tokens, sampling, end),
+            lambda tokens: generate_tokens(chosen, tokens, max_new_tokens, sampling, end),
         )
 
     def decoder(self, slots: int, length: int, scales: ScaleTable | None = None) -> StageExecutor:
         """Return what `LanguageModel.decoder` says, with scales as `StageExecutor` takes them."""
-        return StageExecutor(self, self.along, slots, length, scales=scales)
+        return StageExecutor(self, self.default_order, slots, length, scales=scales)
 
     def likelihoods(
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
         """Return what `LanguageModel.likelihoods` says."""
-        x = self.run(self.along, batch)
+        x = self.run(self.default_order, batch)
         nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
         return -np.asarray(nats).sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
-    def _tokens(self, given: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
-        if isinstance(given, str):
-            return np.array([self.tokenizer.begin, *self.tokenizer.encode(given)], np.int32)
-        return np.asarray(given, np.int32)
+    def _tokens(self, inputs: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
+        if isinstance(inputs, str):
+            return np.array([self.tokenizer.begin, *self.tokenizer.encode(inputs)], np.int32)
+        return np.asarray(inputs, np.int32)
 
     def _order(self, order: Sequence[int] | None) -> Order:
         if order is None:
-            return self.along
+            return self.default_order
         return order_of(order, self.stages, "order", order)
 
     def _batch(self, tokens: Int[np.ndarray, "*sequence position"], predicted: int = 1) -> Batch:

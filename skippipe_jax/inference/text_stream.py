@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-MOST_HELD = 3
+MAX_PENDING = 3
 """A character has at most four bytes, so at most three can be of one that is not whole."""
 LONGEST_WINDOW = 64
 """Tokens that are decoded anew with each next one, unless the prompt has more."""
@@ -26,35 +26,35 @@ class TextStream:
         # Where in the window the tokens begin that came since it was last cut.
         self._recent = len(self._window)
         # The beginning of the window's text that is told.
-        self._told = _whole(decode(self._window))
+        self._emitted = _complete(decode(self._window))
 
     def push(self, token: int) -> str:
         """Take the next token, and return what is whole with it: "" if nothing new is."""
         self._window.append(token)
         text = self._decode(self._window)
-        whole = _whole(text)
+        complete = _complete(text)
         # Of a run of bytes that is no text yet, some tokenizers write none as they did before.
-        if len(whole) < len(text) and not text.startswith(self._told):
-            whole = self._told
-        piece = whole[len(self._told) :]
-        self._told = whole if len(whole) > len(self._told) else self._told
-        held = max(len(text) - len(self._told), 0)
-        if (piece and not held) or len(self._window) - self._recent > LONGEST_WINDOW:
+        if len(complete) < len(text) and not text.startswith(self._emitted):
+            complete = self._emitted
+        piece = complete[len(self._emitted) :]
+        self._emitted = complete if len(complete) > len(self._emitted) else self._emitted
+        pending = max(len(text) - len(self._emitted), 0)
+        if (piece and not pending) or len(self._window) - self._recent > LONGEST_WINDOW:
             self._window = self._window[self._recent :]
             self._recent = len(self._window)
             text = self._decode(self._window)
-            self._told = text[: len(text) - held]
+            self._emitted = text[: len(text) - pending]
         return piece
 
     def rest(self) -> str:
         """Return what is left when no token comes any more."""
-        return self._decode(self._window)[len(self._told) :]
+        return self._decode(self._window)[len(self._emitted) :]
 
 
-def _whole(text: str) -> str:
+def _complete(text: str) -> str:
     """Return the text without the end of it that may be part of a character."""
     end = len(text)
-    while end > len(text) - MOST_HELD and text[:end].endswith(REPLACEMENT):
+    while end > len(text) - MAX_PENDING and text[:end].endswith(REPLACEMENT):
         end -= 1
     return text[:end]
 
@@ -65,26 +65,26 @@ class StopTexts:
     def __init__(self, stops: Sequence[str]):
         """Look for these; empty ones are none."""
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._pending = ""
         self.has_ended = False
 
     def push(self, piece: str) -> str:
         """Take the next piece, and return what surely comes before any of the texts."""
         if self.has_ended:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.has_ended, self._held = True, ""
+            self.has_ended, self._pending = True, ""
             return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        pending = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._pending = text[len(text) - pending :]
+        return text[: len(text) - pending]
 
     def rest(self) -> str:
         """Return what was held back, where nothing comes any more."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -31,13 +31,13 @@ from skippipe_jax.serving.requests import (
 )
 from skippipe_jax.serving.service import Job, Served
 
-MOST_BYTES = 4 << 20
+MAX_BODY_BYTES = 4 << 20
 """Largest body of a request."""
-MOST_DROPPED = 16 * MOST_BYTES
+MAX_DROPPED_BYTES = 16 * MAX_BODY_BYTES
 """Bytes of a larger body that are read and dropped, so that the client reads the error."""
 BODY_S = 60.0
 """Seconds within which a client must send a body."""
-GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client has disconnected, as in nginx."""
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -77,7 +77,7 @@ class App:
 
         def route(path: str, handler: Handler, method: str = "GET") -> Route:
             guarded = path not in ("/health", "/ready", "/metrics")
-            return Route(path, self._answering(handler, guarded=guarded), methods=[method])
+            return Route(path, self._with_errors(handler, guarded=guarded), methods=[method])
 
         routes = [
             route("/health", self._health),
@@ -95,24 +95,24 @@ class App:
         handlers = {HTTPException: self._no_route}
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=running)
 
-    def _answering(self, handler: Handler, *, guarded: bool) -> Handler:
+    def _with_errors(self, handler: Handler, *, guarded: bool) -> Handler:
         """Wrap a handler: check the key if `guarded`, and turn an `ApiError` into a response."""
 
         async def answer(request: Request) -> Response:
             try:
                 if guarded:
-                    self._let_in(request)
+                    self._check_key(request)
                 return await handler(request)
             except ApiError as error:
                 return self._refuse(request, error)
             except ClientDisconnect:
-                return Response(status_code=GONE)
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
 
         return answer
 
-    def _let_in(self, request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        has_key = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+    def _check_key(self, request: Request) -> None:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        has_key = [hmac.compare_digest(token.strip().encode(), key) for key in self._keys]
         if self._keys and not (any(has_key) and scheme.lower() == "bearer"):
             message = "the API key is missing or wrong: send Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", kind="authentication_error")
@@ -120,15 +120,17 @@ class App:
     def _refuse(self, request: Request, error: ApiError) -> Response:
         self._metrics.refused(error.status)
         client = request.client.host if request.client else "?"
-        told = f"{client} {request.method} {request.url.path}: {error.status}, {error}"
-        log.info(told if len(told) <= SHOWN_CHARACTERS else f"{told[: SHOWN_CHARACTERS - 3]}...")
+        line = f"{client} {request.method} {request.url.path}: {error.status}, {error}"
+        log.info(line if len(line) <= SHOWN_CHARACTERS else f"{line[: SHOWN_CHARACTERS - 3]}...")
         return _json(error.body, error.status, error.headers)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
-        told = ApiError(error.status_code, f"{error.detail}: {request.url.path}", headers=headers)
-        return self._refuse(request, told)
+        api_error = ApiError(
+            error.status_code, f"{error.detail}: {request.url.path}", headers=headers
+        )
+        return self._refuse(request, api_error)
 
     # Health and metrics.
 
@@ -146,16 +148,16 @@ class App:
     # The model.
 
     async def _models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._own_model()]})
+        return _json({"object": "list", "data": [self._model_object()]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._served.name:
             message = f"the model {name!r} does not exist"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return _json(self._own_model())
+        return _json(self._model_object())
 
-    def _own_model(self) -> dict[str, Any]:
+    def _model_object(self) -> dict[str, Any]:
         served = self._served
         return {
             "id": served.name,
@@ -177,15 +179,15 @@ class App:
     async def _answer(
         self, request: Request, kind: type[CompletionRequest | ChatRequest]
     ) -> Response:
-        asked = parse(await _body(request), kind)
+        parsed = parse(await _body(request), kind)
         # Tokenizing a long prompt must not delay the streams of other clients.
-        job = await asyncio.to_thread(Job, asked, self._served, self._engines.capacity)
+        job = await asyncio.to_thread(Job, parsed, self._served, self._engines.capacity)
         sequences = self._engines.submit(job.requests)
         pieces = job.pieces(sequences, self._engines, self._metrics)
-        if asked.stream:
+        if parsed.stream:
             return _Stream(job.events(pieces), lambda: self._engines.cancel(sequences))
-        whole = await _unless_gone(request, _gathered(pieces))
-        return _json(job.answer(whole))
+        gathered = await _unless_disconnected(request, _gathered(pieces))
+        return _json(job.answer(gathered))
 
     # The tokenizer, under vLLM's names: the evaluation harness reads the context length here.
 
@@ -194,12 +196,12 @@ class App:
         return _json(marks | {"chat_template": self._served.tokenizer.chat_template})
 
     async def _tokenize(self, request: Request) -> Response:
-        asked = parse(await _body(request), TokenizeRequest)
+        parsed = parse(await _body(request), TokenizeRequest)
         tokenizer = self._served.tokenizer
-        begin = [tokenizer.begin] if asked.add_special_tokens else []
-        own = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
-        mark = next((own[name] for name in own if self._marks.get(name) == asked.prompt), None)
-        encoded = await asyncio.to_thread(tokenizer.encode, asked.prompt)
+        begin = [tokenizer.begin] if parsed.add_special_tokens else []
+        marks = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        mark = next((marks[name] for name in marks if self._marks.get(name) == parsed.prompt), None)
+        encoded = await asyncio.to_thread(tokenizer.encode, parsed.prompt)
         tokens = [*begin, *(map(int, encoded) if mark is None else [mark])]
         return _json(
             {"tokens": tokens, "count": len(tokens), "max_model_len": self._served.context}
@@ -222,9 +224,9 @@ class _Stream(StreamingResponse):
         )
         self._events, self._on_end = events, on_end
 
-    async def __call__(self, *given: Any) -> None:
+    async def __call__(self, *arguments: Any) -> None:
         try:
-            await super().__call__(*given)
+            await super().__call__(*arguments)
         finally:
             self._on_end()
 
@@ -234,7 +236,7 @@ async def _gathered(pieces: AsyncIterator[Piece]) -> list[Piece]:
         return [piece async for piece in pieces]
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of the work, or cancel it when the client disconnects.
 
     Raises:
@@ -242,16 +244,16 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """
     task = asyncio.create_task(work)
     # The body has been read, so the next message can only be the disconnect.
-    gone = asyncio.ensure_future(request.receive())
+    disconnected = asyncio.ensure_future(request.receive())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        gone.cancel()
+        disconnected.cancel()
         task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
 async def _body(request: Request) -> bytes:
@@ -268,14 +270,14 @@ async def _body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size <= MOST_BYTES:
+                if size <= MAX_BODY_BYTES:
                     body += chunk
-                elif size > MOST_DROPPED:
+                elif size > MAX_DROPPED_BYTES:
                     break
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s") from error
-    if size > MOST_BYTES:
-        raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes")
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
     return bytes(body)
 
 

@@ -89,10 +89,10 @@ class Choice:
         if self.request.likeliest is None:
             return []
         prompt = self.request.prompt
-        known = [ScoredToken(prompt[0]), *scored][self._hidden :]
+        scored_tokens = [ScoredToken(prompt[0]), *scored][self._hidden :]
         stream = TextStream(self._tokenizer.decode, prompt[: self._hidden])
         placed, offset = [], 0
-        for own in known:
+        for own in scored_tokens:
             placed.append(PlacedToken(own, offset))
             offset += len(stream.push(own.token))
         return placed
@@ -131,15 +131,15 @@ def completion_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> 
 def chat_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return log probabilities in the format of chat completions."""
 
-    def told(token: int, value: float | None) -> dict[str, Any]:
+    def entry(token: int, value: float | None) -> dict[str, Any]:
         name = name_of(token, tokenizer)
         is_text = not name.startswith("token_id:")
         return {"token": name, "logprob": value, "bytes": [*name.encode()] if is_text else None}
 
     return {
         "content": [
-            told(scored.token, scored.log_probability)
-            | {"top_logprobs": [told(*own) for own in scored.likeliest]}
+            entry(scored.token, scored.log_probability)
+            | {"top_logprobs": [entry(*own) for own in scored.likeliest]}
             for scored, _ in tokens
         ],
         "refusal": None,

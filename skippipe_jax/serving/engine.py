@@ -113,7 +113,7 @@ class Runner:
         self._engine, self._deliver, self._fail = engine, deliver, fail
         self._ready = threading.Condition()
         self._commands: list[Callable[[], None]] = []
-        self._ends = False
+        self._is_stopping = False
         # Engine's request number to the caller's number, and the reverse.
         self._numbers: dict[int, int] = {}
         self._engines: dict[int, int] = {}
@@ -128,7 +128,7 @@ class Runner:
     def stop(self) -> None:
         """Stop the thread and wait until it has ended."""
         with self._ready:
-            self._ends = True
+            self._is_stopping = True
             self._ready.notify()
         self._engine.close()
         self._thread.join()
@@ -150,7 +150,7 @@ class Runner:
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while self._run_commands():
                 self._step()
         # All waiting requests are answered with an error, and the server ends.
         except BaseException as error:
@@ -184,14 +184,14 @@ class Runner:
             self._loop.call_soon_threadsafe(self._deliver, self._undelivered)
             self._undelivered = []
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Run the queued commands, wait for work, and return False when the thread must stop."""
         while True:
             with self._ready:
-                while not (self._commands or self._ends or self._engine.is_busy):
+                while not (self._commands or self._is_stopping or self._engine.is_busy):
                     self._ready.wait()
                 commands, self._commands = self._commands, []
-                if self._ends:
+                if self._is_stopping:
                     return False
             for command in commands:
                 command()
@@ -199,14 +199,14 @@ class Runner:
                 return True
 
     def _submit(self, number: int, request: DecodeRequest) -> None:
-        own = self._engine.submit(request)
-        self._numbers[own], self._engines[number] = number, own
+        request_number = self._engine.submit(request)
+        self._numbers[request_number], self._engines[number] = number, request_number
 
     def _cancel(self, number: int) -> None:
-        own = self._engines.pop(number, None)
-        if own is not None:  # Otherwise it was done before the command arrived.
-            del self._numbers[own]
-            self._engine.cancel(own)
+        request_number = self._engines.pop(number, None)
+        if request_number is not None:  # Otherwise it was done before the command arrived.
+            del self._numbers[request_number]
+            self._engine.cancel(request_number)
 
 
 class Engines:
@@ -230,7 +230,7 @@ class Engines:
         self._runners = [Runner(engine, self._deliver, self._fail) for engine in engines]
         self._slots = sum(runner.slots for runner in self._runners)
         self.capacity = self._slots + most_waiting
-        self._known: dict[int, tuple[Runner, Sequences, int]] = {}
+        self._active: dict[int, tuple[Runner, Sequences, int]] = {}
         self._submitted = 0
 
     def start(self) -> None:
@@ -251,16 +251,16 @@ class Engines:
         """
         if self.error is not None:
             raise failed()
-        if len(self._known) + len(requests) > self.capacity:
+        if len(self._active) + len(requests) > self.capacity:
             raise too_busy()
         sequences = Sequences(requests)
-        load = Counter(runner for runner, *_ in self._known.values())
+        load = Counter(runner for runner, *_ in self._active.values())
         for place, request in enumerate(requests):
             number = self._submitted
             self._submitted += 1
             runner = min(self._runners, key=lambda own: load[own] / own.slots)
             load[runner] += 1
-            self._known[number] = runner, sequences, place
+            self._active[number] = runner, sequences, place
             runner.submit(number, request)
         self._count()
         return sequences
@@ -269,38 +269,38 @@ class Engines:
         """Stop decoding the sequence at an index, or all unfinished ones."""
         chosen = set(sequences.open) if place is None else {place}
         sequences.open -= chosen
-        for number, (runner, known, at) in list(self._known.items()):
-            if known is sequences and at in chosen:
-                del self._known[number]
+        for number, (runner, owner, index) in list(self._active.items()):
+            if owner is sequences and index in chosen:
+                del self._active[number]
                 runner.cancel(number)
         self._count()
 
     def load(self) -> dict[str, int]:
         """Return the numbers of running sequences, waiting sequences and slots."""
-        running = min(len(self._known), self._slots)
-        waiting = len(self._known) - running
+        running = min(len(self._active), self._slots)
+        waiting = len(self._active) - running
         return {"running": running, "waiting": waiting, "slots": self._slots}
 
     def _count(self) -> None:
-        self._metrics.count(len(self._known), self._slots)
+        self._metrics.count(len(self._active), self._slots)
 
     def _deliver(self, decoded: Sequence[tuple[int, Decoded]]) -> None:
         for number, own in decoded:
-            found = self._known.get(number)
-            if found is None:  # Cancelled in the meantime.
+            entry = self._active.get(number)
+            if entry is None:  # Cancelled in the meantime.
                 continue
             if own.is_last:
-                del self._known[number]
-            _, sequences, place = found
+                del self._active[number]
+            _, sequences, place = entry
             sequences.put(place, own)
         self._count()
 
     def _fail(self, error: BaseException, numbers: Collection[int] | None) -> None:
         """Answer these sequences with an error, or all (None) as an engine has failed."""
-        told = failed() if numbers is None else unavailable(str(error))
-        for number in [*self._known] if numbers is None else numbers:
-            if (found := self._known.pop(number, None)) is not None:
-                found[1].fail(told)
+        api_error = failed() if numbers is None else unavailable(str(error))
+        for number in [*self._active] if numbers is None else numbers:
+            if (entry := self._active.pop(number, None)) is not None:
+                entry[1].fail(api_error)
         self._count()
         if numbers is None:
             self.error = error

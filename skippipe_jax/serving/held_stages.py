@@ -43,7 +43,7 @@ class Slots:
         return of_token * itemsize * self.groups * self.each * self.length
 
 
-class Hops:
+class ActivationCodec:
     """Packing of activations for transfers between the hosts of a service."""
 
     def __init__(self, model: ModelConfig, dtype: str | None):
@@ -72,27 +72,27 @@ class HeldStages:
         """Start without any of the model's `stages` stages; `StageExecutor` takes `scales`."""
         self._scales = scales
         self._config, self._stages, self._slots = config, stages, slots
-        self._hops = Hops(config, slots.hop_dtype)
+        self._codec = ActivationCodec(config, slots.hop_dtype)
         self._executors: dict[tuple[int, int], StageExecutor] = {}
 
     def hold(self, stage: int, parameters: Any) -> None:
         """Add a stage and compile all of its programs."""
         own = [parameters if other == stage else None for other in range(self._stages)]
         model, slots = StagedModel(self._config, own), self._slots
-        made = [
+        executors = [
             StageExecutor(model, (stage,), slots.each, slots.length, scales=self._scales)
             for _ in range(slots.groups)
         ]
         place = jax.tree.leaves(parameters)[0].sharding
-        for step in made[0].steps_of_all_sizes():
+        for step in executors[0].steps_of_all_sizes():
             rows = len(step.positions)
             x = jnp.zeros((*step.positions.shape, self._config.width), self._config.compute_dtype)
-            travelled = self._hops.packed(jax.device_put(x, place))
+            travelled = self._codec.packed(jax.device_put(x, place))
             some = [[stage], *[[]] * (rows - 1)]
             for skipped in ([[]] * rows, some if rows > 1 else [[]]):
-                given = self._hops.unpacked(travelled, place), step, skipped
-                self._hops.packed(made[0].follow((stage,), *given))
-        self._executors |= {(stage, group): own for group, own in enumerate(made)}
+                arguments = self._codec.unpacked(travelled, place), step, skipped
+                self._codec.packed(executors[0].follow((stage,), *arguments))
+        self._executors |= {(stage, group): own for group, own in enumerate(executors)}
 
     def drop(self, stage: int) -> None:
         """Release a stage and its caches."""
@@ -112,7 +112,7 @@ class HeldStages:
         Each row of the step skips the stages in its entry of `skipped`.
         """
         parameters = self._executors[stages[0], group].model.parameters[stages[0]]
-        x = self._hops.unpacked(travelled, jax.tree.leaves(parameters)[0].sharding)
+        x = self._codec.unpacked(travelled, jax.tree.leaves(parameters)[0].sharding)
         for stage in stages:
             x = self._executors[stage, group].follow((stage,), x, step, skipped)
-        return self._hops.packed(x)
+        return self._codec.packed(x)

@@ -44,19 +44,19 @@ from skippipe_jax.serving.routing import (
     HostView,
     Planner,
     Route,
-    by_the_front,
     in_series,
     stages_of,
+    via_front,
 )
 from skippipe_jax.serving.stage_host import PROTOCOL, SERVICE_THERE, STAGE_HOST, HostHello
 from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteLost
 from skippipe_jax.serving.wire import LinkSpeed, Wire
 
-PART_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22
 """Largest part of the weights in one message, in bytes."""
 AVOIDED_S = 30.0
 """Seconds during which routes avoid a broken connection."""
-PARTING_S = 2.0
+CLOSE_S = 2.0
 """Seconds within which hosts must close their connections at the end of the service."""
 LINKS_S = 10.0
 """Most seconds to wait for the speeds of links between hosts before stages are assigned."""
@@ -95,7 +95,7 @@ class Member:
     host: int
     hello: HostHello
     wire: Wire
-    chosen: tuple[int, ...] | None = None
+    assigned: tuple[int, ...] | None = None
     ready: set[int] = field(default_factory=set)
     block_s: float | None = None
     speeds: dict[int, LinkSpeed] = field(default_factory=dict)
@@ -175,15 +175,15 @@ class StageHosts:
         self._keys.require_allowed(address)
         if (warning := self._keys.warning(address)) is not None:
             log.warning(warning)
-        given, begun = listening_socket(address, port), Future[None]()
-        self.address = join_address(address, given.getsockname()[1])
+        listening, started = listening_socket(address, port), Future[None]()
+        self.address = join_address(address, listening.getsockname()[1])
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(given, begun)),
+            target=lambda: asyncio.run(self._serve(listening, started)),
             name="skippipe-hosts",
             daemon=True,
         )
         self._thread.start()
-        begun.result()
+        started.result()
         return self.address
 
     def gather(self, count: int, timeout_s: float) -> None:
@@ -194,7 +194,7 @@ class StageHosts:
             InputError: if their memory is too small for all stages.
         """
 
-        def told(left_s: float) -> str:
+        def progress(left_s: float) -> str:
             members = [*self._members.values()]
             ready = sum(map(self._is_ready, members))
             connected = f"{len(members)} of {count} hosts connected, {ready} with loaded stages"
@@ -206,8 +206,8 @@ class StageHosts:
 
         with self._changed:
             self._expected = count
-            self._loop.call_soon_threadsafe(self._give_stages)
-            with telling(told, timeout_s):
+            self._loop.call_soon_threadsafe(self._start_assignment)
+            with telling(progress, timeout_s):
                 is_over = self._changed.wait_for(lambda: self._has_ended or are_ready(), timeout_s)
             if self._failure is not None:
                 raise self._failure
@@ -215,8 +215,8 @@ class StageHosts:
                 remedy = "Read their messages"
                 raise TemporaryError("--hosts", count + 1, "the other hosts have ended", remedy)
             if not is_over:
-                known = len(self._members)
-                problem = f"{known} of {count} other hosts connected within {timeout_s:g} s"
+                connected = len(self._members)
+                problem = f"{connected} of {count} other hosts connected within {timeout_s:g} s"
                 remedy = "Start the others with skippipe serve --coordinator ADDRESS"
                 raise TemporaryError("--hosts", count + 1, problem, remedy)
             if missing := self._missing():
@@ -228,7 +228,7 @@ class StageHosts:
         """End the service on all hosts and wait until they have disconnected."""
         self.give_up()
         if self._thread is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
 
     def give_up(self) -> None:
@@ -247,7 +247,7 @@ class StageHosts:
                     "name": member.hello.name,
                     "address": member.hello.address,
                     "stages": sorted(member.ready),
-                    "loading": sorted({*(member.chosen or ())} - member.ready),
+                    "loading": sorted({*(member.assigned or ())} - member.ready),
                     "groups": self._load(member.host),
                     "seconds_per_block": member.block_s,
                     **member.wire.speed._asdict(),
@@ -275,23 +275,25 @@ class StageHosts:
                 raise Unavailable(f"no host currently holds stages {missing}")
             if self._rules.when_lost == WAIT:
                 self._changed.wait_for(lambda: self._has_ended or not self._missing())
-            views = {own.host: own.view(sorted(own.ready)) for own in self._members.values()}
-            found = self._planner.route({FRONT: self._front, **views}, self._between, group)
-            found = by_the_front(found, self._is_avoided)
-            self._routes[group] = found
+            views = {
+                member.host: member.view(sorted(member.ready)) for member in self._members.values()
+            }
+            route = self._planner.route({FRONT: self._front, **views}, self._between, group)
+            route = via_front(route, self._is_avoided)
+            self._routes[group] = route
             self._epochs += 1
-            return found, self._epochs
+            return route, self._epochs
 
     def holds(self, route: Route) -> bool:
         """Return whether a route's hosts are ready and it visits all available stages."""
         with self._changed:
             members = self._members
-            is_whole = all(
+            is_ready = all(
                 leg.host in members and members[leg.host].ready >= {*leg.stages}
                 for leg in route
                 if leg.host != FRONT
             )
-            return is_whole and self._held() == {DATA_STAGE, *stages_of(route)}
+            return is_ready and self._available() == {DATA_STAGE, *stages_of(route)}
 
     def start(
         self,
@@ -310,7 +312,7 @@ class StageHosts:
         first, or if an earlier step of the group was lost.
         """
         pending = self._pending.new(group, epoch, route, is_decoding=step.slot is None)
-        given = {
+        header = {
             "group": group,
             "epoch": epoch,
             "number": pending.number,
@@ -321,7 +323,7 @@ class StageHosts:
             "seconds": [],
         }
         arrays = [travelling, step.positions]
-        self._loop.call_soon_threadsafe(self._send, pending, given, arrays)
+        self._loop.call_soon_threadsafe(self._send, pending, header, arrays)
         return pending.done
 
     @property
@@ -329,15 +331,15 @@ class StageHosts:
         """Stages of the front."""
         return self._front.held
 
-    def _held(self) -> set[int]:
+    def _available(self) -> set[int]:
         return set(self.own_stages).union(*(own.ready for own in self._members.values()))
 
     def _missing(self) -> list[int]:
-        held = self._held()
+        held = self._available()
         return [stage for stage in range(self._source.stages) if stage not in held]
 
     def _is_ready(self, member: Member) -> bool:
-        return member.chosen is not None and member.ready >= {*member.chosen}
+        return member.assigned is not None and member.ready >= {*member.assigned}
 
     def _load(self, host: int) -> int:
         return sum(any(leg.host == host for leg in route) for route in self._routes.values())
@@ -355,37 +357,39 @@ class StageHosts:
 
     # Methods of the event loop.
 
-    async def _serve(self, listening: socket.socket, begun: Future[None]) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        self._placing = asyncio.Lock()
-        attend = each_in_a_task(self._attend)
-        async with await asyncio.start_server(attend, sock=listening, limit=LINE_BYTES):
-            begun.set_result(None)
-            await self._over.wait()
+    async def _serve(self, listening: socket.socket, started: Future[None]) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._assigning = asyncio.Lock()
+        handle = each_in_a_task(self._handle_connection)
+        async with await asyncio.start_server(handle, sock=listening, limit=LINE_BYTES):
+            started.set_result(None)
+            await self._stopping.wait()
             for member in self._members.values():
                 member.wire.send("end")
             # Each host closes its connection upon "end"; closed here, "end" might not arrive.
-            until_s = self._loop.time() + PARTING_S
+            until_s = self._loop.time() + CLOSE_S
             while self._members and self._loop.time() < until_s:
                 await asyncio.sleep(0.01)
 
-    def _send(self, step: PendingStep, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        if gone := {leg.host for leg in step.route} - self._members.keys() - {FRONT}:
-            step.done.set_exception(RouteLost(f"hosts {sorted(gone)} have disconnected"))
+    def _send(self, step: PendingStep, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        if disconnected := {leg.host for leg in step.route} - self._members.keys() - {FRONT}:
+            step.done.set_exception(RouteLost(f"hosts {sorted(disconnected)} have disconnected"))
             return
         self._pending.add(step)
-        self._members[step.route[0].host].wire.send("step", given, arrays=arrays)
+        self._members[step.route[0].host].wire.send("step", header, arrays=arrays)
 
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Handle the connection of a host from its hello until it ends."""
         link = Link(reader, writer)
         try:
-            said = await link.hello(self._keys.listening)
+            received = await link.hello(self._keys.listening)
         except (TlsMismatch, ssl.SSLError):
             log.info("rejected a connection: it does not have the secret of this service")
             return
-        match said:
-            case [str(who), int(protocol), dict(given)] if who == STAGE_HOST:
+        match received:
+            case [str(role), int(protocol), dict(fields)] if role == STAGE_HOST:
                 pass
             case None:
                 return
@@ -398,7 +402,7 @@ class StageHosts:
             refuse(link, InputError("skippipe-jax", protocol, problem, "Install the same version"))
             return
         try:
-            hello = msgspec.convert(given, HostHello)
+            hello = msgspec.convert(fields, HostHello)
             require_numeric(hello.address)
         except ValueError as error:
             log.info(f"rejected a host, its hello is invalid: {error}")
@@ -420,15 +424,15 @@ class StageHosts:
         with self._changed:
             self._members[member.host] = member
             self._changed.notify_all()
-        self._give_stages()
-        self._tell_addresses()
+        self._start_assignment()
+        self._send_addresses()
         await member.wire.follow(lambda message, arrays: self._take(member, message, arrays))
-        self._lose(member)
+        self._remove(member)
 
     def _take(self, member: Member, message: list[Any], arrays: list[np.ndarray]) -> None:
         match message, arrays:
-            case ["done", dict(given)], [x]:
-                self._finish(given, x)
+            case ["done", dict(header)], [x]:
+                self._finish(header, x)
             case ["ready", int(stage)], []:
                 with self._changed:
                     member.ready.add(stage)
@@ -439,20 +443,20 @@ class StageHosts:
                     log.info(f"{member} serves stages {held}")
             case ["unreachable", int(host)], [] if host in self._members:
                 self._avoided[member.host, host] = time.monotonic() + AVOIDED_S
-                self._pending.lose(
+                self._pending.fail(
                     {(member.host, host)}, f"host {member.host} cannot reach host {host}"
                 )
             case ["speeds", dict(speeds)], []:
-                member.speeds = {int(host): LinkSpeed(*own) for host, own in speeds.items()}
+                member.speeds = {int(host): LinkSpeed(*speed) for host, speed in speeds.items()}
 
-    def _finish(self, given: dict[str, Any], x: np.ndarray) -> None:
+    def _finish(self, header: dict[str, Any], x: np.ndarray) -> None:
         """Complete the pending step with its result."""
-        step = self._pending.take(given["group"], given["number"])
+        step = self._pending.take(header["group"], header["number"])
         if step is not None:
-            self._learn(given["seconds"], step)
+            self._update_block_s(header["seconds"], step)
             step.done.set_result(x)
 
-    def _learn(self, seconds: Sequence[float], step: PendingStep) -> None:
+    def _update_block_s(self, seconds: Sequence[float], step: PendingStep) -> None:
         """Update `block_s` of the hosts of a route from the seconds of a decoding step."""
         for leg, taken_s in zip(step.route, seconds, strict=True):
             member = self._members.get(leg.host)
@@ -461,7 +465,7 @@ class StageHosts:
                 known_s = member.block_s
                 member.block_s = each_s if known_s is None else 0.9 * known_s + 0.1 * each_s
 
-    def _lose(self, member: Member) -> None:
+    def _remove(self, member: Member) -> None:
         with self._changed:
             del self._members[member.host]
             self._version += 1
@@ -470,7 +474,7 @@ class StageHosts:
             hop: until_s for hop, until_s in self._avoided.items() if member.host not in hop
         }
         # Also at the end of the service, which waits for pending steps.
-        self._pending.lose_host(member.host)
+        self._pending.fail_host(member.host)
         if self._has_ended:
             return
         held = f"stages {sorted(member.ready)}" if member.ready else "no stages"
@@ -478,9 +482,9 @@ class StageHosts:
         log.info(f"{member}, which held {held}, failed: {why}")
         if self._rules.take_over_s is not None:
             self._loop.call_later(self._rules.take_over_s, self._take_over)
-        self._tell_addresses()
+        self._send_addresses()
 
-    def _tell_addresses(self) -> None:
+    def _send_addresses(self) -> None:
         for member in self._members.values():
             others = {
                 other.host: other.hello.address
@@ -489,34 +493,34 @@ class StageHosts:
             }
             member.wire.send("hosts", others)
 
-    def _give_stages(self) -> None:
+    def _start_assignment(self) -> None:
         """Assign stages to hosts without any, once the expected number is connected."""
         if self._expected is None or len(self._members) < self._expected:
             return
-        self._tasks.start(self._place())
+        self._tasks.start(self._assign())
 
-    async def _place(self) -> None:
+    async def _assign(self) -> None:
         """Assign stages by the planner and the measurements so far, and let hosts load them."""
-        async with self._placing:
+        async with self._assigning:
             is_first, self._expected = self._expected != 0, 0
             if is_first:
-                await self._know_speeds()
+                await self._wait_for_speeds()
             members = {**self._members}
-            hosts = {host: own.view(own.chosen or ()) for host, own in members.items()}
-            given = {FRONT: self._front, **hosts}, self._speeds(), is_first
+            hosts = {host: member.view(member.assigned or ()) for host, member in members.items()}
+            arguments = {FRONT: self._front, **hosts}, self._speeds(), is_first
             try:
-                chosen = await asyncio.to_thread(self._planner.place, *given)
+                assigned = await asyncio.to_thread(self._planner.place, *arguments)
             except InputError as error:
                 self._failure = error
                 self.give_up()
                 return
             if is_first:
                 # The front keeps its stages: the programs of its groups are compiled with them.
-                self._front = replace(self._front, held=chosen[FRONT], room_bytes=0.0)
+                self._front = replace(self._front, held=assigned[FRONT], room_bytes=0.0)
             for host, member in members.items():
-                new = {*chosen[host]} - {*(member.chosen or ())}
-                self._tasks.start(self._follow(member, {*chosen[host]}, sorted(new)))
-                member.chosen = chosen[host]
+                new = {*assigned[host]} - {*(member.assigned or ())}
+                self._tasks.start(self._follow(member, {*assigned[host]}, sorted(new)))
+                member.assigned = assigned[host]
             with self._changed:
                 self._changed.notify_all()
 
@@ -531,9 +535,9 @@ class StageHosts:
             for stage in dropped:
                 member.wire.send("drop", stage)
         for stage in new:
-            await self._give(member, stage)
+            await self._load_stage(member, stage)
 
-    async def _know_speeds(self) -> None:
+    async def _wait_for_speeds(self) -> None:
         """Wait until the speeds of all links are known, or for a limited time."""
         clock = asyncio.get_running_loop()
         until_s = clock.time() + LINKS_S
@@ -550,19 +554,21 @@ class StageHosts:
 
     def _take_over(self) -> None:
         """Assign stages that no host is to hold to the remaining hosts."""
-        chosen = set(self.own_stages).union(*(own.chosen or () for own in self._members.values()))
-        if len(chosen) < self._source.stages and not self._has_ended:
-            self._tasks.start(self._place())
+        assigned = set(self.own_stages).union(
+            *(member.assigned or () for member in self._members.values())
+        )
+        if len(assigned) < self._source.stages and not self._has_ended:
+            self._tasks.start(self._assign())
 
-    async def _give(self, member: Member, stage: int) -> None:
+    async def _load_stage(self, member: Member, stage: int) -> None:
         """Let a host load a stage; send it the weights if it does not have them."""
         if member.hello.identity != self._source.identity:
             parameters = await asyncio.to_thread(self._source.load, stage)
             for number, leaf in enumerate(jax.tree.leaves(parameters)):
                 flat = np.asarray(leaf).reshape(-1)
-                each = PART_BYTES // flat.itemsize
+                each = CHUNK_BYTES // flat.itemsize
                 for start in range(0, flat.size, each):
-                    part = flat[start : start + each]
-                    member.wire.send("part", stage, number, arrays=[part])
+                    chunk = flat[start : start + each]
+                    member.wire.send("part", stage, number, arrays=[chunk])
                     await member.wire.drained()
         member.wire.send("hold", stage)

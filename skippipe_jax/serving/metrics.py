@@ -25,10 +25,10 @@ class Metrics:
             return Counter(f"vllm:{name}", about, label, registry=self._registry).labels(model)
 
         def seconds(name: str, about: str) -> Histogram:
-            made = Histogram(
+            histogram = Histogram(
                 f"vllm:{name}_seconds", about, label, registry=self._registry, buckets=SECONDS
             )
-            return made.labels(model)
+            return histogram.labels(model)
 
         self._running = gauge("num_requests_running", "Sequences that have a slot.")
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for a slot.")

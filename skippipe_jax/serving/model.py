@@ -51,16 +51,16 @@ def open_groups(
     return _served(name, model, source.config.data, slots.length), engines
 
 
-def length_of(context: int, wanted: int | None) -> int:
+def length_of(context: int, requested: int | None) -> int:
     """Return the largest number of tokens of a sequence.
 
     Raises:
-        InputError: if `wanted` exceeds the context of the model.
+        InputError: if `requested` exceeds the context of the model.
     """
-    if wanted is not None and fields.integer(wanted, "--max-model-len", 2) > context:
+    if requested is not None and fields.integer(requested, "--max-model-len", 2) > context:
         problem = f"exceeds the model's context of {context} tokens"
-        raise InputError("--max-model-len", wanted, problem, "Lower it")
-    return context if wanted is None else wanted
+        raise InputError("--max-model-len", requested, problem, "Lower it")
+    return context if requested is None else requested
 
 
 def _engine(decoder: StageExecutor) -> Generator:

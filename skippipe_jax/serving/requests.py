@@ -26,8 +26,8 @@ DEFAULT_NEW_TOKENS = 16
 
 _Likeliest = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 _Stop = Annotated[str, Meta(max_length=LONGEST_STOP)]
-_Place = re.compile(r" - at `\$(?:\[\.\.\.\])?\.?([^`]*)`$")
-_Unknown = re.compile(r"unknown field `([^`]*)`")
+_Path = re.compile(r" - at `\$(?:\[\.\.\.\])?\.?([^`]*)`$")
+_UnknownField = re.compile(r"unknown field `([^`]*)`")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters of both kinds of request; null is the same as leaving a parameter out.
 
     `skippipe_keep` lists the stages that run, in increasing order, or is the fraction of stages
@@ -106,7 +106,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
         keep = self.skippipe_keep
         try:
             if not isinstance(keep, list):
-                return kept(count, 1.0 if keep is None else keep, 1, seed).ways[0].stages
+                return kept(count, 1.0 if keep is None else keep, 1, seed).variants[0].stages
             order = order_of(keep, count, "skippipe_keep", keep)
         except InputError as error:
             raise wrong("skippipe_keep", error) from error
@@ -115,7 +115,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
         return order
 
 
-class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """Request to continue one or several prompts, each a text or its tokens."""
 
     prompt: str | list[Any]
@@ -135,18 +135,18 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
         Raises:
             ApiError: if there are none, or one is neither.
         """
-        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if given and all(type(one) is int for one in given):
-            given = [given]
-        is_right = [
+        prompts: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if prompts and all(type(one) is int for one in prompts):
+            prompts = [prompts]
+        is_valid = [
             isinstance(one, str)
             or (isinstance(one, list) and all(type(token) is int for token in one))
-            for one in given
+            for one in prompts
         ]
-        if not given or not all(is_right):
+        if not prompts or not all(is_valid):
             message = "prompt: must be a text, a list of tokens, or a list of texts and token lists"
             raise ApiError(400, message, param="prompt")
-        return given
+        return prompts
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -179,7 +179,7 @@ class ChatMessage(Struct):
     content: str | list[Part] | None = None
 
 
-class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """Request to answer a conversation."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -245,30 +245,30 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         ApiError: if the body is not a JSON object, or a parameter is unknown or wrong.
     """
     try:
-        found = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         raise ApiError(400, "the body is not a JSON object")
     try:
-        given = {name: value for name, value in found.items() if value is not None}
-        return msgspec.convert(given, kind)
+        parameters = {name: value for name, value in decoded.items() if value is not None}
+        return msgspec.convert(parameters, kind)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ApiError):
             raise error.__cause__ from None
-        raise _refused(str(error)) from error
+        raise _validation_error(str(error)) from error
 
 
-def _refused(problem: str) -> ApiError:
-    unknown = _Unknown.search(problem)
-    place = _Place.search(problem)
-    where = place[1] if place else ""
+def _validation_error(problem: str) -> ApiError:
+    unknown = _UnknownField.search(problem)
+    path = _Path.search(problem)
+    field = path[1] if path else ""
     if unknown:
-        name = f"{where}.{unknown[1]}" if where else unknown[1]
+        name = f"{field}.{unknown[1]}" if field else unknown[1]
         return ApiError(400, f"{name}: is not supported", param=name)
-    param = where or None
+    param = field or None
     missing = re.search(r"missing required field `(\w+)`", problem)
     if missing:
         param = missing[1]
-    told = problem[: place.start()] if place else problem
-    return ApiError(400, f"{param}: {told}" if param else told, param=param)
+    text = problem[: path.start()] if path else problem
+    return ApiError(400, f"{param}: {text}" if param else text, param=param)

@@ -13,12 +13,12 @@ from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step,
 from skippipe_jax.inference.drawing import Scores
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.serving.held_stages import Hops
+from skippipe_jax.serving.held_stages import ActivationCodec
 from skippipe_jax.serving.hosts import StageHosts
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
 from skippipe_jax.serving.steps import RouteLost
 
-MOST_AHEAD = 4
+MAX_IN_FLIGHT = 4
 """Most spans of prompts in flight while the next one is sent."""
 
 
@@ -32,15 +32,15 @@ class RoutedExecutor(StageExecutor):
     def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
         """Start with empty slots and no route."""
         order, slots = tuple(range(model.stages)), hosts.slots
-        own = {"held": hosts.own_stages, "scales": hosts.scales}
-        super().__init__(model, order, slots.each, slots.length, **own)
+        options = {"local_stages": hosts.own_stages, "scales": hosts.scales}
+        super().__init__(model, order, slots.each, slots.length, **options)
         self._hosts, self._group = hosts, group
-        self._hops = Hops(model.config, slots.hop_dtype)
+        self._codec = ActivationCodec(model.config, slots.hop_dtype)
         self._route: Route | None = None
         self._version = -1
         self._epoch = 0
         # Spans of prompts in flight along the route; later steps wait for them.
-        self._ahead = deque[Future[np.ndarray]]()
+        self._in_flight = deque[Future[np.ndarray]]()
         # By slot: the tokens so far, and the stages that have run for all of them.
         self._tokens: dict[int, list[int]] = {}
         self._used: dict[int, set[int]] = {}
@@ -92,15 +92,15 @@ class RoutedExecutor(StageExecutor):
     def _run(self, step: Step, *, is_read: bool) -> Array:
         while True:
             try:
-                route = self._route_kept()
-                x = self._along(route, step, is_read=is_read)
+                route = self._current_route()
+                x = self._run_along(route, step, is_read=is_read)
             except RouteLost:
                 self._route = None
                 continue
-            self._note(step, route)
+            self._record(step, route)
             return x
 
-    def _route_kept(self) -> Route:
+    def _current_route(self) -> Route:
         """Return the current route, or choose a new one and recompute all sequences along it.
 
         Raises:
@@ -111,18 +111,18 @@ class RoutedExecutor(StageExecutor):
             self._version = version
         if self._route is None or version != self._version:
             self._route = None
-            self._ahead.clear()  # Steps in flight along the old route run again.
+            self._in_flight.clear()  # Steps in flight along the old route run again.
             route, self._epoch = self._hosts.route(self._group)
             for slot, tokens in self._tokens.items():
                 for start in range(0, len(tokens), PREFILL_TOKENS):
-                    own = tokens[start:][:PREFILL_TOKENS]
-                    self._along(route, span_of(own, start, slot, self.length), is_read=False)
+                    span = tokens[start:][:PREFILL_TOKENS]
+                    self._run_along(route, span_of(span, start, slot, self.length), is_read=False)
                 if tokens:
                     self._used[slot] &= {DATA_STAGE, *stages_of(route)}
             self._route, self._version = route, version
         return self._route
 
-    def _along(self, route: Route, step: Step, *, is_read: bool) -> Array:
+    def _run_along(self, route: Route, step: Step, *, is_read: bool) -> Array:
         """Run a step along a route; return its output, which is meaningless unless `is_read`.
 
         Raises:
@@ -130,29 +130,29 @@ class RoutedExecutor(StageExecutor):
         """
         x = self.forward(DATA_STAGE, step.tokens, step)
         lost = {*self.order} - {DATA_STAGE, *stages_of(route)}
-        skipped = [sorted(own | lost) for own in self.skipped_by(step)]
+        skipped = [sorted(stages | lost) for stages in self.skipped_by(step)]
         place, parts = x.sharding, parts_of(route)
         for number, part in enumerate(parts):
             if part[0].host == FRONT:
                 x = self.follow(part[0].stages, x, step, skipped)
                 continue
             waits = is_read or number < len(parts) - 1
-            given = self._hops.packed(x), step, skipped
-            done = self._hosts.start(self._group, self._epoch, part, *given, is_read=waits)
-            self._ahead.append(done)
+            arguments = self._codec.packed(x), step, skipped
+            done = self._hosts.start(self._group, self._epoch, part, *arguments, is_read=waits)
+            self._in_flight.append(done)
             # Steps return in order: once one has returned, all earlier ones have.
-            while len(self._ahead) > (0 if waits else MOST_AHEAD):
-                self._ahead.popleft().result()
+            while len(self._in_flight) > (0 if waits else MAX_IN_FLIGHT):
+                self._in_flight.popleft().result()
             if waits:
-                x = self._hops.unpacked(done.result(), place)
+                x = self._codec.unpacked(done.result(), place)
         return x
 
-    def _note(self, step: Step, route: Route) -> None:
+    def _record(self, step: Step, route: Route) -> None:
         """Record the tokens of a step, to recompute them if the route changes."""
-        is_given = step.positions < self.length
+        is_token = step.positions < self.length
         slots = range(len(step.positions)) if step.slot is None else [step.slot]
         for row, slot in enumerate(slots):
-            tokens: Int[np.ndarray, " token"] = step.tokens[row][is_given[row]]
+            tokens: Int[np.ndarray, " token"] = step.tokens[row][is_token[row]]
             if len(tokens) and slot in self._tokens:
                 self._tokens[slot] += tokens.tolist()
                 self._used[slot] &= {DATA_STAGE, *stages_of(route)}

@@ -44,7 +44,7 @@ def stages_of(route: Route) -> tuple[int, ...]:
     return tuple(stage for leg in route for stage in leg.stages)
 
 
-def by_the_front(route: Route, is_avoided: Callable[[int, int], bool]) -> Route:
+def via_front(route: Route, is_avoided: Callable[[int, int], bool]) -> Route:
     """Return a route with a detour via the front where a host does not reach the next."""
     legs = [*route[:1]]
     for before, leg in pairwise(route):
@@ -58,8 +58,8 @@ def parts_of(route: Route) -> list[Route]:
     """Split a route into visits of the front and the runs of visits between them."""
     parts: list[Route] = []
     for is_front, legs in groupby(route, lambda leg: leg.host == FRONT):
-        own = tuple(legs)
-        parts += [(leg,) for leg in own] if is_front else [own]
+        part = tuple(legs)
+        parts += [(leg,) for leg in part] if is_front else [part]
     return parts
 
 
@@ -117,9 +117,9 @@ class Planner:
         """
         numbers = sorted(hosts)
         held = [[*hosts[host].held] for host in numbers]
-        found = place(self._case(hosts, between), held=None if is_first else held)
+        assigned = place(self._case(hosts, between), held=None if is_first else held)
         chosen = {}
-        for host, stages in zip(numbers, found, strict=True):
+        for host, stages in zip(numbers, assigned, strict=True):
             most = hosts[host].most_stages
             # The planner limits bytes; as stages differ little in size, this seldom drops any.
             chosen[host] = stages if most is None else stages[: max(most, len(hosts[host].held))]
@@ -131,10 +131,10 @@ class Planner:
         """Choose the route of one group through all held stages."""
         numbers = sorted(hosts)
         held = [[*hosts[host].held] for host in numbers]
-        own = routes(self._case(hosts, between), held, tries=0)[group]
+        hosts_by_stage = routes(self._case(hosts, between), held, tries=0)[group]
         visits = [
             (numbers[index], stage)
-            for stage, index in enumerate(own)
+            for stage, index in enumerate(hosts_by_stage)
             if index is not None and stage != DATA_STAGE
         ]
         return tuple(

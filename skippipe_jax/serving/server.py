@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
             yield
             return
         before = {
-            number: signal.signal(number, self._signalled)
+            number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
@@ -144,7 +144,7 @@ class Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _signalled(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         if self.should_exit:
             self.force_exit = True
             return

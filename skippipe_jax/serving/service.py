@@ -20,7 +20,7 @@ from skippipe_jax.serving.errors import ApiError, wrong
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.requests import ChatRequest, CompletionRequest
 
-Asked = CompletionRequest | ChatRequest
+AnyRequest = CompletionRequest | ChatRequest
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,27 @@ class Served:
 class Job:
     """Validated request with its sequences."""
 
-    def __init__(self, asked: Asked, served: Served, capacity: int):
+    def __init__(self, parameters: AnyRequest, served: Served, capacity: int):
         """Validate a request of at most `capacity` sequences; tokenize its prompts, which is slow.
 
         Raises:
             ApiError: if it cannot be answered.
         """
-        self.asked, self.served = asked, served
-        self.is_chat = isinstance(asked, ChatRequest)
+        self.parameters, self.served = parameters, served
+        self.is_chat = isinstance(parameters, ChatRequest)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        if asked.model not in (None, served.name):
-            message = f"model: {asked.model!r} does not exist; use {served.name!r}"
+        if parameters.model not in (None, served.name):
+            message = f"model: {parameters.model!r} does not exist; use {served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        stages, likeliest = asked.stages(served.stages, seed), asked.likeliest
+        seed = secrets.randbits(31) if parameters.seed is None else parameters.seed
+        stages, likeliest = parameters.stages(served.stages, seed), parameters.likeliest
         ends = {served.tokenizer.end}
         if self.is_chat and served.turn_end is not None:
             ends.add(served.turn_end)
-        count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
+        count = parameters.n * (
+            len(parameters.prompts) if isinstance(parameters, CompletionRequest) else 1
+        )
         if count > capacity:
             message = f"n: {count} sequences are requested, and the capacity is {capacity}"
             raise ApiError(400, message, param="n")
@@ -78,18 +80,18 @@ class Job:
         for text, prompt, hidden in self._prompts():
             count = self._new_tokens(len(prompt))
             self.prompt_tokens += len(prompt)
-            for number in range(asked.n):
+            for number in range(parameters.n):
                 request = DecodeRequest(
                     prompt,
                     count,
-                    asked.sampling(seed + number),
-                    frozenset() if asked.ignore_eos else frozenset(ends),
+                    parameters.sampling(seed + number),
+                    frozenset() if parameters.ignore_eos else frozenset(ends),
                     stages,
                     likeliest,
-                    scores_prompt=asked.echo and (likeliest is not None or not count),
+                    scores_prompt=parameters.echo and (likeliest is not None or not count),
                 )
-                given = (asked.stops, text if asked.echo else None, hidden)
-                self.choices.append(Choice(len(self.choices), request, served.tokenizer, *given))
+                options = (parameters.stops, text if parameters.echo else None, hidden)
+                self.choices.append(Choice(len(self.choices), request, served.tokenizer, *options))
 
     @property
     def requests(self) -> list[DecodeRequest]:
@@ -99,41 +101,41 @@ class Job:
     def _prompts(self) -> list[tuple[str, list[int], int]]:
         """Return each prompt's text, tokens, and number of leading tokens not in the text."""
         served, tokenizer = self.served, self.served.tokenizer
-        if isinstance(self.asked, ChatRequest):
+        if isinstance(self.parameters, ChatRequest):
             if not served.converses:
                 message = (
                     "the model was not trained on conversations, and its tokenizer has no chat "
                 )
                 raise ApiError(400, f"{message}template: request completions", param="messages")
             try:
-                tokens = encode_prompt(self.asked.conversation, tokenizer, served.today)
+                tokens = encode_prompt(self.parameters.conversation, tokenizer, served.today)
             except InputError as error:
                 raise wrong("messages", error) from error
             return [("", [*map(int, tokens)], 0)]
         prompts = []
-        for given in self.asked.prompts:
-            if isinstance(given, str):
+        for prompt in self.parameters.prompts:
+            if isinstance(prompt, str):
                 # The begin mark is added here, so clients get no probabilities for it.
-                tokens = [tokenizer.begin, *map(int, tokenizer.encode(given))]
-                prompts.append((given, tokens, 1))
+                tokens = [tokenizer.begin, *map(int, tokenizer.encode(prompt))]
+                prompts.append((prompt, tokens, 1))
                 continue
-            if not given or min(given) < 0 or max(given) >= served.vocabulary_size:
+            if not prompt or min(prompt) < 0 or max(prompt) >= served.vocabulary_size:
                 message = (
                     f"prompt: needs at least one token, each 0 to {served.vocabulary_size - 1}"
                 )
                 raise ApiError(400, message, param="prompt")
-            prompts.append((tokenizer.decode(given) if self.asked.echo else "", given, 0))
+            prompts.append((tokenizer.decode(prompt) if self.parameters.echo else "", prompt, 0))
         return prompts
 
     def _new_tokens(self, prompt: int) -> int:
         """Return the largest number of new tokens after a prompt of `prompt` tokens."""
-        context, wanted = self.served.context, self.asked.most_new_tokens
-        count = max(context - prompt, 0) if wanted is None else wanted
+        context, requested = self.served.context, self.parameters.most_new_tokens
+        count = max(context - prompt, 0) if requested is None else requested
         # The last token of a prompt that is only scored is a target and needs no position.
-        is_scored = count == 0 and self.asked.echo
+        is_scored = count == 0 and self.parameters.echo
         if prompt + count > context + is_scored or not (count or is_scored):
             message = f"the context is {context} tokens, the prompt has {prompt}, and "
-            message += f"{count if wanted is not None else 1} more are requested"
+            message += f"{count if requested is not None else 1} more are requested"
             param = "messages" if self.is_chat else "prompt"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return count
@@ -183,17 +185,17 @@ class Job:
         """Return the complete answer from all pieces."""
         choices = []
         for choice in self.choices:
-            own = [piece for piece in pieces if piece.index == choice.index]
-            text = "".join(piece.text for piece in own)
-            tokens = [token for piece in own for token in piece.tokens]
-            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            shown = shown if self.is_chat else {"text": text}
+            increments = [piece for piece in pieces if piece.index == choice.index]
+            text = "".join(piece.text for piece in increments)
+            tokens = [token for piece in increments for token in piece.tokens]
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = content if self.is_chat else {"text": text}
             choices.append(
                 {
                     "index": choice.index,
-                    **shown,
+                    **content,
                     "logprobs": self._logprobs(tokens),
-                    "finish_reason": own[-1].reason,
+                    "finish_reason": increments[-1].reason,
                     "skippipe": self._used(choice.index),
                 }
             )
@@ -206,28 +208,28 @@ class Job:
         An error after the answer has begun is sent as an event.
         """
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        usage = {"usage": None} if self.asked.includes_usage else {}
+        usage = {"usage": None} if self.parameters.includes_usage else {}
         try:
-            if isinstance(self.asked, ChatRequest):
+            if isinstance(self.parameters, ChatRequest):
                 role = {"role": "assistant", "content": ""}
                 for choice in self.choices:
-                    told = {"index": choice.index, "delta": role, "finish_reason": None}
-                    yield _event(self._body(kind, [told | {"logprobs": None}]) | usage)
-            held: dict[int, tuple[Any, ...]] = {}
+                    content = {"index": choice.index, "delta": role, "finish_reason": None}
+                    yield _event(self._body(kind, [content | {"logprobs": None}]) | usage)
+            unsent: dict[int, tuple[Any, ...]] = {}
             async for piece in pieces:
-                tokens = (*held.pop(piece.index, ()), *piece.tokens)
+                tokens = (*unsent.pop(piece.index, ()), *piece.tokens)
                 if not piece.text and piece.reason is None:
-                    held[piece.index] = tokens  # Sent with the text that they are part of.
+                    unsent[piece.index] = tokens  # Sent with the text that they are part of.
                     continue
-                told = {
+                content = {
                     "index": piece.index,
                     **({"delta": _delta(piece.text)} if self.is_chat else {"text": piece.text}),
                     "logprobs": self._logprobs(tokens),
                     "finish_reason": piece.reason,
                 }
                 if piece.reason is not None:
-                    told["skippipe"] = self._used(piece.index)
-                yield _event(self._body(kind, [told]) | usage)
+                    content["skippipe"] = self._used(piece.index)
+                yield _event(self._body(kind, [content]) | usage)
             if usage:
                 yield _event(self._body(kind, []) | {"usage": self.usage()})
         except ApiError as error:
@@ -240,10 +242,10 @@ class Job:
         return head | {"choices": choices}
 
     def _logprobs(self, tokens: Sequence[Any]) -> dict[str, Any] | None:
-        if self.asked.likeliest is None:
+        if self.parameters.likeliest is None:
             return None
-        told = chat_logprobs if self.is_chat else completion_logprobs
-        return told(tokens, self.served.tokenizer)
+        formatted = chat_logprobs if self.is_chat else completion_logprobs
+        return formatted(tokens, self.served.tokenizer)
 
     def _used(self, index: int) -> dict[str, Any]:
         """Return the stages that a choice used, for the client."""

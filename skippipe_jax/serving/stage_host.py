@@ -50,7 +50,7 @@ from skippipe_jax.serving.wire import Wire
 
 PROTOCOL = 3
 """Version of the protocol; hosts of different versions are incompatible."""
-STAGE_HOST, PASSES = "stage-host", "pass"
+STAGE_HOST, PEER_HOST = "stage-host", "pass"
 """First words of a host to the front and to another host."""
 SERVICE_THERE = "is the address of a service"
 """Refusal by the front of connections that are not from stage hosts."""
@@ -130,51 +130,53 @@ class StageHost:
             identity = None if self._source is None else self._source.identity
             hello = HostHello(self._name, self.address, room_bytes, self._most_stages, identity)
             link.send(STAGE_HOST, PROTOCOL, msgspec.to_builtins(hello))
-            said = await link.receive()
-            if (refusal := refusal_in(said)) is not None:
+            reply = await link.receive()
+            if (refusal := refusal_in(reply)) is not None:
                 link.writer.close()
                 raise refusal
-            match said:
-                case ["welcome", dict(given)]:
-                    session = self._session = Session(link, given, self._source, self._keys)
+            match reply:
+                case ["welcome", dict(welcome)]:
+                    session = self._session = Session(link, welcome, self._source, self._keys)
                     if await session.follow():
                         return
             log.info(f"lost the connection to the front ({link.ending}); reconnecting")
             self._session = None
 
     async def _listen(self, link: Link) -> str:
-        near = link.writer.get_extra_info("sockname")[0]
+        local_ip = link.writer.get_extra_info("sockname")[0]
         chosen = chosen_address(self._bind_address)
-        address = chosen or reachable_address(near, self._coordinator[0])
+        address = chosen or reachable_address(local_ip, self._coordinator[0])
         self._keys.require_allowed(address)
-        given = listening_socket(address, 0)
-        attend = each_in_a_task(self._attend)
-        self._listening = await asyncio.start_server(attend, sock=given, limit=LINE_BYTES)
-        return join_address(address, given.getsockname()[1])
+        listening = listening_socket(address, 0)
+        handle = each_in_a_task(self._handle_connection)
+        self._listening = await asyncio.start_server(handle, sock=listening, limit=LINE_BYTES)
+        return join_address(address, listening.getsockname()[1])
 
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Receive steps from another host of the service."""
         link = Link(reader, writer)
         with suppress(TlsMismatch, ssl.SSLError):
-            said = await link.hello(self._keys.listening)
+            hello = await link.hello(self._keys.listening)
             session = self._session
-            if session is not None and said == [PASSES, session.service]:
+            if session is not None and hello == [PEER_HOST, session.service]:
                 await Wire(link, session.silent_s).follow(session.take)
 
 
 class Session:
     """Session of a host with one front, from its welcome to its end."""
 
-    def __init__(self, link: Link, given: dict[str, Any], source: ModelSource | None, keys: Keys):
+    def __init__(self, link: Link, welcome: dict[str, Any], source: ModelSource | None, keys: Keys):
         """Begin with the front's welcome message; the front sends the weights without a source."""
-        self.service, self.silent_s = str(given["service"]), float(given["silent_s"])
+        self.service, self.silent_s = str(welcome["service"]), float(welcome["silent_s"])
         # Of this host's connections, one is measured at a time.
         self._probing = asyncio.Lock()
         self._front, self._keys = Wire(link, self.silent_s, self._probing), keys
-        context = {"sequence_length": given["model"]["context"]}
-        self._config = parse_config({"model": given["model"], "data": context}).model
-        self._stages = int(given["stages"])
-        self._slots = Slots(**given["slots"])
+        context = {"sequence_length": welcome["model"]["context"]}
+        self._config = parse_config({"model": welcome["model"], "data": context}).model
+        self._stages = int(welcome["stages"])
+        self._slots = Slots(**welcome["slots"])
         self._held = HeldStages(self._config, self._stages, self._slots)
         self._source = source
         # By stage and leaf, the received parts of arrays.
@@ -199,12 +201,12 @@ class Session:
         self._loop = asyncio.get_running_loop()
         computing = threading.Thread(target=self._compute, name="skippipe-stages", daemon=True)
         computing.start()
-        telling = asyncio.create_task(self._tell_speeds())
+        reporting = asyncio.create_task(self._report_speeds())
         watching = asyncio.create_task(self._watch_computing())
         try:
             await self._front.follow(self.take)
         finally:
-            telling.cancel()
+            reporting.cancel()
             watching.cancel()
             self._tasks.cancel()
             for wire in self._wires.values():
@@ -217,11 +219,11 @@ class Session:
     def take(self, message: list[Any], arrays: list[np.ndarray]) -> None:
         """Handle a message of the front, or a step of another host."""
         match message, arrays:
-            case ["step", dict(given)], [x, positions]:
-                group, epoch = given["group"], given["epoch"]
+            case ["step", dict(header)], [x, positions]:
+                group, epoch = header["group"], header["epoch"]
                 if epoch >= self._epochs[group]:
                     self._epochs[group] = epoch
-                    self._work.put((given, x, positions))
+                    self._work.put((header, x, positions))
             case ["scales"], [scales]:  # Sent before the first stage.
                 self._held = HeldStages(self._config, self._stages, self._slots, scales)
             case ["hold", int(stage)], []:
@@ -231,7 +233,7 @@ class Session:
             case ["part", int(stage), int(leaf)], [part]:
                 self._parts[stage].setdefault(leaf, []).append(part)
             case ["hosts", dict(addresses)], []:
-                self._addresses = {int(host): own for host, own in addresses.items()}
+                self._addresses = {int(host): address for host, address in addresses.items()}
                 for host in self._addresses.keys() - self._wires.keys():
                     self._tasks.start(self._connect(host))
             case ["end"], []:
@@ -274,7 +276,7 @@ class Session:
         if (known := self._wires.get(host)) is not None:  # Connected in the meantime.
             link.writer.close()
             return known
-        link.send(PASSES, self.service)
+        link.send(PEER_HOST, self.service)
         wire = self._wires[host] = Wire(link, self.silent_s, self._probing)
         self._tasks.start(self._watch(host, wire))
         return wire
@@ -285,7 +287,7 @@ class Session:
             del self._wires[host]
             self._front.send("unreachable", host)
 
-    async def _tell_speeds(self) -> None:
+    async def _report_speeds(self) -> None:
         while True:
             await asyncio.sleep(min(self.silent_s / BEATS, SPEEDS_S))
             wires = {FRONT: self._front, **self._wires}
@@ -303,43 +305,43 @@ class Session:
                 self._fail(TemporaryError("host", socket.gethostname(), problem, remedy))
                 return
 
-    async def _pass_on(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    async def _forward(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Send the output of a step to the next host, or to the front."""
-        route = given["route"]
+        route = header["route"]
         if not route:
-            travelled = arrays[0] if given["is_read"] else arrays[0][:0]
-            self._front.send("done", given, arrays=[travelled])
+            travelled = arrays[0] if header["is_read"] else arrays[0][:0]
+            self._front.send("done", header, arrays=[travelled])
             return
         host = route[0][0]
         wire = self._wires.get(host) or await self._connect(host)
         if wire is not None:
-            wire.send("step", given, arrays=arrays)
+            wire.send("step", header, arrays=arrays)
 
     # In the compute thread.
 
     def _compute(self) -> None:
         try:
             while (item := self._work.get()) is not None:
-                given, x, positions = item
-                if given["epoch"] < self._epochs[given["group"]]:
+                header, x, positions = item
+                if header["epoch"] < self._epochs[header["group"]]:
                     continue
-                (_, stages), *rest = given["route"]
+                (_, stages), *rest = header["route"]
                 began_s = self._began_s = time.monotonic()
-                step = Step(np.zeros_like(positions), positions, given["slot"])
-                x = self._held.run(given["group"], tuple(stages), x, step, given["skipped"])
-                seconds = [*given["seconds"], time.monotonic() - began_s]
+                step = Step(np.zeros_like(positions), positions, header["slot"])
+                x = self._held.run(header["group"], tuple(stages), x, step, header["skipped"])
+                seconds = [*header["seconds"], time.monotonic() - began_s]
                 self._began_s = None
-                told = {**given, "route": rest, "seconds": seconds}
-                self._call(self._send, told, [x, positions])
+                forwarded = {**header, "route": rest, "seconds": seconds}
+                self._call(self._send, forwarded, [x, positions])
         except BaseException as error:
             self._call(self._fail, error)
 
-    def _call(self, callback: Callable[..., None], *given: Any) -> None:
+    def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop, unless the loop has ended with this session."""
         with suppress(RuntimeError):  # The loop is closed.
-            self._loop.call_soon_threadsafe(callback, *given)
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     # Methods of the event loop.
 
-    def _send(self, given: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        self._tasks.start(self._pass_on(given, arrays))
+    def _send(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        self._tasks.start(self._forward(header, arrays))

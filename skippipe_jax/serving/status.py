@@ -15,7 +15,7 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.config.api_keys import header_with
 
 ANSWER_S = 10.0
-HEAD = ("host", "stages", "groups", "block, ms", "round trip, ms", "MB/s", "name")
+COLUMNS = ("host", "stages", "groups", "block, ms", "round trip, ms", "MB/s", "name")
 
 
 def ask(url: str, key_file: Path | None) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def ask(url: str, key_file: Path | None) -> dict[str, Any]:
     try:
         request = urllib.request.Request(path, headers=headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            found = json.load(answer)
-        status_text(found)  # Raises if the answer is not from a service of skippipe.
-        return found
+            status = json.load(answer)
+        status_text(status)  # Raises if the answer is not from a service of skippipe.
+        return status
     except urllib.error.HTTPError as error:
         problem = f"the service answered with status {error.code}"
         remedy = "Give a key of the service by --api-key-file" if error.code == 401 else None
@@ -59,7 +59,7 @@ def status_text(status: dict[str, Any]) -> str:
     head += f"{status['waiting']} sequences waiting"
     if lost:
         head += f"; no host holds stages {', '.join(lost)}"
-    rows: list[tuple[str, ...]] = [HEAD]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for host in status["hosts"]:
         loading = [f"({stage})" for stage in host.get("loading", ())]
         units = {"seconds_per_block": 1e3, "round_trip_s": 1e3, "bytes_per_s": 1e-6}

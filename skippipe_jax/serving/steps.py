@@ -53,7 +53,7 @@ class PendingSteps:
 
     def __init__(self):
         """Start without steps."""
-        self._of_groups: dict[int, deque[PendingStep]] = defaultdict(deque)
+        self._by_group: dict[int, deque[PendingStep]] = defaultdict(deque)
         self._numbers = itertools.count()
 
     def new(self, group: int, epoch: int, route: Route, *, is_decoding: bool) -> PendingStep:
@@ -62,30 +62,30 @@ class PendingSteps:
 
     def add(self, step: PendingStep) -> None:
         """Add a step as it is sent; drop the group's steps of abandoned routes."""
-        sent = self._of_groups[step.group]
+        sent = self._by_group[step.group]
         while sent and sent[0].epoch < step.epoch:
             sent.popleft()
         sent.append(step)
 
     def take(self, group: int, number: int) -> PendingStep | None:
         """Remove and return the step whose result has arrived; None if its route was abandoned."""
-        sent = self._of_groups[group]
+        sent = self._by_group[group]
         if not sent or number < sent[0].number:
             return None
         if sent[0].number < number:
             # A host has reconnected to the next one, and the steps in between are lost.
-            self.lose(sent[0].hops, "a step was lost between hosts")
+            self.fail(sent[0].hops, "a step was lost between hosts")
             return None
         return sent.popleft()
 
-    def lose(self, hops: set[Hop], why: str) -> None:
+    def fail(self, hops: set[Hop], why: str) -> None:
         """Fail all steps of each group that has a step with one of these hops."""
-        for sent in self._of_groups.values():
+        for sent in self._by_group.values():
             if any(step.hops & hops for step in sent):
                 while sent:
                     sent.popleft().done.set_exception(RouteLost(why))
 
-    def lose_host(self, host: int) -> None:
+    def fail_host(self, host: int) -> None:
         """Fail all steps of each group that has a step on this host."""
-        hops = {hop for sent in self._of_groups.values() for step in sent for hop in step.hops}
-        self.lose({hop for hop in hops if host in hop}, f"host {host} failed")
+        hops = {hop for sent in self._by_group.values() for step in sent for hop in step.hops}
+        self.fail({hop for hop in hops if host in hop}, f"host {host} failed")

@@ -82,12 +82,12 @@ class Wire:
 
     async def receive(self) -> tuple[list[Any], list[np.ndarray]] | None:
         """Read the next message with its arrays; None once the connection has ended."""
-        said = await self._link.receive()
-        if said is None:
+        received = await self._link.receive()
+        if received is None:
             return None
         self._silent_beats = 0
         try:
-            *message, shapes = said
+            *message, shapes = received
             arrays = []
             for name, *shape in shapes:
                 dtype = jnp.dtype(name)
@@ -110,8 +110,8 @@ class Wire:
             tasks.append(asyncio.create_task(self._measure(self._probing)))
         clock = asyncio.get_running_loop()
         try:
-            while (came := await self.receive()) is not None:
-                match came[0]:
+            while (received := await self.receive()) is not None:
+                match received[0]:
                     case ["ping", sent_s]:
                         self.send("pong", sent_s)
                     case ["pong", float(sent_s)]:
@@ -125,7 +125,7 @@ class Wire:
                             smoothed_s = 0.8 * known_s + 0.2 * taken_s
                             self.speed = self.speed._replace(round_trip_s=smoothed_s)
                     case _:
-                        take(*came)
+                        take(*received)
         finally:
             for task in tasks:
                 task.cancel()

@@ -287,7 +287,7 @@ def test_stages_are_those_named(named: str | None, share: float | None, order: O
 
 def test_a_share_of_the_stages_is_drawn_by_the_seed():
     drawn = {chosen_order(None, 0.5, STAGES, seed) for seed in range(30)}
-    assert drawn == {way.stages for way in kept(STAGES, 0.5, 99, 0).ways}
+    assert drawn == {way.stages for way in kept(STAGES, 0.5, 99, 0).variants}
     assert chosen_order(None, 0.5, STAGES, 3) == chosen_order(None, 0.5, STAGES, 3)
 
 

@@ -72,7 +72,7 @@ def distributions(experts: list[StagedModel], tokens: np.ndarray) -> np.ndarray:
     """Of each expert at each position of one sequence, over the larger vocabulary."""
     found = np.full((len(experts), len(tokens), 264), -np.inf)
     for own, expert in zip(found, experts, strict=True):
-        logits = logits_of(expert, expert.along, tokens[None])[0]
+        logits = logits_of(expert, expert.default_order, tokens[None])[0]
         own[:, : logits.shape[-1]] = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     return found
 
@@ -149,7 +149,7 @@ def test_a_token_is_scored_by_each_head_once(experts: list[StagedModel]):
     step = Step(np.zeros((2, 1), np.int32), np.full((2, 1), 3, np.int32))
     given = executor._structures, "posterior", 16
     streams = [own.run(step) for own in executor._executors]
-    state = executor._parameters, executor._known, streams, step, executor._log_prior, BEGIN
+    state = executor._parameters, executor._state, streams, step, executor._log_prior, BEGIN
     program = _next_logits.lower(given, *state).as_text()
     for expert in experts:
         size = expert.config.vocabulary_size

@@ -359,7 +359,7 @@ def test_conversations_that_are_too_long_to_be_evaluated_are_counted(
 
 def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
     found = kept(12, 0.5, 20, seed=3)
-    orders = [way.stages for way in found.ways]
+    orders = [way.stages for way in found.variants]
     assert found.possible == math.comb(11, 5)
     assert len(set(orders)) == len(orders) == 20
     assert all(
@@ -367,7 +367,7 @@ def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
     )
     assert found == kept(12, 0.5, 20, seed=3)
     assert found != kept(12, 0.5, 20, seed=4)
-    assert kept(12, 0.5, 462, seed=3).possible == len(kept(12, 0.5, 462, seed=3).ways)
+    assert kept(12, 0.5, 462, seed=3).possible == len(kept(12, 0.5, 462, seed=3).variants)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
     [(4, 0.75, 3), (6, 0.75, 5), (6, 0.5, 3), (5, 0.1, 1), (1, 0.5, 1)],
 )
 def test_shares_are_rounded_to_whole_stages(stages: int, share: float, count: int):
-    assert {len(way.stages) for way in kept(stages, share, 99, 0).ways} == {count}
+    assert {len(way.stages) for way in kept(stages, share, 99, 0).variants} == {count}
 
 
 def test_shares_of_a_run_are_those_of_all_its_plans():
@@ -391,7 +391,7 @@ def test_shares_of_a_run_are_those_of_all_its_plans():
 def test_programs_are_compiled_once_for_all_ways():
     config = load_config(Path("config.yaml"), ["model.width=20", "model.layers=6"])
     model = random_model(config.model, 6)
-    orders = {way.stages for share in (0.5, 0.7) for way in kept(6, share, 99, 0).ways}
+    orders = {way.stages for share in (0.5, 0.7) for way in kept(6, share, 99, 0).variants}
     with CompilationCounter() as counter:
         losses, _ = losses_along(model, orders, config.data, 6)
     # The data stage, any other stage, and the loss.

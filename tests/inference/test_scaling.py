@@ -195,7 +195,7 @@ def test_fitted_scales_say_training_text_better(of_fit: dict[int, BranchScales])
     model, config, _ = read_run(Path("run"))
     [batch] = [batch for batch, _ in zip(training_text(config.data), range(1), strict=False)]
     for count, scales in of_fit.items():
-        orders = [way.stages for way in kept(STAGES, count / STAGES, 99, 0).ways]
+        orders = [way.stages for way in kept(STAGES, count / STAGES, 99, 0).variants]
         plain, better = (
             np.mean([one.loss(batch, order) for order in orders])
             for one in (model, model.scaled(scales))

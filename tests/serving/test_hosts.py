@@ -457,7 +457,7 @@ def test_a_host_whose_device_hangs_leaves(
         error, thread.error = thread.error, None
         is_over.set()
     assert isinstance(error, TemporaryError)
-    assert "has not ended in 1.5 s" in str(error)
+    assert "took over 1.5 s" in str(error)
     assert stages == (0, 1, 3)
     assert tokens[:4] == greedy(model, PROMPT, 4, range(4))
     assert tokens[4:] == greedy(model, PROMPT + tokens[:4], 5, (0, 1, 3))

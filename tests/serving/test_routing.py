@@ -14,10 +14,10 @@ from skippipe_jax.serving.routing import (
     HostView,
     Leg,
     Planner,
-    by_the_front,
     in_series,
     parts_of,
     stages_of,
+    via_front,
 )
 from skippipe_jax.serving.wire import LinkSpeed
 
@@ -38,10 +38,10 @@ def views(
 
 def test_hosts_that_do_not_reach_each_other_go_by_the_front():
     route = (Leg(1, (1,)), Leg(2, (2,)), Leg(3, (3, 4)))
-    found = by_the_front(route, lambda source, target: (source, target) == (2, 3))
+    found = via_front(route, lambda source, target: (source, target) == (2, 3))
     assert found == (*route[:2], Leg(FRONT, ()), route[2])
     assert parts_of(found) == [route[:2], (Leg(FRONT, ()),), route[2:]]
-    assert by_the_front((), lambda *_: True) == ()
+    assert via_front((), lambda *_: True) == ()
     assert parts_of(()) == []
 
 
