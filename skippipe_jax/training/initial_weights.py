@@ -160,9 +160,9 @@ def open_run_weights(init_from: str, noted: Mapping[str, Any] | None = None) -> 
         raise InputError(
             "init_from",
             init_from,
-            f"the checkpoint of step {checkpoint.step} is another there than the one that this run "
-            "began with",
-            "Bring that one back, or start another run",
+            f"its checkpoint of step {checkpoint.step} differs from the one that this run started "
+            "from",
+            "Restore that checkpoint, or start a new run",
         )
     return weights
 
@@ -188,9 +188,9 @@ def require_own_tokens(config: Config) -> None:
         raise InputError(
             "data.path",
             path,
-            f"its tokens are by the tokenizer {name}, and those of {config.init_from} by {own}",
-            f"Tokenize the text again with --tokenizer {own}, or write data.tokenizer: {name} to "
-            "train on other tokens than the model knows",
+            f"its tokens were made with tokenizer {name}, but {config.init_from} uses {own}",
+            f"Tokenize the text again with --tokenizer {own}, or set data.tokenizer: {name} to "
+            "train the model with another tokenizer",
         )
 
 
@@ -198,7 +198,7 @@ def tokenizer_warning(weights: WeightSource | None, config: Config) -> list[str]
     """Return a warning if the initial weights were trained with another tokenizer, else []."""
     if not isinstance(weights, RunWeights) or weights.matches_tokenizer(config.data):
         return []
-    return [f"{config.init_from} was trained on another tokenizer's tokens than those of data"]
+    return [f"{config.init_from} was trained with another tokenizer than that of data"]
 
 
 class InitialWeights:
@@ -234,8 +234,8 @@ class InitialWeights:
                     raise InputError(
                         "init_from",
                         config.init_from,
-                        f"host {host} reads other weights for stage {stage} than host {first}",
-                        "Give all hosts the same files",
+                        f"the weights of stage {stage} differ between host {host} and host {first}",
+                        "Use the same files on all hosts",
                     )
 
         return Ready(lambda: self.digests, compare)

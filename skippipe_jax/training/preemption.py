@@ -91,8 +91,8 @@ class Preemption:
         if self.must_stay or self._membership.control.is_the_end:
             return
         log.error(
-            f"host {self._membership.index} was told to leave, and the others have not gone on "
-            f"without it within cluster.grace_s = {self._grace_s:g} s: it goes, and is lost to "
-            f"them. {told_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
+            f"host {self._membership.index}: graceful leave exceeded cluster.grace_s = "
+            f"{self._grace_s:g} s; exiting, the others will see a failure. "
+            f"{told_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
         )
         exit_at_once(LOST_HOST_EXIT_CODE)

@@ -433,8 +433,8 @@ def build_runtime(config: Config, start: SessionStart) -> Runtime:
             own_origin = from_own_states(checkpoint, config, cut)
         elif _replicas_diverged(config, checkpoint) and group.index == 0:
             log.output(
-                "replicas differ from those that were saved, in number or in how they average, or "
-                "not all were saved: they go on from the outer parameters"
+                "replicas resume from the outer parameters: their number or averaging has changed, "
+                "or the checkpoint does not hold all of them"
             )
     kinds = [own.device_kinds for own in setup.agreed.reports]
     given = setup.schedule, setup.programs, setup.host_of, kinds

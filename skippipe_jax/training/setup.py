@@ -229,7 +229,7 @@ def _measure_or_reuse(
     say = partial(log.on_leader, host.index, tell=log.output)
     if not needs_planning:
         if before is not None:
-            say(f"not measured anew: the plan is that of the run, as measured at {before['at']}")
+            say(f"not measured again: the run keeps its plan, measured at {before['at']}")
         return False, None, None
     if before is not None:
         nodes = check_template(config, host.count).count(host.index)
@@ -237,11 +237,9 @@ def _measure_or_reuse(
         own = partial(name_and_devices, config, host)
         now = gather(host, "claim/devices", own, timeout_s)
         if [*now.values()] != before["hosts"]:
-            say(f"measured anew: hosts or devices are others than those measured at {before['at']}")
+            say(f"measuring again: hosts or devices differ from those measured at {before['at']}")
         elif before["is_usable"]:
-            say(
-                f"not measured anew: a new plan is made for the hosts as measured at {before['at']}"
-            )
+            say(f"not measured again: making a new plan from the measurement of {before['at']}")
             return True, None, _recorded(config, host)[1] if host.index == 0 else None
     return True, *_measure_cluster(config, host)
 
@@ -449,7 +447,7 @@ def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
     """Prepare the folder of a run on host 0 to resume after a checkpoint."""
     step, last = 0 if checkpoint is None else checkpoint.step, config.train.steps
     if step >= last:
-        log.output(f"nothing is left to do: the run is at step {step} of {last}")
+        log.output(f"already finished: step {step} of {last}")
     truncate_run(config, step)
 
 
@@ -504,7 +502,7 @@ def _mirror_of_new_leader(url: str) -> Mirror | None:
         mirror = Mirror(url)
         mirror.steps()  # Do not copy again what others have copied.
     except Exception as error:  # The file system may raise anything.
-        log.warning(f"{error}; checkpoints are copied no longer")
+        log.warning(f"{error}; checkpoints are no longer copied")
         return None
     return mirror
 
@@ -536,7 +534,7 @@ def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resu
     require_not_joined(folder)
     saved = RunDir(folder).config()
     for name, now, before in require_same_run(config, saved):
-        log.output(f"the run goes on with {name} = {now!r}, before it was {before!r}")
+        log.output(f"resuming with {name} = {now!r}, previously {before!r}")
     before = saved.plan, saved.recipe_in_steps
     return (config.plan, config.recipe_in_steps) != before
 
@@ -590,9 +588,9 @@ def _not_shared(config: Config, host: Membership) -> InputError:
     return InputError(
         "run_dir",
         config.run_dir,
-        f"host {host.index} does not find there what host 0 has written",
-        "Name a folder that all hosts share; hosts that share none join a run that has begun: "
-        "skippipe join",
+        f"host {host.index} does not find the files that host 0 wrote to it",
+        "Set a folder that all hosts share; without one, a host can join a running job: skippipe "
+        "join",
     )
 
 
@@ -653,7 +651,7 @@ def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
         text = with_run_tokenizer(config)
         data, held_out = TrainingBatches(text), read_held_out(config, text)
     except InputError as error:
-        log.warning(f"the text of the run is not here: {error}")
+        log.warning(f"this host cannot read the training text: {error}")
         return setup
     return replace(setup, data=data, held_out=held_out)
 
@@ -665,9 +663,9 @@ def _require_reaching_collectives(config: Config, host: Membership) -> None:
         raise InputError(
             "network.averaging",
             averaging,
-            "a collective of JAX does not reach from one host to another where each has its own "
-            "JAX, as here (cluster.runtime)",
-            "Write auto or ring, or cluster.runtime: distributed",
+            "requires cluster.runtime: distributed, as JAX collectives do not connect independent "
+            "hosts",
+            "Set auto or ring, or cluster.runtime: distributed",
         )
 
 
@@ -679,15 +677,15 @@ def _require_attention(config: Config) -> None:
         raise InputError(
             "model.attention",
             model.attention,
-            f"needs a {needed.upper()}, and JAX found {found} devices only",
-            "Write auto, which takes what each device has",
+            f"needs a {needed.upper()}, but JAX found only {found} devices",
+            "Set auto, which selects a kernel for each device",
         )
     kernel = implementation_of(model, config.data.sequence_length, found)
     if kernel in PLATFORM_OF:
         fault = fault_of(kernel, model, is_packed=config.data.packing == "documents")
         if fault:
             raise InputError(
-                "model.attention", model.attention, f"{kernel} {fault}", "Write blockwise"
+                "model.attention", model.attention, f"{kernel} {fault}", "Set blockwise"
             )
 
 
@@ -695,8 +693,8 @@ def _warn_of_missing_links(folder: Path) -> None:
     """Warn if the last two hosts of a run cannot decide which of them continues."""
     if not RunDir(folder).supports_links():
         log.warning(
-            f"{folder} lies on a file system without hard links: when two hosts are left "
-            "and one of them is lost, the run ends with exit code 75"
+            f"{folder} is on a file system without hard links: if one of the last two hosts fails, "
+            "the run ends with exit code 75"
         )
 
 
@@ -718,10 +716,10 @@ def plan_change(before: Plan, after: Plan, step: int) -> str:
     seconds = [f"{plan.predicted.iteration_s:.3g}" for plan in (before, after)]
     if extents[0] == extents[1] and seconds[0] == seconds[1]:
         return ""
-    moved = f"from {extents[0]} to {extents[1]}, " if extents[0] != extents[1] else ""
+    moved = f"{extents[0]} -> {extents[1]}; " if extents[0] != extents[1] else ""
     return (
-        f"the run goes on under another plan: {moved}after step {step}; by the timing model an "
-        f"iteration takes {seconds[1]} s, before {seconds[0]} s"
+        f"plan changed after step {step}: {moved}predicted iteration {seconds[0]} s -> "
+        f"{seconds[1]} s"
     )
 
 
@@ -734,6 +732,6 @@ def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) ->
         raise InputError(
             "data.source",
             config.data.source,
-            f"host {host.index} reads other text than host {first}",
-            "Give all hosts with data nodes the same files",
+            f"the text differs between host {host.index} and host {first}",
+            "Use the same files on all hosts with data nodes",
         )

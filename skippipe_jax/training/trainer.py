@@ -58,15 +58,15 @@ class RunResult:
 
     @property
     def who_was_stopped(self) -> str:
-        """Text that names the hosts that were told to stop, and their signals."""
-        told = []
-        for number, how in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "told to stop")):
+        """Text that names the hosts that received a signal, and their signals."""
+        received = []
+        for number in (signal.SIGINT, signal.SIGTERM):
             hosts = [str(host) for host, by in sorted(self.told_to_stop.items()) if by == number]
             if hosts:
                 *others, last = hosts
-                who = f"hosts {', '.join(others)} and {last} were" if others else f"host {last} was"
-                told.append(f"{who} {how} ({number.name})")
-        return " and ".join(told) or "a host that has gone was told to stop"
+                named = f"hosts {', '.join(others)} and {last}" if others else f"host {last}"
+                received.append(f"{named} received {number.name}")
+        return " and ".join(received) or "a host that has since exited received a signal"
 
 
 class Trainer:
@@ -246,7 +246,9 @@ class Trainer:
             RuntimeError: if the run has ended or this trainer is closed.
         """
         if self._has_ended:
-            raise RuntimeError("the run has ended; a trainer with resume=True goes on with it")
+            raise RuntimeError(
+                "the run has ended; create a Trainer with resume=True to continue it"
+            )
         if self._session is not None:
             return
         if self._keeps_programs:

@@ -336,5 +336,5 @@ def test_a_host_that_waits_for_long_says_for_whom(
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "host 1 waits for enough others to go on with; it does not hear host 2"
-    assert second == "host 1 waits to be taken in; it does not hear host 2"
+    assert first == "host 1: waiting for a majority of hosts; not reachable: host 2"
+    assert second == "host 1: waiting for admission to the run; not reachable: host 2"

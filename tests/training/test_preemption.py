@@ -94,7 +94,7 @@ def test_a_host_goes_when_its_time_is_over_unless_the_run_ends(
     late()
     assert codes == [LOST_HOST_EXIT_CODE]
     told = "".join(capfd.readouterr())
-    assert "cluster.grace_s = 7 s: it goes, and is lost to them. Resume from step 7.\n" in told
+    assert "grace_s = 7 s; exiting, the others will see a failure. Resume from step 7.\n" in told
 
 
 @pytest.mark.parametrize("first", [SIGINT, SIGTERM], ids=str)

@@ -120,7 +120,7 @@ def test_a_search_that_fails_says_why_and_nothing_is_proposed(
     leader.trains_until_the_search_is_over()
     assert leader.wished == []
     said = capfd.readouterr().err
-    assert "a search for a better plan ended with exit code 3: no such case" in said
+    assert "the search for a better plan failed with exit code 3: no such case" in said
 
 
 def test_the_best_plan_is_proposed_by_which_nobody_reads_that_may_lack_the_text(

@@ -36,17 +36,12 @@ class ProgressBar(Callback):
         """Advance by one iteration."""
         if metrics.skipped_updates > self.skipped_updates:
             self.skipped_updates = metrics.skipped_updates
-            why = "none of its tokens is a target"
+            why = "no target tokens"
             if metrics.tokens:
-                why = (
-                    f"its gradient norm is not within optimizer.skip_above_norm = "
-                    f"{self.config.optimizer.skip_above_norm:g} but "
-                    f"{metrics.gradient_norm or 'no finite number'}"
-                )
-            self._say(
-                f"step {metrics.step}: update skipped, {why} "
-                f"({self.skipped_updates} skipped so far)"
-            )
+                limit = f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g}"
+                norm = metrics.gradient_norm or "not finite"
+                why = f"gradient norm {norm} exceeds {limit}"
+            self._say(f"step {metrics.step}: update skipped, {why} ({self.skipped_updates} so far)")
         self._show(metrics)
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
@@ -97,7 +92,7 @@ class HostStatus(Callback):
         own, leader = group.hosts[group.index], group.hosts[0]
         stages = sorted({topology.stage_of[node] for node in topology.nodes})
         served = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        cause = f"{group.generation.cause}: " if group.generation.cause else ""
+        cause = f"{group.generation.cause}; " if group.generation.cause else ""
         trains = f"{group.count} host{'s train' if group.count > 1 else ' trains'}"
         log.info(f"{cause}host {own} serves {served}; {trains}, host {leader} leads")
 

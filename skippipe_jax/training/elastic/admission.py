@@ -45,12 +45,11 @@ class Admission:
     def why(self, horizon_s: float) -> str:
         """Explain why a host is not admitted."""
         if math.isinf(self.transfer_s):
-            return "this host has reached none of those that have the state of its stage"
+            return "this host could not reach a host with the state of its stage"
         return (
-            f"it does not pay to join: the others would wait for {self.transfer_s:.3g} s, and "
-            f"iterations that are {self.saved:.2%} shorter save "
-            f"{self.saved * horizon_s:.3g} s in join.horizon = {horizon_s:g} s (join --anyway "
-            "comes all the same)"
+            f"join declined: the state transfer stalls the run {self.transfer_s:.3g} s, faster "
+            f"steps ({self.saved:.2%}) save {self.saved * horizon_s:.3g} s within join.horizon = "
+            f"{horizon_s:g} s (join --anyway overrides this)"
         )
 
 

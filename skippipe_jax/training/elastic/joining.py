@@ -64,7 +64,8 @@ def joined_by_address(
         while True:
             if not seeking.is_free(place):
                 log.output(
-                    f"the place of host {place.host} is no longer free, or no longer the first"
+                    f"host id {place.host} is taken, or a failed host must be replaced first; "
+                    "choosing again"
                 )
             elif (why := _why_not(seeking, place, measured, anyway=anyway)) is not None:
                 seeking.wait(why)
@@ -99,7 +100,7 @@ def _joined(
     except InputError as error:
         if error.field != HOST_ID or isinstance(error, TemporaryError):
             raise
-        log.output(f"another has taken the place of host {place.host}: {error.problem}")
+        log.output(f"another machine joined as host {place.host} ({error.problem}); choosing again")
         return None
 
 
@@ -114,17 +115,19 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
     case, the stage on the device that would serve it.
     """
     config, hosts, since_s = seeking.config, seeking.invitation.hosts, time.monotonic()
-    stages = " and ".join(map(str, place.stages)) or "none"
-    whose = "which serves" if place.host < hosts else f"one more than the {hosts}, and would serve"
-    log.output(f"takes the place of host {place.host}, {whose} the stages {stages}")
+    what = f"replacing host {place.host}"
+    if place.host >= hosts:
+        what = f"joining as extra host {place.host} of a run of {hosts} hosts"
+    stages = f"stage{'s' * (len(place.stages) > 1)} {', '.join(map(str, place.stages))}"
+    log.output(f"{what} ({stages})")
     plan = RunDir(seeking.folder).plan()
     host_of = hosts_of_nodes(len(plan.case.nodes), hosts, config.cluster.host_of_node)
     nodes = max(1, host_of.count(place.host))
     give_collectives_threads(config, nodes, plan.case, is_distributed=False)
     own = spreads_of_host(config, plan.case, host_of, place.host)
     count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
-    programs = "1 program is" if count == 1 else f"{count} programs are"
-    log.output(f"{programs} compiled, in {time.monotonic() - since_s:.1f} s")
+    programs = "1 program" if count == 1 else f"{count} programs"
+    log.output(f"compiled {programs} in {time.monotonic() - since_s:.1f} s")
     if place.host < hosts:
         return Measured()
     return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))

@@ -22,7 +22,7 @@ def remakes_of(config: Config, stages: int) -> Remakes | None:
 def how_remade(generation: Generation) -> str:
     """Describe in words how lost stages are rebuilt or left out."""
     made = {made.stage: _how_made(made) for made in generation.remade}
-    left_out = "is left out until a host serves it again"
+    left_out = "bypassed until a host serves it"
     return "".join(
         f"; stage {stage} {made.get(stage, left_out)}"
         for stage in generation.lost
@@ -37,12 +37,12 @@ def how_rewound(generation: Generation, done: int) -> str:
     to = f"the checkpoint of step {generation.step}" if generation.step else "the start"
     repeated = done - generation.step
     steps = "1 step" if repeated == 1 else f"{repeated} steps"
-    way = f"back from step {done} to {to}, {steps} to repeat"
+    rollback = f"rolled back from step {done} to {to}, {steps} to repeat"
     if repeated <= 0:
-        way = f"back to {to}"
+        rollback = f"rolled back to {to}"
     if not generation.lost:
-        return f". All go {way}"
-    return f". {_stages(generation.lost)} had no other replica: {way}"
+        return f". All hosts {rollback}"
+    return f". {_stages(generation.lost)} had no other replica: {rollback}"
 
 
 def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
@@ -54,11 +54,11 @@ def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int],
     single = [stage for stage, own in enumerate(hosts) if len(own) == 1]
     if not single or by not in (REWIND, STOP):
         return ""
-    follows = "all go back to the last checkpoint" if by == REWIND else "the run ends"
+    has = "has only one host" if len(single) == 1 else "have only one host each"
+    follows = "all hosts roll back to the last checkpoint" if by == REWIND else "the run ends"
     return (
-        f"{_stages(single)} {'has' if len(single) == 1 else 'have'} one host each: if that is "
-        f"lost, {follows} (recovery.lost_stage is {by}). Two replicas of a stage on two hosts "
-        "prevent it"
+        f"{_stages(single)} {has}: if it fails, {follows} (recovery.lost_stage = {by}). To prevent "
+        "this, place replicas of each stage on two hosts"
     )
 
 
@@ -70,10 +70,10 @@ def _stages(numbers: Collection[int]) -> str:
 
 def _how_made(made: Remade) -> str:
     if made.by == AVERAGE:
-        return f"gets the mean of stages {made.stage - 1} and {made.stage + 1}"
+        return f"rebuilt as the mean of stages {made.stage - 1} and {made.stage + 1}"
     if made.by == SKIP:
-        return f"is read from the checkpoint of step {made.step}"
-    return f"is again as it was after step {made.step}"
+        return f"restored from the checkpoint of step {made.step}"
+    return f"restored from its buddy checkpoint of step {made.step}"
 
 
 def _from_those_beside(
@@ -94,9 +94,9 @@ def _from_those_beside(
 
 def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> str | None:
     if stage == 0:
-        return "it alone has embedding and head"
+        return "only it has embedding and head"
     if stage == len(layers) - 1:
-        return "there is none after it"
+        return "no stage follows it"
     for beside in (stage - 1, stage + 1):
         if beside in lost:
             return f"stage {beside} is lost too"

@@ -43,7 +43,9 @@ AGAIN_S = 2.0
 MEASURE_S = 4.0
 """Seconds for which the links to all hosts are measured."""
 
-ALL_GONE = "no host of the run listens any more: it has ended, or all of its hosts are lost"
+ALL_GONE = "no host of the run listens any more: the run has ended, or all of its hosts failed"
+
+FULL = "the run is full: no failed host, and all extra hosts of join.places in use"
 
 FindText = Callable[[Config], str]
 """Function that returns the fingerprint of the local text, or raises `InputError` without text."""
@@ -108,7 +110,7 @@ class Seeking:
         try:
             lock.acquire()
         except TemporaryError as error:
-            remedy = "Name another one by --run-dir, or wait until it ends"
+            remedy = "Set another folder with --run-dir, or wait until that host exits"
             problem = "another host that has joined uses this folder"
             raise TemporaryError("--run-dir", str(self.folder), problem, remedy) from error
         self._ask(FIND_S)
@@ -116,9 +118,9 @@ class Seeking:
         keep(self.folder, self._newcomer.contents, self._told_addresses)
         theirs, self.config = configurations(self.folder, self._overrides)
         self.run = Run(identity(theirs), settings(theirs))
-        told = f"host {self.invitation.host} of {self.invitation.hosts} told of the run {name}"
-        got = f"{len(self.invitation.files)} files are in {self.folder}"
-        log.output(f"{self.asked}: {told}; its {got}, of which {fetched:,} bytes came now")
+        peer = f"host {self.invitation.host} of {self.invitation.hosts} at {self.asked}"
+        files = f"{len(self.invitation.files)} files in {self.folder}"
+        log.output(f"connected to {peer}, run {name}; {files}, {fetched:,} bytes downloaded")
         return lock
 
     def place(self) -> Place:
@@ -134,15 +136,15 @@ class Seeking:
                 return place
             if place is not None:
                 why = (
-                    f"the place of host {place.host} was taken and lost again a moment ago: this "
-                    f"host takes it in {math.ceil(place.pause_s)} s"
+                    f"host {place.host} failed right after its last join; retrying in "
+                    f"{math.ceil(place.pause_s)} s"
                 )
             left_s = since_s + patience_s - self._clock.now()
             if left_s <= 0:
-                problem = f"{why}; cluster.rejoin_s is {patience_s:g}"
+                problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
                 raise TemporaryError(JOINING, self.asked, problem, "Join again later")
             if why != said:
-                log.output(why if place is not None else f"{why}; waits {left_s:.0f} s at most")
+                log.output(why if place is not None else f"{why}; waiting up to {left_s:.0f} s")
                 said = why
             wait_s = AGAIN_S if place is None else place.pause_s
             self._clock.sleep(min(wait_s, left_s))
@@ -159,11 +161,11 @@ class Seeking:
             self._refused_s = now_s
         left_s = self._refused_s + patience_s - now_s
         if left_s <= 0:
-            problem = f"{why}; cluster.rejoin_s is {patience_s:g}"
+            problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
             raise TemporaryError(JOINING, self.asked, problem, "Join again later")
         pause_s = min(LONGEST_S, AGAIN_S * 2**self._pauses, left_s)
         self._pauses += 1
-        log.output(f"{why}; asks again in {math.ceil(pause_s)} s")
+        log.output(f"{why}; retrying in {math.ceil(pause_s)} s")
         self._clock.sleep(pause_s)
         self._ask(FIND_S)
 
@@ -175,8 +177,8 @@ class Seeking:
         rates = sorted(rate for way in ways.values() for rate in (way.to, way.back))
         if rates:
             log.output(
-                f"the ways to {len(ways)} hosts are measured, in {self._clock.now() - since_s:.1f} "
-                f"s: {rates[0] / 1e6:,.3g} to {rates[-1] / 1e6:,.3g} MB/s"
+                f"measured links to {len(ways)} hosts in {self._clock.now() - since_s:.1f} s: "
+                f"{rates[0] / 1e6:,.3g} to {rates[-1] / 1e6:,.3g} MB/s"
             )
         return ways
 
@@ -208,13 +210,13 @@ class Seeking:
             key=lambda place: (place.host >= of_start, place.pause_s, place.host),
         )
         if not places:
-            return None, "no host is lost, and no place is left of join.places"
+            return None, FULL
         without_text = [place for place in places if 0 not in place.stages]
         first = places[0]
         if 0 in first.stages and (why := self._lacks_text()) is not None:
             if not without_text:
                 lost = ", ".join(str(place.host) for place in places)
-                return None, f"only places that read the run's text are free (host {lost}), {why}"
+                return None, f"only hosts with the data stage are needed (host {lost}), but {why}"
             return without_text[0], ""
         return first, ""
 
@@ -224,12 +226,13 @@ class Seeking:
             try:
                 self._text = self._find_text(self.config), ""
             except InputError as error:
-                self._text = None, f"which is not here: {error}".removesuffix(".")
+                why = f"this host cannot read the training text: {error}"
+                self._text = None, why.removesuffix(".")
         found, why = self._text
         if found is None:
             return why
         if self.invitation.text not in (None, found):
-            return "and the text that is here is another"
+            return "this host has another training text"
         return None
 
     def _ask(self, patience_s: float, wanted: Collection[str] | None = None) -> None:
@@ -243,9 +246,7 @@ class Seeking:
         since_s, why = self._clock.now(), "no answer"
         addresses = [*self._given, *self._known]
         where = ", ".join(dict.fromkeys(addresses))
-        with telling(
-            lambda left_s: f"{where}: {why}; asked again for {left_s:.0f} s more", patience_s
-        ):
+        with telling(lambda left_s: f"{where}: {why}; retrying for {left_s:.0f} s", patience_s):
             while True:
                 try:
                     asked = _run_interruptibly(self._newcomer.ask(addresses, wanted))

@@ -191,7 +191,7 @@ class ElasticRunner:
         if isinstance(self._action, WatchMembers):
             self._tell(self._watch(self._action.seconds))
         if isinstance(self._action, Raise) and cause == Cause.TRANSFER:
-            problem = "transfers have failed again although all hosts are there"
+            problem = "transfers failed again although all hosts are alive"
             raise PeerTimeout(f"{problem}: {error}") from error
         return not isinstance(self._action, Raise)
 
@@ -240,8 +240,7 @@ class ElasticRunner:
 
     def _abandon(self, generation: int) -> None:
         if isinstance(self._state, Suspended) and self._state.has_reconnected:
-            problem = "transfers have failed although all hosts are there"
-            log.warning(f"{problem}: connections are made again")
+            log.warning("transfers failed although all hosts are alive; reconnecting")
         self._membership.control.tell(Abandoned(generation), Tick())
 
     def _await(self, after: int, seconds: float) -> Entered | Signal:
@@ -256,18 +255,19 @@ class ElasticRunner:
         self._team = following
         if after == 0:
             here, step = self._membership.index, following.generation.step
-            is_in = "is in" if here in following.generation.apart else "is back in"
+            joined = "joined" if here in following.generation.apart else "rejoined"
             where = self._membership.control_address
-            log.output(f"host {here} {is_in} the run, at step {step}; it listens at {where}")
+            log.output(f"host {here} {joined} at step {step}; it listens at {where}")
         return Entered(following.generation)
 
     def _what_is_waited_for(self, after: int) -> str:
         own = self._membership.index
         others = self._team.hosts if after else range(self._membership.count)
         missed = [host for host in others if host != own and self._membership.misses([host])]
-        unheard = f"it does not hear {', '.join(f'host {host}' for host in missed)}"
-        what = "for enough others to go on with" if after else "to be taken in"
-        return f"host {own} waits {what}; {unheard if missed else 'it hears all others'}"
+        silent = f"not reachable: {', '.join(f'host {host}' for host in missed)}"
+        what = "a majority of hosts" if after else "admission to the run"
+        state = silent if missed else "all other hosts are reachable"
+        return f"host {own}: waiting for {what}; {state}"
 
     def _watch(self, seconds: float) -> Signal:
         # Count polls, so that the time of a suspended process does not run.
@@ -358,9 +358,9 @@ class ElasticRunner:
         if team.index == 0:
             of = max(team.count, self._membership.count)
             log.info(
-                f"{generation.cause}{how_remade(generation)}: {team.count} of "
-                f"{of} hosts go on from step {generation.step}, after "
-                f"{time.monotonic() - since_s:.1f} s{how_rewound(generation, done)}"
+                f"{generation.cause}{how_remade(generation)}; {team.count} of {of} hosts "
+                f"continue from step {generation.step} (paused for "
+                f"{time.monotonic() - since_s:.1f} s){how_rewound(generation, done)}"
             )
         return self._replanned(session)
 
@@ -393,13 +393,13 @@ class ElasticRunner:
             return
         if team.index in agreed.without_text:
             config = self._config
-            problem = "this is not the text that the run reads"
+            problem = "its text differs from the training text of the run"
             if len(team.generation.placement) == 1:
-                remedy = "Give this host the same files as the others have"
+                remedy = "Copy the files of another host to this host"
                 raise InputError("data.source", config.data.source, problem, remedy)
             log.warning(
-                f"data.source is {config.data.source}: {problem}. This host serves other "
-                "stages, like one without text"
+                f"data.source = {config.data.source!r}: {problem}; this host serves only stages "
+                "that need no text"
             )
             self._setup = replace(self._setup, data=None, held_out=())
             self._membership.control.tell(TextMissing(), Tick())  # Notify the others at once.

@@ -93,7 +93,7 @@ class PlannerProcess:
     def last_error_line(self) -> str:
         """Return the last line of its standard error."""
         said = self._errors.read_text(errors="replace").split("\n")
-        return next((line for line in reversed(said) if line.strip()), "it says nothing")
+        return next((line for line in reversed(said) if line.strip()), "no error output")
 
     def interrupt(self) -> None:
         """Interrupt the current search."""
@@ -197,7 +197,7 @@ class PlanSearch:
                 code = self._process.run(words)
                 if code and not self._is_closed.is_set():
                     why = self._process.last_error_line()
-                    log.info(f"a search for a better plan ended with exit code {code}: {why}")
+                    log.info(f"the search for a better plan failed with exit code {code}: {why}")
             plans = [load_plan(path) for path in sorted(Path(folder.name).glob("case*.json"))]
         if not self._is_closed.is_set():
             self._then(plans)

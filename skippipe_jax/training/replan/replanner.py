@@ -133,7 +133,7 @@ class Replanner(Callback):
         try:
             process = self._planner.process()
         except OSError as error:  # Out of memory or disk: the run can continue without.
-            return log.info(f"no search for a better plan: {error}")
+            return log.info(f"the search for a better plan could not start: {error}")
         self._search = PlanSearch(
             cases, self._standing, config.replan, config.plan.seed, process, self._found
         )
@@ -159,8 +159,8 @@ class Replanner(Callback):
         if name is None:
             return
         log.info(
-            f"{found.method} has found a plan by which an iteration takes "
-            f"{found.predicted.iteration_s:.3g} s instead of {standing.predicted.iteration_s:.3g} s"
+            f"found a better plan with {found.method}: predicted iteration "
+            f"{standing.predicted.iteration_s:.3g} s -> {found.predicted.iteration_s:.3g} s"
         )
         placement = placement_of(found, self._kept, generation.placement)
         self._wish(Wish(generation.number, placement, name))
