@@ -39,8 +39,9 @@ class ProgressBar(Callback):
             why = "no target tokens"
             if metrics.tokens:
                 limit = f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g}"
-                norm = metrics.gradient_norm or "not finite"
-                why = f"gradient norm {norm} exceeds {limit}"
+                norm = metrics.gradient_norm
+                compared = f"{norm} > {limit}" if norm else f"not finite ({limit})"
+                why = f"gradient norm {compared}"
             self._say(f"step {metrics.step}: update skipped, {why} ({self.skipped_updates} so far)")
         self._show(metrics)
 
