@@ -91,8 +91,8 @@ class MetricsCollector:
         self.learning_rate(step)  # Compile it before training.
         optimizer_state = next(iter(runtime.states.values())).optimizer_state
         # In outer mode each replica has its own count.
-        made = step if averaging.is_outer else updates_made(optimizer_state)
-        self.skipped_updates = step - made
+        updates = step if averaging.is_outer else updates_made(optimizer_state)
+        self.skipped_updates = step - updates
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
         self.watched: deque[tuple[int, Future[StepOutcome]]] = deque()
         self.wait_for = runtime.wait_for

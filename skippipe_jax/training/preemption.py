@@ -40,10 +40,10 @@ class Preemption:
         self._can_leave = membership.count > 1 and not membership.is_distributed
         self._membership = membership
         self._grace_s = grace_s
-        self._is_told = False
+        self._is_leaving = False
 
     @contextmanager
-    def heeding(self, numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
+    def handling(self, numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
         """Handle the first of these signals; a second one ends the program as without a handler.
 
         Only the main thread receives signals: in any other thread this does nothing.
@@ -70,7 +70,7 @@ class Preemption:
         """Record a signal; SIGTERM makes a host leave if it can."""
         self.received = number
         if number == signal.SIGTERM and self._can_leave:
-            self._is_told = True
+            self._is_leaving = True
             self._membership.control.told_to_leave(self._grace_s, self._exit)
 
     def ends_the_run(self) -> bool:
@@ -82,7 +82,7 @@ class Preemption:
 
     def has_left(self) -> bool:
         """Return whether the others continue without this host; then its grace has no effect."""
-        left = self._is_told and self._membership.generation_number == NOBODY
+        left = self._is_leaving and self._membership.generation_number == NOBODY
         self.must_stay = self.must_stay or left
         return left
 

@@ -168,7 +168,7 @@ def setup_run(
     # Host 0 makes the plans or reads those of the run; the others wait until it has written them.
     steps: Sequence[int] = ()
     if not leads:
-        schedule, steps = _hear_leader(config, host)
+        schedule, steps = _receive_from_leader(config, host)
     elif needs_planning:
         schedule = make_plans(config, config_folder, None if profile is None else profile.case)
     else:
@@ -181,13 +181,13 @@ def setup_run(
         steps = search.saved()
         if host.count > 1 and not host.is_distributed:
             _warn_of_missing_links(folder)
-        told = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
-        tell(host, "run", lambda: told)
+        message = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
+        tell(host, "run", lambda: message)
     if host.is_distributed:
         # In `distributed` mode the first access to devices is collective.
         _require_attention(config)
     transfers = transfers or open_servers(host)
-    with closed_by_an_error(transfers):
+    with close_on_error(transfers):
         setup = _agreed(config, host, setup, transfers, search, steps)
         transfers.connect(setup.agreed.endpoints)
         if leads:
@@ -202,7 +202,7 @@ def setup_run(
 
 
 @contextmanager
-def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
+def close_on_error(transfers: Transfers) -> Iterator[None]:
     """Close the transfer servers if the block raises an error."""
     try:
         yield
@@ -225,21 +225,25 @@ def _measure_or_reuse(
     claimed = from_host_0(host, "claim", claim, patience_s)
     if host.index != 0:
         require_same_start(config, host, claimed["config"])
-    needs_planning, before = claimed["needs_planning"], claimed["measured"]
-    say = partial(log.on_leader, host.index, tell=log.output)
+    needs_planning, recorded = claimed["needs_planning"], claimed["measured"]
+    output = partial(log.on_leader, host.index, log_line=log.output)
     if not needs_planning:
-        if before is not None:
-            say(f"not measured again: the run keeps its plan, measured at {before['at']}")
+        if recorded is not None:
+            output(f"not measured again: the run keeps its plan, measured at {recorded['at']}")
         return False, None, None
-    if before is not None:
+    if recorded is not None:
         nodes = check_template(config, host.count).count(host.index)
         _give_threads(config, host, nodes, None)
         own = partial(name_and_devices, config, host)
-        now = gather(host, "claim/devices", own, timeout_s)
-        if [*now.values()] != before["hosts"]:
-            say(f"measuring again: hosts or devices differ from those measured at {before['at']}")
-        elif before["is_usable"]:
-            say(f"not measured again: making a new plan from the measurement of {before['at']}")
+        devices = gather(host, "claim/devices", own, timeout_s)
+        if [*devices.values()] != recorded["hosts"]:
+            output(
+                f"measuring again: hosts or devices differ from those measured at {recorded['at']}"
+            )
+        elif recorded["is_usable"]:
+            output(
+                f"not measured again: making a new plan from the measurement of {recorded['at']}"
+            )
             return True, None, _recorded(config, host)[1] if host.index == 0 else None
     return True, *_measure_cluster(config, host)
 
@@ -259,8 +263,8 @@ def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profi
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
     links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
-    say = partial(log.on_leader, host.index, tell=log.output)
-    return transfers, measure(config, host, links, say)
+    output = partial(log.on_leader, host.index, log_line=log.output)
+    return transfers, measure(config, host, links, output)
 
 
 def _open_inputs(
@@ -360,25 +364,26 @@ def _agreed(
     timeout_s = CHECKPOINT_S if steps else config.cluster.connect_timeout_s
     agreed = exchange_reports(host, report, timeout_s)
     _require_same_text(config, host, agreed)
-    for line in [*agreed.too_long, *_passes(config, setup)]:
+    for line in [*agreed.too_long, *_data_passes(config, setup)]:
         log.on_leader(host.index, line, log.output)
     all_damaged = [own.damaged for own in agreed.reports]
     checkpoint = search.newest(steps, all_damaged)
     # Positions reported for a damaged checkpoint are invalid, even if it was restored since.
     if any(parts is not None for parts in all_damaged):
         own = _microbatches_read(setup, checkpoint)
-        told = gather(host, "checkpoint/read", lambda: own, timeout_s)
-        agreed = replace(agreed, microbatches_read=max(told.values()))
+        read_by_host = gather(host, "checkpoint/read", lambda: own, timeout_s)
+        agreed = replace(agreed, microbatches_read=max(read_by_host.values()))
     return setup.after(agreed, transfers, checkpoint)
 
 
-def _passes(config: Config, setup: HostSetup) -> list[str]:
+def _data_passes(config: Config, setup: HostSetup) -> list[str]:
     """Return a line on how often the run reads its text, if this host reads it."""
     if setup.data is None:
         return []
-    steps, there = config.train.steps, setup.data.sequences
+    steps, available = config.train.steps, setup.data.sequences
     read = steps * len(setup.plan.microbatches) * config.data.microbatch_size
-    return [f"the text has {there:,} sequences; {steps:,} steps read {read / there:.3g} times that"]
+    times = f"{read / available:.3g} times that"
+    return [f"the text has {available:,} sequences; {steps:,} steps read {times}"]
 
 
 def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
@@ -553,19 +558,19 @@ def _claim_to_measure(
     whether that measurement may be used for a new plan.
     """
     needs_planning = claim_run_dir()
-    told = {"needs_planning": needs_planning, "config": settings(config), "measured": None}
+    message = {"needs_planning": needs_planning, "config": settings(config), "measured": None}
     if not resume:
         lock.acquire()
-        return told
+        return message
     measured, profile = _recorded(config, host)
     # Earlier versions did not record devices.
     if measured is not None and all("devices" in of for of in measured["hosts"]):
-        told["measured"] = {
+        message["measured"] = {
             "at": measured["at"],
             "hosts": [[of["name"], *of["devices"]] for of in measured["hosts"]],
             "is_usable": profile is not None,
         }
-    return told
+    return message
 
 
 def require_same_start(config: Config, host: Membership, theirs: Mapping[str, str]) -> None:
@@ -581,10 +586,10 @@ def require_same_start(config: Config, host: Membership, theirs: Mapping[str, st
     folder = Path(config.run_dir).absolute()
     # Listing the parent makes a network file system look for new entries.
     if not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
-        raise _not_shared(config, host)
+        raise _not_shared_error(config, host)
 
 
-def _not_shared(config: Config, host: Membership) -> InputError:
+def _not_shared_error(config: Config, host: Membership) -> InputError:
     return InputError(
         "run_dir",
         config.run_dir,
@@ -598,7 +603,7 @@ def _give_threads(config: Config, host: Membership, nodes: int, case: Case | Non
     give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
 
-def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]:
+def _receive_from_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]:
     """Return the plans that host 0 wrote to the run folder, and the steps of its checkpoints.
 
     Raises:
@@ -614,7 +619,7 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
     folder = Path(config.run_dir)
     schedule = RunDir(folder).schedule() if (folder / PLAN).exists() else None
     if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
-        raise _not_shared(config, host)
+        raise _not_shared_error(config, host)
     return schedule, theirs["steps"]
 
 
@@ -671,16 +676,16 @@ def _require_reaching_collectives(config: Config, host: Membership) -> None:
 
 def _require_attention(config: Config) -> None:
     """Refuse an attention implementation that this machine lacks or that is faulty here."""
-    model, found = config.model, jax.default_backend()
+    model, platform = config.model, jax.default_backend()
     needed = PLATFORM_OF.get(model.attention)
-    if needed not in (None, found):
+    if needed not in (None, platform):
         raise InputError(
             "model.attention",
             model.attention,
-            f"needs a {needed.upper()}, but JAX found only {found} devices",
+            f"needs a {needed.upper()}, but JAX found only {platform} devices",
             "Set auto, which selects a kernel for each device",
         )
-    kernel = implementation_of(model, config.data.sequence_length, found)
+    kernel = implementation_of(model, config.data.sequence_length, platform)
     if kernel in PLATFORM_OF:
         fault = fault_of(kernel, model, is_packed=config.data.packing == "documents")
         if fault:

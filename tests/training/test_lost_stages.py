@@ -6,7 +6,7 @@ import pytest
 
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.training.elastic.lost_stages import how_rewound, warning_of_single
+from skippipe_jax.training.elastic.lost_stages import describe_rollback, single_host_warning
 
 
 @pytest.mark.parametrize(
@@ -27,20 +27,20 @@ def test_who_goes_back_is_told_how_far_and_why(
     done: int, step: int, lost: tuple[int, ...], said: str
 ):
     rewound = Generation(3, (0, 2), (7, 7), 0, step, is_rewound=True, lost=lost)
-    assert how_rewound(rewound, done) == said
+    assert describe_rollback(rewound, done) == said
 
 
 def test_who_does_not_go_back_is_told_nothing():
-    assert how_rewound(Generation(3, (0, 2), (7, 7), 0, 148), 148) == ""
+    assert describe_rollback(Generation(3, (0, 2), (7, 7), 0, 148), 148) == ""
 
 
 def test_of_stages_with_one_host_the_leader_warns_where_its_loss_costs_steps():
     """Stage 0 has two hosts; stage 1 has two nodes of one host, and stage 2 one node."""
     stages, host_of = ((0, 1), (2, 3), (4,)), (0, 1, 2, 2, 1)
-    said = warning_of_single(stages, host_of, REWIND)
+    said = single_host_warning(stages, host_of, REWIND)
     assert said.startswith("Stages 1 and 2 have only one host each: if it fails, all hosts roll ")
-    assert "the run ends (recovery.lost_stage = stop)" in warning_of_single(stages, host_of, STOP)
+    assert "the run ends (recovery.lost_stage = stop)" in single_host_warning(stages, host_of, STOP)
     for by in (BUDDY, AVERAGE, SKIP):
-        assert warning_of_single(stages, host_of, by) == ""
-    assert warning_of_single(((0,), (1,)), (0, 0), REWIND) != ""
-    assert warning_of_single(((0, 1), (2, 3)), (0, 1, 0, 1), REWIND) == ""
+        assert single_host_warning(stages, host_of, by) == ""
+    assert single_host_warning(((0,), (1,)), (0, 0), REWIND) != ""
+    assert single_host_warning(((0, 1), (2, 3)), (0, 1, 0, 1), REWIND) == ""

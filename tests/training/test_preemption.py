@@ -104,7 +104,7 @@ def test_a_second_signal_ends_the_program_at_once_as_that_signal_does(
 ):
     """By SIGINT a user ends all hosts, by SIGTERM a scheduler this one, and it may send two."""
     here = preemption_of(Hosts(count=1))
-    with here.heeding():
+    with here.handling():
         signal.raise_signal(first)
         with pytest.raises(KeyboardInterrupt) as caught:
             signal.raise_signal(second)

@@ -170,7 +170,7 @@ def test_iterations_that_take_longer_than_predicted_begin_a_search(leaders: list
     drifting.makes_a_step(seconds_per_iteration=2.0, idle_share=[0.0, 0.5, 0.5, 0.5])
     assert drifting.is_searching
     # As long as nodes were measured to compute: OWN has each of them do so for 0.5 or 0.25 s.
-    assert drifting.replanning._standing.case.nodes[0].forward_s > 0.1
+    assert drifting.replanning._current.case.nodes[0].forward_s > 0.1
     drifting.replanning.close()
     for _ in range(2 * SEVERAL):
         drifting.makes_a_step(seconds_per_iteration=2.0)

@@ -42,19 +42,21 @@ class ProgressBar(Callback):
                 norm = metrics.gradient_norm
                 compared = f"{norm} > {limit}" if norm else f"not finite ({limit})"
                 why = f"gradient norm {compared}"
-            self._say(f"step {metrics.step}: update skipped, {why} ({self.skipped_updates} so far)")
+            self._log_line(
+                f"step {metrics.step}: update skipped, {why} ({self.skipped_updates} so far)"
+            )
         self._show(metrics)
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
         """Show a held-out loss."""
         if loss is not None:
-            self._say(f"step {step}: held-out loss {loss:.4f}")
+            self._log_line(f"step {step}: held-out loss {loss:.4f}")
 
     def close(self) -> None:
         """Close the bar."""
         self.bar.close()
 
-    def _say(self, text: str) -> None:
+    def _log_line(self, text: str) -> None:
         """Print a line above the bar."""
         log.info(text)
         self.bar.refresh()
@@ -64,8 +66,8 @@ class ProgressBar(Callback):
         speed = f"{metrics.tokens_per_second:,.0f} tokens/s{emulated}"
         if (metrics.generation or 1) > 1:
             hosts = metrics.hosts or self.hosts
-            of = max(self.hosts, hosts)
-            speed += f", {hosts} of {of} hosts, generation {metrics.generation}"
+            total = max(self.hosts, hosts)
+            speed += f", {hosts} of {total} hosts, generation {metrics.generation}"
         loss = "not finite" if metrics.loss is None else f"{metrics.loss:.3f}"
         self.bar.set_postfix_str(f"loss {loss}, {speed}", refresh=False)
         self.bar.update()
@@ -74,10 +76,12 @@ class ProgressBar(Callback):
             is_last or time.perf_counter() - self.last_line_s > SECONDS_BETWEEN_LINES
         ):
             self.last_line_s = time.perf_counter()
-            left_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration
+            remaining_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration
             # An iteration that compiled programs does not predict the remaining time.
-            left = "programs compiled" if metrics.compilations else f"{left_s:.0f} s left"
-            log.info(f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {left}")
+            remaining = "programs compiled" if metrics.compilations else f"{remaining_s:.0f} s left"
+            log.info(
+                f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {remaining}"
+            )
 
 
 class HostStatus(Callback):

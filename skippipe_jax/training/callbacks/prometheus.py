@@ -101,8 +101,8 @@ class MetricValues:
 
     def add(self, name: str, value: float, *labels: object) -> None:
         """Add to a counter."""
-        own, key = self._values[name], tuple(map(str, labels))
-        own[key] = own.get(key, 0.0) + value
+        values, key = self._values[name], tuple(map(str, labels))
+        values[key] = values.get(key, 0.0) + value
 
     def take_step(
         self, metrics: StepMetrics, nodes: Iterable[int], sent: Mapping[Link, int]
@@ -130,10 +130,10 @@ class MetricValues:
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for name, family in FAMILIES.items():
-            found = kinds[family.kind](name, family.help, labels=family.labels)
+            metric = kinds[family.kind](name, family.help, labels=family.labels)
             for labels, value in self._values[name].copy().items():
-                found.add_metric(labels, value)
-            yield found
+                metric.add_metric(labels, value)
+            yield metric
 
 
 class PrometheusExporter(Callback):

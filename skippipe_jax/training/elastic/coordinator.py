@@ -8,7 +8,7 @@
 | | `LEFT` | `Stopped` | `Stop` with `HostLeft` |
 | `Closing` | `Closed` | `Opening` | `OpenSession` |
 | `Opening` | `OPENED` | `Training` | none |
-| | `WENT_BACK` | `Opening`, from a checkpoint | none |
+| | `ROLLED_BACK` | `Opening`, from a checkpoint | none |
 | `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
 | | `Failed`, another host may be the cause | `Confirming` | `WatchMembers` |
 | | `Failed`, none can be | the same | `Raise` |
@@ -179,7 +179,7 @@ class Signal(Enum):
     """Events without values."""
 
     OPENED = "all hosts of the generation have opened its session"
-    WENT_BACK = "the newest checkpoint is damaged on a host: all roll back to an earlier one"
+    ROLLED_BACK = "the newest checkpoint is damaged on a host: all roll back to an earlier one"
     ENDED = "the generation has ended"
     MISSED = "a member of the generation has failed or is silent"
     TIME_OVER = "the wait timed out"
@@ -221,7 +221,7 @@ class CloseSession:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Action: open a session; `OPENED`, `WENT_BACK`, `ENDED` or `Failed` follows."""
+    """Action: open a session; `OPENED`, `ROLLED_BACK`, `ENDED` or `Failed` follows."""
 
     generation: Generation
     source: StateSource
@@ -255,14 +255,14 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         case Suspended(_, StateSource() as source, has_reconnected), Entered(generation):
             return _open(generation, source, has_reconnected, policy)
         case Suspended(after), Signal.TIME_OVER:
-            return Stopped(), Stop(PeerTimeout(_waited_in_vain(after, policy.rejoin_s)))
+            return Stopped(), Stop(PeerTimeout(_timeout_message(after, policy.rejoin_s)))
         case Suspended(), Signal.LEFT:
             return Stopped(), Stop(HostLeft("the others continue without this host"))
         case Closing(generation, has_reconnected), Closed(step):
             return _open(generation, StateSource(step, Origin.OWN), has_reconnected, policy)
         case Opening(generation, _, has_reconnected), Signal.OPENED:
             return Training(generation, has_reconnected), None
-        case Opening(_, source), Signal.WENT_BACK:
+        case Opening(_, source), Signal.ROLLED_BACK:
             origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
             return replace(state, source=replace(source, origin=origin)), None
         case Opening() | Training(), Signal.ENDED:
@@ -317,7 +317,7 @@ def choose_source(
 ) -> StateSource | Stop:
     """Choose the origin of a host's states, given those `held`; or `Stop` if it cannot continue."""
     if generation.is_last:
-        return Stop(PeerTimeout(_why_last(generation, policy.lost_stage)))
+        return Stop(PeerTimeout(_end_message(generation, policy.lost_stage)))
     if policy.host in generation.fresh:
         return replace(held, origin=Origin.PEERS)
     if generation.is_rewound or held.origin == Origin.CHECKPOINT:
@@ -334,12 +334,12 @@ def choose_source(
     return held
 
 
-def _waited_in_vain(after: int, rejoin_s: float) -> str:
+def _timeout_message(after: int, rejoin_s: float) -> str:
     missing = "no majority of hosts" if after else "not admitted to the run"
     return f"{missing} within cluster.rejoin_s = {rejoin_s:g} s"
 
 
-def _why_last(generation: Generation, lost_stage: str) -> str:
+def _end_message(generation: Generation, lost_stage: str) -> str:
     if set(generation.apart) == set(generation.members):
         return f"{generation.cause}; only diskless hosts remain: no checkpoint could be written"
     return (

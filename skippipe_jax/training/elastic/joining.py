@@ -55,37 +55,37 @@ def joined_by_address(
             or joining does not pay off.
     """
     seeking = Seeking(addresses, run_dir, overrides, _fingerprint)
-    with ExitStack() as held:
-        held.enter_context(seeking.fetch())
+    with ExitStack() as stack:
+        stack.enter_context(seeking.fetch())
         config = seeking.config
         keep_programs(config.compilation_cache)
         place = seeking.place()
-        measured = _prepare(seeking, place)
+        measured = _compile_and_measure(seeking, place)
         while True:
             if not seeking.is_free(place):
                 log.output(
                     f"host id {place.host} is taken, or a failed host must be replaced first; "
                     "choosing again"
                 )
-            elif (why := _why_not(seeking, place, measured, anyway=anyway)) is not None:
+            elif (why := _decline_reason(seeking, place, measured, anyway=anyway)) is not None:
                 seeking.wait(why)
                 if not {*seeking.invitation.members} <= measured.ways.keys():
                     measured = replace(measured, ways=seeking.ways())
-            elif (host := _joined(held, seeking, place, measured)) is not None:
+            elif (host := _try_join(stack, seeking, place, measured)) is not None:
                 break
             before, place = place, seeking.place()
             if (before.host, before.stages) != (place.host, place.stages):
-                measured = _prepare(seeking, place)
+                measured = _compile_and_measure(seeking, place)
         yield config, host
 
 
-def _joined(
-    held: ExitStack, seeking: Seeking, place: Place, measured: Measured
+def _try_join(
+    stack: ExitStack, seeking: Seeking, place: Place, measured: Measured
 ) -> Membership | None:
-    """Join as the host of a place until `held` is closed; return None if another host took it."""
+    """Join as the host of a place until `stack` is closed; return None if another host took it."""
     measured.keep(seeking.folder)
     config = seeking.config
-    coming = joined(
+    membership = joined(
         config.cluster,
         seeking.asked,
         seeking.invitation.hosts,
@@ -96,7 +96,7 @@ def _joined(
         spare=config.join.places,
     )
     try:
-        return held.enter_context(coming)
+        return stack.enter_context(membership)
     except InputError as error:
         if error.field != HOST_ID or isinstance(error, TemporaryError):
             raise
@@ -108,7 +108,7 @@ def _fingerprint(config: Config) -> str:
     return TrainingBatches(with_run_tokenizer(config)).fingerprint
 
 
-def _prepare(seeking: Seeking, place: Place) -> Measured:
+def _compile_and_measure(seeking: Seeking, place: Place) -> Measured:
     """Compile the stages of a place, and measure if it is an extra one.
 
     For an extra place, measures the links to the hosts that train and, if the run has measured its
@@ -133,23 +133,25 @@ def _prepare(seeking: Seeking, place: Place) -> Measured:
     return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
 
 
-def _why_not(seeking: Seeking, place: Place, measured: Measured, *, anyway: bool) -> str | None:
+def _decline_reason(
+    seeking: Seeking, place: Place, measured: Measured, *, anyway: bool
+) -> str | None:
     """Explain why joining at an extra place does not pay off; None if it does."""
-    config, told = seeking.config, seeking.invitation
-    if place.host < told.hosts:
+    config, offer = seeking.config, seeking.invitation
+    if place.host < offer.hosts:
         return None
     plan = RunDir(seeking.folder).plan()
-    own = hosts_of_nodes(len(plan.case.nodes), told.hosts, config.cluster.host_of_node)
+    own = hosts_of_nodes(len(plan.case.nodes), offer.hosts, config.cluster.host_of_node)
     host_of = host_of_places(config, own)
-    found = admission(
+    estimate = admission(
         plan,
         host_of,
         place.host,
-        told.members,
-        told.placement,
+        offer.members,
+        offer.placement,
         new_nodes({place.host: measured}, host_of, len(own)),
         measured.ways,
         copied_bytes(config, len(plan.stages)),
     )
     horizon_s = config.join.horizon
-    return None if found.pays(horizon_s, anyway=anyway) else found.why(horizon_s)
+    return None if estimate.pays(horizon_s, anyway=anyway) else estimate.decline_reason(horizon_s)

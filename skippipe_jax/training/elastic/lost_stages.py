@@ -12,25 +12,25 @@ from skippipe_jax.consensus.holders import Held
 from skippipe_jax.errors import RebuildImpossible
 
 
-def remakes_of(config: Config, stages: int) -> Remakes | None:
+def rebuild_rule(config: Config, stages: int) -> Remakes | None:
     """Return the function that rebuilds stages that no host holds; None if the policy has none."""
     if config.recovery.lost_stage == AVERAGE:
-        return partial(_from_those_beside, config.model.layers_of_stages(stages))
-    return partial(_from_copies, stages) if config.recovery.lost_stage == BUDDY else None
+        return partial(_from_neighbors, config.model.layers_of_stages(stages))
+    return partial(_from_buddy_checkpoints, stages) if config.recovery.lost_stage == BUDDY else None
 
 
-def how_remade(generation: Generation) -> str:
+def describe_rebuilds(generation: Generation) -> str:
     """Describe in words how lost stages are rebuilt or left out."""
-    made = {made.stage: _how_made(made) for made in generation.remade}
-    left_out = "bypassed until a host serves it"
+    rebuilt = {made.stage: _describe_rebuild(made) for made in generation.remade}
+    bypassed = "bypassed until a host serves it"
     return "".join(
-        f"; stage {stage} {made.get(stage, left_out)}"
+        f"; stage {stage} {rebuilt.get(stage, bypassed)}"
         for stage in generation.lost
-        if stage in made or stage in generation.left_out
+        if stage in rebuilt or stage in generation.left_out
     )
 
 
-def how_rewound(generation: Generation, done: int) -> str:
+def describe_rollback(generation: Generation, done: int) -> str:
     """Describe in words the rollback of hosts that had made `done` steps; "" without a rollback."""
     if not generation.is_rewound:
         return ""
@@ -45,7 +45,7 @@ def how_rewound(generation: Generation, done: int) -> str:
     return f". {_stages(generation.lost)} had no other replica: {rollback}"
 
 
-def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
+def single_host_warning(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
     """Return a warning of stages served by a single host; "" if their loss causes no rollback.
 
     `by` is `recovery.lost_stage`.
@@ -68,7 +68,7 @@ def _stages(numbers: Collection[int]) -> str:
     return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"
 
 
-def _how_made(made: Remade) -> str:
+def _describe_rebuild(made: Remade) -> str:
     if made.by == AVERAGE:
         return f"rebuilt as the mean of stages {made.stage - 1} and {made.stage + 1}"
     if made.by == SKIP:
@@ -76,15 +76,15 @@ def _how_made(made: Remade) -> str:
     return f"restored from its buddy checkpoint of step {made.step}"
 
 
-def _from_those_beside(
+def _from_neighbors(
     layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
     """Rebuild each lost stage as the mean of the stages before and after it."""
     del copies
-    holder = _holders(held)
+    holder = _first_owners(held)
     lost = [stage for stage in range(len(layers)) if stage not in holder]
     for stage in lost:
-        why = _why_no_mean(stage, layers, lost)
+        why = _mean_problem(stage, layers, lost)
         if why is not None:
             raise RebuildImpossible(f"; stage {stage} cannot be averaged: {why}")
     return tuple(
@@ -92,7 +92,7 @@ def _from_those_beside(
     )
 
 
-def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> str | None:
+def _mean_problem(stage: int, layers: Sequence[int], lost: Collection[int]) -> str | None:
     if stage == 0:
         return "only it has embedding and head"
     if stage == len(layers) - 1:
@@ -105,11 +105,11 @@ def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> st
     return None
 
 
-def _from_copies(
+def _from_buddy_checkpoints(
     stages: int, held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
     """Rebuild each lost stage from its newest buddy checkpoint."""
-    lost = set(range(stages)) - _holders(held).keys()
+    lost = set(range(stages)) - _first_owners(held).keys()
     newest: dict[int, tuple[int, int]] = {}
     for host in sorted(copies):
         for stage, of_step in copies[host]:
@@ -123,7 +123,7 @@ def _from_copies(
     )
 
 
-def _holders(held: Held) -> dict[int, int]:
+def _first_owners(held: Held) -> dict[int, int]:
     """Map each stage that some host holds to the first such host."""
     holders: dict[int, int] = {}
     for host in sorted(held):
