@@ -261,7 +261,7 @@ def test_it_says_that_the_run_has_ended(hosts: Hosts):
         assert hosts.now_s == 0.0, "it asks nobody again"
         # Or it asks when the hosts have gone.
         hosts.answers = [gone]
-        with pytest.raises(TemporaryError, match="no host of the run listens any more: it has end"):
+        with pytest.raises(TemporaryError, match="no host of the run listens any more: the run "):
             seeking.is_free(INNER)
 
 
