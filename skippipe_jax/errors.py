@@ -43,7 +43,7 @@ class MembershipChanged(SkipPipeError):
 class GenerationEnded(MembershipChanged):
     """End of the generation: operations in progress are abandoned for the next session."""
 
-    def __init__(self, text: str = "the hosts go on as another generation"):
+    def __init__(self, text: str = "the generation has ended"):
         """Use the default text unless another one is passed."""
         super().__init__(text)
 

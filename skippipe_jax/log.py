@@ -123,10 +123,10 @@ def error(text: str) -> None:
     STDERR.put(text)
 
 
-def on_leader(rank: int, text: str, tell: Callable[[str], None] = info) -> None:
+def on_leader(rank: int, text: str, log_line: Callable[[str], None] = info) -> None:
     """Print a line that concerns all hosts, on the leader only."""
     if rank == 0:
-        tell(text)
+        log_line(text)
 
 
 def last_words(text: str, timeout_s: float = FLUSH_S) -> None:

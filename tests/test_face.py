@@ -203,7 +203,7 @@ def test_a_state_that_is_no_number_is_not_saved_although_its_error_is_caught(tmp
 
     # Caught within the block, and at its end, where it would be saved.
     for act in (train, lambda: trainer.__exit__(None)):
-        with pytest.raises(sp.InputError, match="loss of step"):
+        with pytest.raises(sp.InputError, match="loss is"):
             act()
     run = sp.Run(tmp_path / "run")
     assert run.steps[-1] == run.metrics[-1]["step"] < trainer.step

@@ -26,16 +26,16 @@ class Compilations:
 class CompilationCounter:
     """Counter of the programs that XLA compiles, or loads from its cache, in this process.
 
-    During long compilations it reports progress with `say`.
+    During long compilations it reports progress with `log_line`.
     """
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
-    def __init__(self, say: Callable[[str], None] = log.info):
+    def __init__(self, log_line: Callable[[str], None] = log.info):
         """Start at zero; counting begins on entering the context."""
         self.compilations = Compilations()
-        self.say = say
-        self.said_s = time.perf_counter()
+        self.log_line = log_line
+        self.logged_s = time.perf_counter()
 
     def take(self) -> Compilations:
         """Return the compilations since the last call."""
@@ -56,7 +56,7 @@ class CompilationCounter:
             before = self.compilations
             now = Compilations(before.count + 1, before.seconds + duration_secs)
             self.compilations = now
-            if time.perf_counter() - self.said_s > SECONDS_BETWEEN_LINES:
-                self.said_s = time.perf_counter()
+            if time.perf_counter() - self.logged_s > SECONDS_BETWEEN_LINES:
+                self.logged_s = time.perf_counter()
                 programs = f"{now.count} program{'s' * (now.count > 1)}"
-                self.say(f"compiling: {programs} so far, {now.seconds:.0f} s")
+                self.log_line(f"compiling: {programs} so far, {now.seconds:.0f} s")

@@ -52,10 +52,10 @@ def read_dropped_stages(config: Config, group: Group) -> tuple[Copy, ...]:
     Raises:
         InputError: if a checkpoint cannot be read.
     """
-    generation, here = group.generation, (group.hosts[group.index],)
-    read = [made for made in generation.remade if made.by == SKIP and made.sources == here]
+    generation, own_host = group.generation, (group.hosts[group.index],)
+    restored = [made for made in generation.remade if made.by == SKIP and made.sources == own_host]
     copies = []
-    for made in read:
+    for made in restored:
         checkpoint = open_checkpoint(Path(config.run_dir), made.step)
         state = _read(config, checkpoint, len(generation.placement), made.stage)
         copies.append(Copy(made.stage, made.step, packed(state)))

@@ -126,43 +126,43 @@ def open_initial_weights(config: Config, *, anew: bool = False) -> WeightSource 
     origin = origin_of(config.init_from)
     weights: WeightSource
     if origin.kind == RUN:
-        noted = None if anew else RunDir(config.run_dir).parent()
-        weights = open_run_weights(config.init_from, noted)
+        recorded = None if anew else RunDir(config.run_dir).parent()
+        weights = open_run_weights(config.init_from, recorded)
     else:
         weights = huggingface.open_weights(origin.folder, "init_from")
     weights.require_shapes(config.model)
     return weights
 
 
-def open_run_weights(init_from: str, noted: Mapping[str, Any] | None = None) -> RunWeights:
+def open_run_weights(init_from: str, recorded: Mapping[str, Any] | None = None) -> RunWeights:
     """Open and verify the checkpoint that `init_from: run:DIR` names, by default the newest.
 
-    `noted` is the recorded provenance of this run, if any: then that checkpoint is opened without
-    verifying its contents.
+    `recorded` is the provenance in the folder of this run, if any: then that checkpoint is opened
+    without verifying its contents.
 
     Raises:
         InputError: naming init_from, if there is no such run or checkpoint, it is incomplete, or it
-            differs from the one in `noted`.
+            differs from the one in `recorded`.
     """
     origin = origin_of(init_from)
     folder = origin.folder
     config = saved_config(folder, "init_from")
     try:
-        if noted is None:
+        if recorded is None:
             checkpoint = verify(latest_intact(folder, origin.step), every_stage)
         else:
-            checkpoint = open_checkpoint(folder, noted["step"])
+            checkpoint = open_checkpoint(folder, recorded["step"])
     except InputError as error:
         problem = f"{error.problem} ({error.field} = {error.value})"
         raise InputError("init_from", init_from, problem, error.remedy) from error
     weights = RunWeights(init_from, folder, config, checkpoint)
-    if noted is not None and digest(checkpoint.folder / COMMITTED) != noted["checkpoint"]:
+    if recorded is not None and digest(checkpoint.folder / COMMITTED) != recorded["checkpoint"]:
         raise InputError(
             "init_from",
             init_from,
-            f"the checkpoint of step {checkpoint.step} is another there than the one that this run "
-            "began with",
-            "Bring that one back, or start another run",
+            f"its checkpoint of step {checkpoint.step} differs from the one that this run started "
+            "from",
+            "Restore that checkpoint, or start a new run",
         )
     return weights
 
@@ -188,9 +188,9 @@ def require_own_tokens(config: Config) -> None:
         raise InputError(
             "data.path",
             path,
-            f"its tokens are by the tokenizer {name}, and those of {config.init_from} by {own}",
-            f"Tokenize the text again with --tokenizer {own}, or write data.tokenizer: {name} to "
-            "train on other tokens than the model knows",
+            f"its tokens were made with tokenizer {name}, but {config.init_from} uses {own}",
+            f"Tokenize the text again with --tokenizer {own}, or set data.tokenizer: {name} to "
+            "train the model with another tokenizer",
         )
 
 
@@ -198,7 +198,7 @@ def tokenizer_warning(weights: WeightSource | None, config: Config) -> list[str]
     """Return a warning if the initial weights were trained with another tokenizer, else []."""
     if not isinstance(weights, RunWeights) or weights.matches_tokenizer(config.data):
         return []
-    return [f"{config.init_from} was trained on another tokenizer's tokens than those of data"]
+    return [f"{config.init_from} was trained with another tokenizer than that of data"]
 
 
 class InitialWeights:
@@ -225,17 +225,17 @@ class InitialWeights:
         its weights for a stage differ from those of the first host that read them.
         """
 
-        def compare(told: Mapping[int, Any]) -> None:
+        def compare(digests: Mapping[int, Any]) -> None:
             for stage, own in self.digests.items():
                 # A host that takes its state from others reads no weights.
-                read = {other: (told[other] or {}).get(str(stage)) for other in serving[stage]}
+                read = {other: (digests[other] or {}).get(str(stage)) for other in serving[stage]}
                 first = min(other for other, theirs in read.items() if theirs is not None)
                 if read[first] != own:
                     raise InputError(
                         "init_from",
                         config.init_from,
-                        f"host {host} reads other weights for stage {stage} than host {first}",
-                        "Give all hosts the same files",
+                        f"the weights of stage {stage} differ between host {host} and host {first}",
+                        "Use the same files on all hosts",
                     )
 
         return Ready(lambda: self.digests, compare)

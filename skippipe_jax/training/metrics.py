@@ -91,8 +91,8 @@ class MetricsCollector:
         self.learning_rate(step)  # Compile it before training.
         optimizer_state = next(iter(runtime.states.values())).optimizer_state
         # In outer mode each replica has its own count.
-        made = step if averaging.is_outer else updates_made(optimizer_state)
-        self.skipped_updates = step - made
+        updates = step if averaging.is_outer else updates_made(optimizer_state)
+        self.skipped_updates = step - updates
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="progress")
         self.watched: deque[tuple[int, Future[StepOutcome]]] = deque()
         self.wait_for = runtime.wait_for
@@ -145,7 +145,7 @@ class MetricsCollector:
             if peak > plan.case.nodes[node].memory:
                 raise RuntimeError(
                     f"node {node} had {peak} microbatches in flight; its memory holds "
-                    f"{plan.case.nodes[node].memory}. This is a defect of the program"
+                    f"{plan.case.nodes[node].memory}. This is a bug of SkipPipe-JAX"
                 )
 
     def _metrics_of(self, finished: StepOutcome) -> StepMetrics:
@@ -202,9 +202,9 @@ class MetricsCollector:
             raise RunFailed(  # All hosts have the same totals.
                 "optimizer.learning_rate",
                 self.config.optimizer.learning_rate,
-                f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
-                "Resume from the last checkpoint with a lower rate or clip_norm, or let "
-                "optimizer.skip_above_norm leave such updates out",
+                f"step {step}: loss is {loss}, gradient norm {norm}",
+                "Resume from the last checkpoint with a lower learning_rate or clip_norm, or set "
+                "optimizer.skip_above_norm to skip these updates",
             )
 
     def close(self) -> None:

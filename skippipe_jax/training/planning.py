@@ -57,7 +57,7 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
     """
     if measured is not None:
         cases = candidates_of(config, dict(measured))
-        own = _planned(config.plan, cases, "what was measured")
+        own = _planned(config.plan, cases, "the measured cluster")
     else:
         own = plan_of(config, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
@@ -84,8 +84,8 @@ def tell_time(config: Config, schedule: Schedule, done: int = 0) -> None:
     skips = any(len(path) < len(last.stages) for path in last.microbatches)
     if skips and FULL not in schedule.plans:
         log.output(
-            "# stages are skipped until the end, which costs the full model quality: with "
-            "recipe.preset = quality all microbatches visit all stages in the last 60%"
+            "# stages are skipped until the last step, which lowers the quality of the full model: "
+            "with recipe.preset = quality all microbatches visit all stages in the last 60%"
         )
 
 
@@ -104,7 +104,7 @@ def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
     # A single node needs no search.
     method = "balanced" if all(len(case.nodes) == 1 for case in cases) else config.method
     if method != "balanced":  # `balanced` is instant.
-        log.info(f"planning for {what} by {method}, {config.budget_s:g} s at most")
+        log.info(f"planning for {what} with {method}, at most {config.budget_s:g} s")
     with signals_that_end():  # numba calls back from C, where exceptions get lost.
         return best_plan(cases, method, Search(config.seed, config.budget_s))
 
@@ -115,7 +115,7 @@ def check_deadline(config: Config, longest_s: float) -> None:
         raise InputError(
             "network.deadline_s",
             config.network.deadline_s,
-            f"a host may have to wait for most of an iteration, which takes "
-            f"{longest_s:.3g} s by the plan",
-            f"Write {2 * longest_s:.0f} or more",
+            f"must be above the planned time of an iteration, {longest_s:.3g} s: a host may wait "
+            "for most of it",
+            f"Set it to {2 * longest_s:.0f} or more",
         )

@@ -40,10 +40,10 @@ class Preemption:
         self._can_leave = membership.count > 1 and not membership.is_distributed
         self._membership = membership
         self._grace_s = grace_s
-        self._is_told = False
+        self._is_leaving = False
 
     @contextmanager
-    def heeding(self, numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
+    def handling(self, numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
         """Handle the first of these signals; a second one ends the program as without a handler.
 
         Only the main thread receives signals: in any other thread this does nothing.
@@ -70,7 +70,7 @@ class Preemption:
         """Record a signal; SIGTERM makes a host leave if it can."""
         self.received = number
         if number == signal.SIGTERM and self._can_leave:
-            self._is_told = True
+            self._is_leaving = True
             self._membership.control.told_to_leave(self._grace_s, self._exit)
 
     def ends_the_run(self) -> bool:
@@ -82,7 +82,7 @@ class Preemption:
 
     def has_left(self) -> bool:
         """Return whether the others continue without this host; then its grace has no effect."""
-        left = self._is_told and self._membership.generation_number == NOBODY
+        left = self._is_leaving and self._membership.generation_number == NOBODY
         self.must_stay = self.must_stay or left
         return left
 
@@ -91,8 +91,8 @@ class Preemption:
         if self.must_stay or self._membership.control.is_the_end:
             return
         log.error(
-            f"host {self._membership.index} was told to leave, and the others have not gone on "
-            f"without it within cluster.grace_s = {self._grace_s:g} s: it goes, and is lost to "
-            f"them. {told_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
+            f"host {self._membership.index}: graceful leave exceeded cluster.grace_s = "
+            f"{self._grace_s:g} s; exiting, the others will see a failure. "
+            f"{told_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
         )
         exit_at_once(LOST_HOST_EXIT_CODE)

@@ -101,7 +101,7 @@ class SessionPlan:
 
 def plan_session(generation: Generation, reports: Sequence[GenerationReport]) -> SessionPlan:
     """Derive the session plan from the reports of all hosts of a generation, the leader's first."""
-    knowing = [host for host, own in enumerate(reports) if generation.plan in own.known_plans]
+    plan_hosts = [host for host, own in enumerate(reports) if generation.plan in own.known_plans]
     norms = [own.squared_norms for own in reports if own.squared_norms is not None]
     updates = [own.optimizer_updates for own in reports if own.optimizer_updates is not None]
     known = [own.run_fingerprint for own in reports if own.run_fingerprint is not None]
@@ -122,13 +122,13 @@ def plan_session(generation: Generation, reports: Sequence[GenerationReport]) ->
         ],
         held_out_microbatches=reader.held_out_microbatches,
         too_long=reader.too_long,
-        plan_source=knowing[0] if 0 < len(knowing) < len(reports) else None,
-        is_plan_known=bool(knowing),
+        plan_source=plan_hosts[0] if 0 < len(plan_hosts) < len(reports) else None,
+        is_plan_known=bool(plan_hosts),
     )
 
 
 def exchange_reports(group: Group, report: GenerationReport, timeout_s: float) -> SessionPlan:
     """Exchange reports with all hosts and derive the session plan; all hosts call this together."""
-    told = gather(group, "report", lambda: asdict(report), timeout_s)
-    reports = [GenerationReport(**told[index]) for index in range(group.count)]
+    raw = gather(group, "report", lambda: asdict(report), timeout_s)
+    reports = [GenerationReport(**raw[index]) for index in range(group.count)]
     return plan_session(group.generation, reports)

@@ -321,10 +321,12 @@ class Session:
             self._copied_step = step  # A group uses a message name only once.
         if self.stop_requested and self.told_to_stop is None:
             group = self.group
-            by = gather(group, "stopped_by", lambda: self._run.preemption.received, group.timeout_s)
+            signals = gather(
+                group, "stopped_by", lambda: self._run.preemption.received, group.timeout_s
+            )
             self.told_to_stop = {
-                group.hosts[place]: signal.Signals(number)
-                for place, number in by.items()
+                group.hosts[rank]: signal.Signals(number)
+                for rank, number in signals.items()
                 if number is not None
             }
         self.saved = True
@@ -334,12 +336,12 @@ class Session:
         self._attempt = self._attempt + 1 if step == self._saved_step else 1
         self._saved_step, folder = step, self._run.run_dir
 
-        def is_there() -> bool:
+        def exists() -> bool:
             return is_committed(step_folder(folder, step))
 
         group = self.group
         if group.is_elastic and from_host_0(
-            group, f"saves/{step}/{self._attempt}", lambda: retry(folder, is_there), group.timeout_s
+            group, f"saves/{step}/{self._attempt}", lambda: retry(folder, exists), group.timeout_s
         ):
             group.saved(step)
         else:
@@ -366,10 +368,10 @@ class Session:
         state = None if data is None else data.state(self.microbatches_read)
         if 0 in source_of:
             group, source = self.group, source_of[0]
-            told = gather(
+            states = gather(
                 group, f"data/{step}/{self._attempt}", lambda: state, group.timeout_s, [source]
             )
-            state = told[source]
+            state = states[source]
         return state if 0 in stages else None
 
     def abandon(self) -> None:
@@ -433,19 +435,19 @@ def build_runtime(config: Config, start: SessionStart) -> Runtime:
             own_origin = from_own_states(checkpoint, config, cut)
         elif _replicas_diverged(config, checkpoint) and group.index == 0:
             log.output(
-                "replicas differ from those that were saved, in number or in how they average, or "
-                "not all were saved: they go on from the outer parameters"
+                "replicas resume from the outer parameters: their number or averaging has changed, "
+                "or the checkpoint does not hold all of them"
             )
     kinds = [own.device_kinds for own in setup.agreed.reports]
-    given = setup.schedule, setup.programs, setup.host_of, kinds
+    inputs = setup.schedule, setup.programs, setup.host_of, kinds
     states = origin, replicas, state.remains, own_origin
     serving = [{setup.host_of[node] for node in nodes} for nodes in setup.plan.stages]
     ready = None if first is None else first.compared(config, group.index, serving)
-    return open_runtime(config, *given, group, setup.transfers, *states, state.step, ready)
+    return open_runtime(config, *inputs, group, setup.transfers, *states, state.step, ready)
 
 
 def _replicas_diverged(config: Config, checkpoint: Checkpoint) -> bool:
     """Return whether replicas differed when they were saved, or differ now."""
     averaging = config.averaging
-    is_apart = averaging.is_outer and checkpoint.step >= max(1, averaging.exact_steps)
-    return is_apart or checkpoint.record.replica_states is not None
+    has_diverged = averaging.is_outer and checkpoint.step >= max(1, averaging.exact_steps)
+    return has_diverged or checkpoint.record.replica_states is not None

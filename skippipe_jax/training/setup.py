@@ -168,7 +168,7 @@ def setup_run(
     # Host 0 makes the plans or reads those of the run; the others wait until it has written them.
     steps: Sequence[int] = ()
     if not leads:
-        schedule, steps = _hear_leader(config, host)
+        schedule, steps = _receive_from_leader(config, host)
     elif needs_planning:
         schedule = make_plans(config, config_folder, None if profile is None else profile.case)
     else:
@@ -181,13 +181,13 @@ def setup_run(
         steps = search.saved()
         if host.count > 1 and not host.is_distributed:
             _warn_of_missing_links(folder)
-        told = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
-        tell(host, "run", lambda: told)
+        message = {"config": settings(config), "plans": _digest_of_plans(schedule), "steps": steps}
+        tell(host, "run", lambda: message)
     if host.is_distributed:
         # In `distributed` mode the first access to devices is collective.
         _require_attention(config)
     transfers = transfers or open_servers(host)
-    with closed_by_an_error(transfers):
+    with close_on_error(transfers):
         setup = _agreed(config, host, setup, transfers, search, steps)
         transfers.connect(setup.agreed.endpoints)
         if leads:
@@ -202,7 +202,7 @@ def setup_run(
 
 
 @contextmanager
-def closed_by_an_error(transfers: Transfers) -> Iterator[None]:
+def close_on_error(transfers: Transfers) -> Iterator[None]:
     """Close the transfer servers if the block raises an error."""
     try:
         yield
@@ -225,22 +225,24 @@ def _measure_or_reuse(
     claimed = from_host_0(host, "claim", claim, patience_s)
     if host.index != 0:
         require_same_start(config, host, claimed["config"])
-    needs_planning, before = claimed["needs_planning"], claimed["measured"]
-    say = partial(log.on_leader, host.index, tell=log.output)
+    needs_planning, recorded = claimed["needs_planning"], claimed["measured"]
+    output = partial(log.on_leader, host.index, log_line=log.output)
     if not needs_planning:
-        if before is not None:
-            say(f"not measured anew: the plan is that of the run, as measured at {before['at']}")
+        if recorded is not None:
+            output(f"not measured again: the run keeps its plan, measured at {recorded['at']}")
         return False, None, None
-    if before is not None:
+    if recorded is not None:
         nodes = check_template(config, host.count).count(host.index)
         _give_threads(config, host, nodes, None)
         own = partial(name_and_devices, config, host)
-        now = gather(host, "claim/devices", own, timeout_s)
-        if [*now.values()] != before["hosts"]:
-            say(f"measured anew: hosts or devices are others than those measured at {before['at']}")
-        elif before["is_usable"]:
-            say(
-                f"not measured anew: a new plan is made for the hosts as measured at {before['at']}"
+        devices = gather(host, "claim/devices", own, timeout_s)
+        if [*devices.values()] != recorded["hosts"]:
+            output(
+                f"measuring again: hosts or devices differ from those measured at {recorded['at']}"
+            )
+        elif recorded["is_usable"]:
+            output(
+                f"not measured again: making a new plan from the measurement of {recorded['at']}"
             )
             return True, None, _recorded(config, host)[1] if host.index == 0 else None
     return True, *_measure_cluster(config, host)
@@ -261,8 +263,8 @@ def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profi
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
     links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
-    say = partial(log.on_leader, host.index, tell=log.output)
-    return transfers, measure(config, host, links, say)
+    output = partial(log.on_leader, host.index, log_line=log.output)
+    return transfers, measure(config, host, links, output)
 
 
 def _open_inputs(
@@ -362,25 +364,26 @@ def _agreed(
     timeout_s = CHECKPOINT_S if steps else config.cluster.connect_timeout_s
     agreed = exchange_reports(host, report, timeout_s)
     _require_same_text(config, host, agreed)
-    for line in [*agreed.too_long, *_passes(config, setup)]:
+    for line in [*agreed.too_long, *_data_passes(config, setup)]:
         log.on_leader(host.index, line, log.output)
     all_damaged = [own.damaged for own in agreed.reports]
     checkpoint = search.newest(steps, all_damaged)
     # Positions reported for a damaged checkpoint are invalid, even if it was restored since.
     if any(parts is not None for parts in all_damaged):
         own = _microbatches_read(setup, checkpoint)
-        told = gather(host, "checkpoint/read", lambda: own, timeout_s)
-        agreed = replace(agreed, microbatches_read=max(told.values()))
+        read_by_host = gather(host, "checkpoint/read", lambda: own, timeout_s)
+        agreed = replace(agreed, microbatches_read=max(read_by_host.values()))
     return setup.after(agreed, transfers, checkpoint)
 
 
-def _passes(config: Config, setup: HostSetup) -> list[str]:
+def _data_passes(config: Config, setup: HostSetup) -> list[str]:
     """Return a line on how often the run reads its text, if this host reads it."""
     if setup.data is None:
         return []
-    steps, there = config.train.steps, setup.data.sequences
+    steps, available = config.train.steps, setup.data.sequences
     read = steps * len(setup.plan.microbatches) * config.data.microbatch_size
-    return [f"the text has {there:,} sequences; {steps:,} steps read {read / there:.3g} times that"]
+    times = f"{read / available:.3g} times that"
+    return [f"the text has {available:,} sequences; {steps:,} steps read {times}"]
 
 
 def _microbatches_read(setup: HostSetup, checkpoint: Checkpoint | None) -> int:
@@ -449,7 +452,7 @@ def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
     """Prepare the folder of a run on host 0 to resume after a checkpoint."""
     step, last = 0 if checkpoint is None else checkpoint.step, config.train.steps
     if step >= last:
-        log.output(f"nothing is left to do: the run is at step {step} of {last}")
+        log.output(f"already finished: step {step} of {last}")
     truncate_run(config, step)
 
 
@@ -504,7 +507,7 @@ def _mirror_of_new_leader(url: str) -> Mirror | None:
         mirror = Mirror(url)
         mirror.steps()  # Do not copy again what others have copied.
     except Exception as error:  # The file system may raise anything.
-        log.warning(f"{error}; checkpoints are copied no longer")
+        log.warning(f"{error}; checkpoints are no longer copied")
         return None
     return mirror
 
@@ -536,7 +539,7 @@ def _claim_run_dir(config: Config, mirror: Mirror | None, lock: RunLock, *, resu
     require_not_joined(folder)
     saved = RunDir(folder).config()
     for name, now, before in require_same_run(config, saved):
-        log.output(f"the run goes on with {name} = {now!r}, before it was {before!r}")
+        log.output(f"resuming with {name} = {now!r}, previously {before!r}")
     before = saved.plan, saved.recipe_in_steps
     return (config.plan, config.recipe_in_steps) != before
 
@@ -555,19 +558,19 @@ def _claim_to_measure(
     whether that measurement may be used for a new plan.
     """
     needs_planning = claim_run_dir()
-    told = {"needs_planning": needs_planning, "config": settings(config), "measured": None}
+    message = {"needs_planning": needs_planning, "config": settings(config), "measured": None}
     if not resume:
         lock.acquire()
-        return told
+        return message
     measured, profile = _recorded(config, host)
     # Earlier versions did not record devices.
     if measured is not None and all("devices" in of for of in measured["hosts"]):
-        told["measured"] = {
+        message["measured"] = {
             "at": measured["at"],
             "hosts": [[of["name"], *of["devices"]] for of in measured["hosts"]],
             "is_usable": profile is not None,
         }
-    return told
+    return message
 
 
 def require_same_start(config: Config, host: Membership, theirs: Mapping[str, str]) -> None:
@@ -583,16 +586,16 @@ def require_same_start(config: Config, host: Membership, theirs: Mapping[str, st
     folder = Path(config.run_dir).absolute()
     # Listing the parent makes a network file system look for new entries.
     if not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
-        raise _not_shared(config, host)
+        raise _not_shared_error(config, host)
 
 
-def _not_shared(config: Config, host: Membership) -> InputError:
+def _not_shared_error(config: Config, host: Membership) -> InputError:
     return InputError(
         "run_dir",
         config.run_dir,
-        f"host {host.index} does not find there what host 0 has written",
-        "Name a folder that all hosts share; hosts that share none join a run that has begun: "
-        "skippipe join",
+        f"host {host.index} does not find the files that host 0 wrote to it",
+        "Set a folder that all hosts share; without one, a host can join a running job: skippipe "
+        "join",
     )
 
 
@@ -600,7 +603,7 @@ def _give_threads(config: Config, host: Membership, nodes: int, case: Case | Non
     give_collectives_threads(config, nodes, case, is_distributed=host.is_distributed)
 
 
-def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]:
+def _receive_from_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]:
     """Return the plans that host 0 wrote to the run folder, and the steps of its checkpoints.
 
     Raises:
@@ -616,7 +619,7 @@ def _hear_leader(config: Config, host: Membership) -> tuple[Schedule, list[int]]
     folder = Path(config.run_dir)
     schedule = RunDir(folder).schedule() if (folder / PLAN).exists() else None
     if schedule is None or _digest_of_plans(schedule) != theirs["plans"]:
-        raise _not_shared(config, host)
+        raise _not_shared_error(config, host)
     return schedule, theirs["steps"]
 
 
@@ -653,7 +656,7 @@ def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
         text = with_run_tokenizer(config)
         data, held_out = TrainingBatches(text), read_held_out(config, text)
     except InputError as error:
-        log.warning(f"the text of the run is not here: {error}")
+        log.warning(f"this host cannot read the training text: {error}")
         return setup
     return replace(setup, data=data, held_out=held_out)
 
@@ -665,29 +668,29 @@ def _require_reaching_collectives(config: Config, host: Membership) -> None:
         raise InputError(
             "network.averaging",
             averaging,
-            "a collective of JAX does not reach from one host to another where each has its own "
-            "JAX, as here (cluster.runtime)",
-            "Write auto or ring, or cluster.runtime: distributed",
+            "requires cluster.runtime: distributed, as JAX collectives do not connect independent "
+            "hosts",
+            "Set auto or ring, or cluster.runtime: distributed",
         )
 
 
 def _require_attention(config: Config) -> None:
     """Refuse an attention implementation that this machine lacks or that is faulty here."""
-    model, found = config.model, jax.default_backend()
+    model, platform = config.model, jax.default_backend()
     needed = PLATFORM_OF.get(model.attention)
-    if needed not in (None, found):
+    if needed not in (None, platform):
         raise InputError(
             "model.attention",
             model.attention,
-            f"needs a {needed.upper()}, and JAX found {found} devices only",
-            "Write auto, which takes what each device has",
+            f"needs a {needed.upper()}, but JAX found only {platform} devices",
+            "Set auto, which selects a kernel for each device",
         )
-    kernel = implementation_of(model, config.data.sequence_length, found)
+    kernel = implementation_of(model, config.data.sequence_length, platform)
     if kernel in PLATFORM_OF:
         fault = fault_of(kernel, model, is_packed=config.data.packing == "documents")
         if fault:
             raise InputError(
-                "model.attention", model.attention, f"{kernel} {fault}", "Write blockwise"
+                "model.attention", model.attention, f"{kernel} {fault}", "Set blockwise"
             )
 
 
@@ -695,8 +698,8 @@ def _warn_of_missing_links(folder: Path) -> None:
     """Warn if the last two hosts of a run cannot decide which of them continues."""
     if not RunDir(folder).supports_links():
         log.warning(
-            f"{folder} lies on a file system without hard links: when two hosts are left "
-            "and one of them is lost, the run ends with exit code 75"
+            f"{folder} is on a file system without hard links: if one of the last two hosts fails, "
+            "the run ends with exit code 75"
         )
 
 
@@ -718,10 +721,10 @@ def plan_change(before: Plan, after: Plan, step: int) -> str:
     seconds = [f"{plan.predicted.iteration_s:.3g}" for plan in (before, after)]
     if extents[0] == extents[1] and seconds[0] == seconds[1]:
         return ""
-    moved = f"from {extents[0]} to {extents[1]}, " if extents[0] != extents[1] else ""
+    moved = f"{extents[0]} -> {extents[1]}; " if extents[0] != extents[1] else ""
     return (
-        f"the run goes on under another plan: {moved}after step {step}; by the timing model an "
-        f"iteration takes {seconds[1]} s, before {seconds[0]} s"
+        f"plan changed after step {step}: {moved}predicted iteration {seconds[0]} s -> "
+        f"{seconds[1]} s"
     )
 
 
@@ -734,6 +737,6 @@ def _require_same_text(config: Config, host: Membership, agreed: SessionPlan) ->
         raise InputError(
             "data.source",
             config.data.source,
-            f"host {host.index} reads other text than host {first}",
-            "Give all hosts with data nodes the same files",
+            f"the text differs between host {host.index} and host {first}",
+            "Use the same files on all hosts with data nodes",
         )

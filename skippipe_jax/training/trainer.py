@@ -58,15 +58,15 @@ class RunResult:
 
     @property
     def who_was_stopped(self) -> str:
-        """Text that names the hosts that were told to stop, and their signals."""
-        told = []
-        for number, how in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "told to stop")):
+        """Text that names the hosts that received a signal, and their signals."""
+        received = []
+        for number in (signal.SIGINT, signal.SIGTERM):
             hosts = [str(host) for host, by in sorted(self.told_to_stop.items()) if by == number]
             if hosts:
                 *others, last = hosts
-                who = f"hosts {', '.join(others)} and {last} were" if others else f"host {last} was"
-                told.append(f"{who} {how} ({number.name})")
-        return " and ".join(told) or "a host that has gone was told to stop"
+                named = f"hosts {', '.join(others)} and {last}" if others else f"host {last}"
+                received.append(f"{named} received {number.name}")
+        return " and ".join(received) or "a host that has since exited received a signal"
 
 
 class Trainer:
@@ -176,8 +176,8 @@ class Trainer:
             with self:
                 self.setup()
                 # On a host that joined by address, SIGINT ends this host, not the run.
-                heeded = [signal.SIGTERM] if is_joined(self.run_dir) else STOPPING
-                with self.preemption.heeding(heeded):
+                handled = [signal.SIGTERM] if is_joined(self.run_dir) else STOPPING
+                with self.preemption.handling(handled):
                     self._advance(lambda session: session.saved)
         except HostLeft:
             return RunResult(self.step, signal.SIGTERM, left_run=True)
@@ -185,8 +185,8 @@ class Trainer:
         if self.step >= self.config.train.steps or self.session.out_of_patience:
             return RunResult(self.step, None)
         # All hosts stop when one is asked to; the others exit with the code of SIGTERM.
-        number, told = self.preemption.received or signal.SIGTERM, self.session.told_to_stop
-        return RunResult(self.step, number, told_to_stop=told or {})
+        number, signals = self.preemption.received or signal.SIGTERM, self.session.told_to_stop
+        return RunResult(self.step, number, told_to_stop=signals or {})
 
     def train_step(self) -> int:
         """Train one iteration, validate and save if due, and return the number of completed steps.
@@ -202,10 +202,10 @@ class Trainer:
             RuntimeError: if the run has ended.
         """
         self.setup()
-        wanted = self.step + 1
+        target = self.step + 1
 
         def is_reached(session: Session) -> bool:
-            return not session.unfinished and session.step >= min(wanted, self._end_of(session))
+            return not session.unfinished and session.step >= min(target, self._end_of(session))
 
         self._advance(is_reached)
         return self.step
@@ -246,7 +246,9 @@ class Trainer:
             RuntimeError: if the run has ended or this trainer is closed.
         """
         if self._has_ended:
-            raise RuntimeError("the run has ended; a trainer with resume=True goes on with it")
+            raise RuntimeError(
+                "the run has ended; create a Trainer with resume=True to continue it"
+            )
         if self._session is not None:
             return
         if self._keeps_programs:
@@ -276,8 +278,8 @@ class Trainer:
                 session = elastic(setup).rejoin()
         else:
             lock = resources.enter_context(RunLock(self.run_dir))
-            given = {"resume": self._resume, "config_folder": self._config_folder}
-            setup = setup_run(config, host, lock, **given)
+            options = {"resume": self._resume, "config_folder": self._config_folder}
+            setup = setup_run(config, host, lock, **options)
             resources.enter_context(counter)
             if host.count == 1 or host.is_distributed:
                 session = Session(run, SessionStart(host, setup, first_state(setup)))

@@ -70,6 +70,6 @@ class Validator:
             tell(self.host, name, sums.tolist)
         if self.host.index != 0:
             return None
-        told = hear(self.host, name, self.data_hosts, self.deadline_s)
-        nats, tokens = np.sum([*told.values()], axis=0)
+        sums_by_host = hear(self.host, name, self.data_hosts, self.deadline_s)
+        nats, tokens = np.sum([*sums_by_host.values()], axis=0)
         return float(nats / tokens)

@@ -96,10 +96,10 @@ def test_text_alone_is_trained_on_and_shown(
     again = ("train", "--data", "text", *small, "--resume", "--set", "train.steps=3")
     resumed = command(*again)
     assert resumed.code == 0, resumed.err
-    assert "not measured anew: the plan is that of the run, as measured at 20" in resumed.out
+    assert "not measured again: the run keeps its plan, measured at 20" in resumed.out
     replanned = command(*again, "--set", "plan.budget_s=3")
     assert replanned.code == 0, replanned.err
-    assert "not measured anew: a new plan is made for the hosts as measured at 20" in replanned.out
+    assert "not measured again: making a new plan from the measurement of 20" in replanned.out
     expect_one_error(command(*again, "--set", "model.recompute=stage", *BUDGET), "it is measured")
     figures = Path("runs/default/case.measured.json")
     recorded = json.loads(figures.read_text())
@@ -107,9 +107,9 @@ def test_text_alone_is_trained_on_and_shown(
     figures.write_text(json.dumps(recorded))
     kept = command(*again, "--set", "plan.budget_s=3")
     assert kept.code == 0, kept.err
-    assert "the plan is that of the run" in kept.out
+    assert "the run keeps its plan" in kept.out
     other = command(*again, "--set", "plan.budget_s=4")
-    assert "measured anew: hosts or devices are others than those measured at 20" in other.out
+    assert "measuring again: hosts or devices differ from those measured at 20" in other.out
     expect_one_error(other, "it is measured")
 
 

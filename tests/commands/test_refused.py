@@ -63,7 +63,7 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
     "too little text": (["data.held_out=1e-6"], ["data.sequence_length = 32", "held-out text"]),
     "no cuDNN": (
         ["model.attention=cudnn", "model.compute_dtype=bfloat16"],
-        ["model.attention = 'cudnn'", "needs a GPU", "Write auto"],
+        ["model.attention = 'cudnn'", "needs a GPU", "Set auto"],
     ),
     "parameters rounded where replicas send changes": (
         ["model.parameter_dtype=bfloat16", "averaging.mode=outer"],

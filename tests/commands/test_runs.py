@@ -140,8 +140,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
     assert result.code == 2
     assert "Traceback" not in result.err
     [line] = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert "optimizer.learning_rate = 1e+38: the loss of step" in line
-    assert "Resume from the last checkpoint with a lower rate" in line
+    assert "optimizer.learning_rate = 1e+38: step " in line
+    assert "Resume from the last checkpoint with a lower learning_rate" in line
     reported = Run(folder / "run").metrics
     assert committed_steps(folder / "run")[-1] == reported[-1]["step"]
 

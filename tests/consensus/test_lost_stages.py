@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP, RecoveryConfig
 from skippipe_jax.consensus.generations import Generation, Remade
-from skippipe_jax.training.elastic.lost_stages import how_remade, remakes_of
+from skippipe_jax.training.elastic.lost_stages import describe_rebuilds, rebuild_rule
 from tests.consensus.simulation import (
     KINDS,
     Placement,
@@ -59,7 +59,7 @@ def config_of(policy: str, *layers: int) -> Config:
 
 def options_of(policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> dict[str, Any]:
     """Those of hosts of three stages, which make lost ones anew by a policy."""
-    remakes = remakes_of(config_of(policy, *layers), STAGES)
+    remakes = rebuild_rule(config_of(policy, *layers), STAGES)
     return {
         "stages": STAGES,
         "placed": placed,
@@ -142,7 +142,7 @@ def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():
     assert second.remade == (Remade(1, AVERAGE, 2, (0, 2)),)
     # Three serve stage 0, so one of them goes.
     assert [min(second.placement[host]) for host in second.members] == [0, 2, 0, 2, 1]
-    assert how_remade(second) == "; stage 1 gets the mean of stages 0 and 2"
+    assert describe_rebuilds(second) == "; stage 1 rebuilt as the mean of stages 0 and 2"
     simulation.calm(2)
     assert {len(own.applied) for own in simulation.live.values()} == {3}, "they go on from there"
 
@@ -150,8 +150,8 @@ def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():
 @pytest.mark.parametrize(
     ("lost", "layers", "why"),
     [
-        ((2, 5), (2, 2, 2), "stage 2 cannot be averaged: there is none after it"),
-        ((0, 3, 6), (2, 2, 2), "stage 0 cannot be averaged: it alone has embedding and head"),
+        ((2, 5), (2, 2, 2), "stage 2 cannot be averaged: no stage follows it"),
+        ((0, 3, 6), (2, 2, 2), "stage 0 cannot be averaged: only it has embedding and head"),
         ((1, 4), (1, 2, 2), "it has 2 blocks, and stage 0 has 1"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_lost_stage_goes_on_from_the_newest_copy_that_is_left():
     second = lose_all(simulation, 1, 4)
     assert second.remade == (Remade(1, BUDDY, 2, (2,)),)
     assert second.step == 3
-    assert how_remade(second) == "; stage 1 is again as it was after step 2"
+    assert describe_rebuilds(second) == "; stage 1 restored from its buddy checkpoint of step 2"
 
 
 def test_where_no_copy_is_left_all_go_back():
@@ -219,12 +219,12 @@ def test_a_stage_is_made_again_if_hosts_are_lost_while_it_is_made():
 
 
 def test_a_copy_of_a_step_that_does_not_count_is_none():
-    remakes = remakes_of(config_of(BUDDY, 2, 2, 2), STAGES)
+    remakes = rebuild_rule(config_of(BUDDY, 2, 2, 2), STAGES)
     assert remakes is not None
     held: Any = {0: {0}, 2: {2}}
     copies = {0: ((1, 9), (1, 4)), 2: ((1, 6), (0, 8))}
     assert remakes(held, copies, 8) == (Remade(1, BUDDY, 6, (2,)),)
-    assert remakes_of(config_of("rewind", 2, 2, 2), STAGES) is None
+    assert rebuild_rule(config_of("rewind", 2, 2, 2), STAGES) is None
 
 
 def left_out_after_a_save(hosts: int = 7) -> Simulation:
@@ -253,12 +253,12 @@ def test_a_lost_stage_is_left_out_and_nobody_moves_or_goes_back():
     simulation = left_out_after_a_save()
     second = last_of(simulation)
     assert second.placement == simulation.decided[1].placement
-    assert how_remade(second) == "; stage 1 is left out until a host serves it again"
+    assert describe_rebuilds(second) == "; stage 1 bypassed until a host serves it"
     simulation.calm(2)
     assert {len(own.applied) for own in simulation.live.values()} == {4}, "they go on from there"
     # Another host of them changes nothing about that.
     third = lose_all(simulation, 3)
-    assert (third.left_out, third.lost, how_remade(third)) == ((1,), (), "")
+    assert (third.left_out, third.lost, describe_rebuilds(third)) == ((1,), (), "")
 
 
 def test_a_stage_that_was_left_out_comes_back_from_the_last_checkpoint():
@@ -268,7 +268,7 @@ def test_a_stage_that_was_left_out_comes_back_from_the_last_checkpoint():
     third = come_back(simulation, 4, 1)
     assert (third.left_out, third.lost, third.fresh) == ((), (1,), (1, 4))
     assert third.remade == (Remade(1, SKIP, 4, (1,)),)
-    assert how_remade(third) == "; stage 1 is read from the checkpoint of step 4"
+    assert describe_rebuilds(third) == "; stage 1 restored from the checkpoint of step 4"
     assert third.step >= 4
     step(simulation)
     # By now others can take it from them.

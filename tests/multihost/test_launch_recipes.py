@@ -280,10 +280,10 @@ def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
     said = "host 0 ended with exit code 137: it is started again in 1 s"
     programs.wait_until(lambda: said in programs.output(0), PATIENCE_S)
     wait_until_all_are_back(programs, run_dir)
-    assert "[host 0] host 0 is back in the run, at step" in programs.output(0)
+    assert "[host 0] host 0 rejoined at step" in programs.output(0)
     programs.processes[0].send_signal(signal.SIGTERM)
     assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
-    assert "told to stop (SIGTERM): all hosts stop after step " in programs.output(0)
+    assert "received SIGTERM: all hosts stop after step " in programs.output(0)
 
 
 def training(programs: Processes) -> list[psutil.Process]:
@@ -507,7 +507,7 @@ def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
     # A pod that is made anew has another address.
     start_pod(1, "127.0.0.3")
     wait_until_all_are_back(programs, tmp_path / "run")
-    assert "host 1 is back in the run, at step" in programs.output(2)
+    assert "host 1 rejoined at step" in programs.output(2)
     # All go: the node pool is drained.
     for index in (0, 2):
         programs.processes[index].send_signal(signal.SIGTERM)

@@ -132,7 +132,7 @@ def test_a_host_cut_off_for_good_is_gone_on_without(
         network.set_link(2, up=False)
         codes = processes.exit_codes(LONGER_DEADLINE_S + REJOIN_S + SLACK_S)
         assert codes == [0, 0, LOST_HOST_EXIT_CODE], processes.outputs()
-        assert "host 2 failed: 2 of 3 hosts go on from step" in processes.output(0)
+        assert "host 2 failed; 2 of 3 hosts continue from step" in processes.output(0)
         # A minority goes on with nothing, and waits for the others.
         told = rf"this host has waited for .*cluster\.rejoin_s is {REJOIN_S:g}\b"
         assert re.search(told, processes.output(2)), processes.output(2)

@@ -241,7 +241,7 @@ def test_a_run_may_go_on_by_another_recipe(tmp_path: Path, capsys: pytest.Captur
     config = config_in(tmp_path)
     train_here(config, "train.steps=2")
     train_here(config, "train.steps=4", "recipe.phases=null", "recipe.full_every=1", resume=True)
-    assert "the run goes on under another plan" in capsys.readouterr().out
+    assert "plan changed after step " in capsys.readouterr().out
     plans = [line["plan"] for line in Run(tmp_path / "run").metrics]
     assert plans == [*PLANS_TAKEN[:2], "full", "full"]
 
@@ -403,8 +403,8 @@ def test_what_another_plan_changes_is_said():
     after = replace(before, predicted=predicted)
     assert plan_change(before, before, 52) == ""
     assert plan_change(after, before, 52) == (
-        "the run goes on under another plan: after step 52; by the timing model an iteration takes "
-        f"{before.predicted.iteration_s:.3g} s, before 0.125 s"
+        "plan changed after step 52: predicted iteration 0.125 s -> "
+        f"{before.predicted.iteration_s:.3g} s"
     )
 
 

@@ -102,6 +102,6 @@ def test_collectives_that_reach_no_other_host_are_refused(tmp_path: Any):
     network = NetworkConfig(averaging="collective")
     config = Config(run_dir=str(tmp_path / "run"), model=MODEL, network=network)
     one_of_two = Membership(ClusterConfig(), 1, 2)
-    with pytest.raises(InputError, match=r"network\.averaging = 'collective'.*Write auto or ring"):
+    with pytest.raises(InputError, match=r"network\.averaging = 'collective'.*Set auto or ring"):
         Trainer(config, host=one_of_two).setup()
     assert not (tmp_path / "run").exists()

@@ -175,8 +175,8 @@ def test_a_moved_run_equals_the_oracle(moved: Moved, run: Path, capsys: pytest.C
     train_here(config)
     assert_as_the_oracle(run, moved)
     out = capsys.readouterr().out
-    move = "the run goes on under another plan: from 6 stages on 9 nodes to 4 stages on 7 nodes"
-    assert f"{move}, after step {MOVE}; by the timing model an iteration takes " in out
+    move = f"plan changed after step {MOVE}: 6 stages on 9 nodes -> 4 stages on 7 nodes"
+    assert f"{move}; predicted iteration " in out
     assert RunDir(run).config() == config
     assert len(RunDir(run).plan().stages) == 4
     # What was recorded under the plan before was drawn by it, and does not meet the other.
@@ -223,7 +223,7 @@ def test_the_same_cut_in_other_words_changes_nothing(
 ):
     plan = (run / PLAN).read_bytes()
     train_here(load(moved.config, run, MOVE + 1, model__stage_layers=[2] * 6))
-    assert "goes on with model.stage_layers = [2, 2, 2, 2, 2, 2], before it was None" in (
+    assert "resuming with model.stage_layers = [2, 2, 2, 2, 2, 2], previously None" in (
         capsys.readouterr().out
     )
     assert (run / PLAN).read_bytes() == plan

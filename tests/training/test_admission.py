@@ -40,18 +40,17 @@ def test_it_pays_where_what_is_saved_within_the_horizon_is_more_than_what_it_tak
     even_s = found.transfer_s / found.saved
     assert found.pays(1.01 * even_s)
     assert not found.pays(0.99 * even_s)
-    told = found.why(100.0)
-    assert "would wait for 2.5 s" in told
-    assert (
-        f"{found.saved:.2%} shorter save {100 * found.saved:.3g} s in join.horizon = 100 s" in told
-    )
+    told = found.decline_reason(100.0)
+    assert "stalls the run 2.5 s" in told
+    saved_s = 100 * found.saved
+    assert f"({found.saved:.2%}) save {saved_s:.3g} s within join.horizon = 100 s" in told
 
 
 def test_a_slow_host_saves_nothing():
     found = coming((0, 1, 2), forward_s=1e3)
     assert found.saved == 0.0
     assert not found.pays(1e9)
-    assert "join --anyway comes all the same" in found.why(1e9)
+    assert "join --anyway overrides this" in found.decline_reason(1e9)
     assert found.pays(1e9, anyway=True)
 
 
@@ -72,7 +71,7 @@ def test_it_never_pays_where_no_host_is_reached_that_has_the_state(
     assert found.transfer_s == math.inf
     assert not found.pays(1e9)
     assert not found.pays(1e9, anyway=True)
-    assert "has reached none of those that have the state" in found.why(1e9)
+    assert "could not reach a host with the state" in found.decline_reason(1e9)
 
 
 def test_what_a_host_has_measured_is_kept_told_and_planned_for(tmp_path: Path):

@@ -66,8 +66,8 @@ FRESH = generation(3, fresh=(OWN,))
         (Suspended(1, HELD), Entered(SECOND), OPENING, OpenSession(SECOND, HELD)),
         (Closing(SECOND), Closed(STEP), OPENING, OpenSession(SECOND, HELD)),
         (OPENING, Signal.OPENED, TRAINING, None),
-        (OPENING, Signal.WENT_BACK, Opening(SECOND, SAVED), None),
-        (Opening(FRESH, THEIRS), Signal.WENT_BACK, Opening(FRESH, THEIRS), None),
+        (OPENING, Signal.ROLLED_BACK, Opening(SECOND, SAVED), None),
+        (Opening(FRESH, THEIRS), Signal.ROLLED_BACK, Opening(FRESH, THEIRS), None),
         (OPENING, Signal.ENDED, Suspended(2, HELD), AWAITS),
         (TRAINING, Signal.ENDED, Suspended(2, None), AWAITS),
         (OPENING, Failed(Cause.OWN), OPENING, Raise()),
@@ -94,15 +94,15 @@ def test_states_follow_each_other(
 @pytest.mark.parametrize(
     ("state", "event", "error", "text"),
     [
-        (Suspended(0, THEIRS), Signal.TIME_OVER, PeerTimeout, "to be taken in by those"),
+        (Suspended(0, THEIRS), Signal.TIME_OVER, PeerTimeout, "not admitted to the run within"),
         (
             Suspended(2, None),
             Signal.TIME_OVER,
             PeerTimeout,
-            "for as many others as it",
+            "no majority of hosts within",
         ),
-        (Suspended(2, None), Signal.LEFT, HostLeft, "go on without this host"),
-        (Suspended(2, HELD), Signal.LEFT, HostLeft, "go on without this host"),
+        (Suspended(2, None), Signal.LEFT, HostLeft, "continue without this host"),
+        (Suspended(2, HELD), Signal.LEFT, HostLeft, "continue without this host"),
     ],
 )
 def test_a_host_stops(state: State, event: Event, error: type[Exception], text: str):
@@ -138,7 +138,7 @@ def test_what_cannot_come_is_an_error():
         (TRAINING, Signal.OPENED),
         (TRAINING, Entered(SECOND)),
     ]:
-        with pytest.raises(ValueError, match="cannot come to a host that is"):
+        with pytest.raises(ValueError, match="is not possible in state"):
             advance(state, event, POLICY)
 
 
@@ -183,9 +183,7 @@ def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool
         assert action == OpenSession(generation(3), source(Origin.OWN, step))
     else:
         assert isinstance(action, Stop)
-        assert f"has the state after step {step}, and the others go on from step 20" in str(
-            action.error
-        )
+        assert f"local state is at step {step}, the run at step 20" in str(action.error)
 
 
 def test_nobody_goes_on_with_nothing():
@@ -196,8 +194,8 @@ def test_nobody_goes_on_with_nothing():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"apart": (0, OWN, 2)}, "host 3 was lost, and all hosts that are left have joined"),
-        ({}, "no replica of a stage is left .* recovery.lost_stage is rewind"),
+        ({"apart": (0, OWN, 2)}, "host 3 was lost; only diskless hosts remain"),
+        ({}, "a stage is lost and cannot be .*recovery.lost_stage = rewind"),
     ],
 )
 def test_the_last_generation_says_why_the_run_ends(fields: dict[str, Any], text: str):

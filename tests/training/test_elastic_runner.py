@@ -118,7 +118,7 @@ def gone_back(openings: Openings, team: Generation, state: HeldState) -> HeldSta
     setup: Any = SimpleNamespace(mirror=None)
     openings._state = Opening(team, StateSource(state.step, Origin.OWN))
     given = Team(openings._membership, team), setup, replace(state, step=team.step)
-    after, state = openings._gone_back(*given)
+    after, state = openings._roll_back(*given)
     assert after.generation.step == state.step
     return state
 
@@ -152,7 +152,7 @@ def test_all_go_back_to_an_older_checkpoint_where_the_newest_is_damaged_for_one(
     expected = HeldState(STEP - 10, 40, {}, older)
     assert gone_back(openings, lost, GOES_BACK) == expected
     assert openings.metrics_tail.lines[-1].step == STEP - 10
-    told = openings.recoveries.told()
+    told = openings.recoveries.pending()
     assert told is not None
     assert (told["step"], told["steps_old"]) == (STEP - 10, 14)
     # Also who has read the newest one already, of which another had not when hosts were lost.
@@ -170,7 +170,7 @@ def test_who_went_back_further_reads_that_checkpoint_although_its_team_ends_mean
         def _open(self, team: Team, state: HeldState, since_s: float) -> Any:
             if len(self.teams) == 1:
                 setup: Any = SimpleNamespace(mirror=None)
-                self._gone_back(team, setup, replace(state, restores_checkpoint=True))
+                self._roll_back(team, setup, replace(state, restores_checkpoint=True))
             return super()._open(team, state, since_s)
 
     openings = GoesBack(tmp_path, generation(2), replace(generation(3), step=STEP - 10))
@@ -207,7 +207,7 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     openings._config.recovery = SimpleNamespace(lost_stage="rewind")
     lost = Generation(2, (0, OWN), (0, 0), 0, 20, is_rewound=True, lost=(1,), fresh=fresh)
     ElasticRunner._open(openings, Team(openings._membership, lost), HeldState(24, 0), 0.0)
-    told = openings.recoveries.told()
+    told = openings.recoveries.pending()
     assert told is not None
     known = 2.25 if OWN in fresh else 2.5
     assert (told["step_before"], told["loss_before"]) == (24, known)
@@ -336,5 +336,5 @@ def test_a_host_that_waits_for_long_says_for_whom(
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "host 1 waits for enough others to go on with; it does not hear host 2"
-    assert second == "host 1 waits to be taken in; it does not hear host 2"
+    assert first == "host 1: waiting for a majority of hosts; not reachable: host 2"
+    assert second == "host 1: waiting for admission to the run; not reachable: host 2"

@@ -21,13 +21,13 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({1: INT}, "host 1 was interrupted (SIGINT)"),
-        ({0: TERM, 2: TERM}, "hosts 0 and 2 were told to stop (SIGTERM)"),
+        ({1: INT}, "host 1 received SIGINT"),
+        ({0: TERM, 2: TERM}, "hosts 0 and 2 received SIGTERM"),
         (
             {4: INT, 0: INT, 2: INT, 3: TERM},
-            "hosts 0, 2 and 4 were interrupted (SIGINT) and host 3 was told to stop (SIGTERM)",
+            "hosts 0, 2 and 4 received SIGINT and host 3 received SIGTERM",
         ),
-        ({}, "a host that has gone was told to stop"),
+        ({}, "a host that has since exited received a signal"),
     ],
 )
 def test_who_was_told_to_stop_is_said_with_the_signal(told: dict[int, signal.Signals], said: str):
@@ -43,9 +43,7 @@ def test_every_host_says_who_stopped_the_run_and_how_to_go_on(
     result = RunResult(52, TERM, told_to_stop={1: INT})
     train._print_result(config, host, result)
     told = capsys.readouterr().out
-    assert told.startswith(
-        "host 1 was interrupted (SIGINT): all hosts stop after step 52. Restart "
-    )
+    assert told.startswith("host 1 received SIGINT: all hosts stop after step 52. Restart ")
     assert told.count("\n") == 1
     host.count = 1
     train._print_result(config, host, RunResult(52, TERM, told_to_stop={0: TERM}))
@@ -74,7 +72,7 @@ def test_a_host_that_had_joined_says_where_the_result_is(tmp_path: Path):
     (tmp_path / "timelines").mkdir()
     result = RunResult(52, TERM, told_to_stop={1: INT})
     assert join.result_message(tmp_path, leader, result) == (
-        "host 1 was interrupted (SIGINT): all hosts stop after step 52. The checkpoint is on "
+        "host 1 received SIGINT: all hosts stop after step 52. The checkpoint is on "
         f"{leader}, in runs/far. After the run is resumed there, this host can join again. "
         f"Recorded by this host: {tmp_path / 'timelines'}"
     )

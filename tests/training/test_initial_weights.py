@@ -186,7 +186,7 @@ def test_tokens_of_another_tokenizer_than_that_of_the_model_are_refused(
     with pytest.raises(InputError) as refused:
         train_alone(config("plain"))
     assert (refused.value.field, refused.value.value) == ("data.path", "plain")
-    assert "by the tokenizer bytes, and those of hf:own by own" in refused.value.problem
+    assert "made with tokenizer bytes, but hf:own uses own" in refused.value.problem
     assert not Path("run").exists()
     # It is as well what the user says, or the model has no tokenizer, or has the same.
     require_own_tokens(config("plain", "data.tokenizer=bytes"))
@@ -231,4 +231,4 @@ def test_hosts_read_the_same_weights_of_their_own_stages(llama: Path, run_config
         assert_same_weights(merged(Path("later"), Path("merged later")), llama)
     different = outputs("differing", folder, folder / "elsewhere")[1]
     assert different.startswith("exit code 2\n"), different
-    assert "reads other weights for stage 1 than host 0" in different
+    assert "the weights of stage 1 differ between host 1 and host 0" in different

@@ -68,8 +68,8 @@ def test_who_finds_its_place_taken_looks_for_the_next(
     monkeypatch.setattr(joining, "joined", joined)
     monkeypatch.setattr(joining, "Seeking", lambda *given: search)
     monkeypatch.setattr(joining, "keep_programs", lambda folder: None)
-    monkeypatch.setattr(joining, "_prepare", lambda *given: Measured())
-    monkeypatch.setattr(joining, "_why_not", why_not)
+    monkeypatch.setattr(joining, "_compile_and_measure", lambda *given: Measured())
+    monkeypatch.setattr(joining, "_decline_reason", why_not)
     coming = joined_by_address(["10.0.0.1:1"], None, [], anyway=True)
     if ends:
         with pytest.raises(type(refusal)), coming:

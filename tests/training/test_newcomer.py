@@ -109,11 +109,11 @@ def test_a_newcomer_keeps_what_it_fetches_in_a_folder_named_after_the_runs(
         ):
             pass
     size = sum(map(len, CONTENTS.values()))
-    told = f"host 1 of 4 told of the run runs/far; its 2 files are in far, of which {size:,} bytes"
-    assert capsys.readouterr().out == f"10.0.0.1:1: {told} came now\n"
+    connected = "connected to host 1 of 4 at 10.0.0.1:1, run runs/far"
+    assert capsys.readouterr().out == f"{connected}; 2 files in far, {size:,} bytes downloaded\n"
     # What the folder is called is known by the configuration alone.
     with hosts.seeking(has_text).fetch():
-        assert f"{len(CONTENTS['config.yaml']):,} bytes came now" in capsys.readouterr().out
+        assert f"{len(CONTENTS['config.yaml']):,} bytes downloaded" in capsys.readouterr().out
     RunLock(Path("far")).acquire()  # It has been let go of.
 
 
@@ -154,9 +154,13 @@ def test_it_takes_the_first_place_that_it_can_serve(
 @pytest.mark.parametrize(
     ("places", "find_text", "why"),
     [
-        ([], has_text, "no host is lost, and no place is left of join.places"),
-        ([DATA], has_no_text, "are free (host 0), which is not here: data.path = 'text': cannot"),
-        ([DATA], has_other_text, "are free (host 0), and the text that is here is another"),
+        ([], has_text, "the run is full: no failed host, and all extra hosts of join.places"),
+        (
+            [DATA],
+            has_no_text,
+            "(host 0), but this host cannot read the training text: data.path = 'text'",
+        ),
+        ([DATA], has_other_text, "are needed (host 0), but this host has another training text"),
     ],
 )
 def test_it_waits_for_a_place_says_so_once_and_ends(
@@ -173,11 +177,11 @@ def test_it_waits_for_a_place_says_so_once_and_ends(
         with pytest.raises(TemporaryError) as caught:
             seeking.place()
         assert why in str(caught.value)
-        assert "cluster.rejoin_s is 20" in str(caught.value)
+        assert "not admitted within cluster.rejoin_s = 20 s: " in str(caught.value)
         assert hosts.now_s == 20.0
         [line] = capsys.readouterr().out.splitlines()
         assert why in line
-        assert line.endswith("; waits 20 s at most")
+        assert line.endswith("; waiting up to 20 s")
         # Or one becomes free meanwhile.
         hosts.answers = [places, places, [*places, INNER]]
         assert seeking.place() == INNER
@@ -189,9 +193,8 @@ def test_it_waits_as_long_as_a_place_is_held_back(hosts: Hosts, capsys: pytest.C
     with seeking.fetch():
         assert seeking.place() == Place(2, (1,))
     assert hosts.now_s == 8.0
-    assert "host 2 was taken and lost again a moment ago: this host takes it in 8 s" in (
-        capsys.readouterr().out
-    )
+    told = "host 2 failed right after its last join; retrying in 8 s"
+    assert told in capsys.readouterr().out
 
 
 def test_it_waits_longer_each_time_where_it_does_not_pay_to_come(
@@ -205,10 +208,10 @@ def test_it_waits_longer_each_time_where_it_does_not_pay_to_come(
             before_s = hosts.now_s
             seeking.wait("too dear")
             waited_s.append(hosts.now_s - before_s)
-        with pytest.raises(TemporaryError, match=r"too dear; cluster\.rejoin_s is 20"):
+        with pytest.raises(TemporaryError, match=r"cluster\.rejoin_s = 20 s: too dear"):
             seeking.wait("too dear")
     assert waited_s == [2.0, 4.0, 8.0, 6.0]
-    assert capsys.readouterr().out.splitlines()[1] == "too dear; asks again in 4 s"
+    assert capsys.readouterr().out.splitlines()[1] == "too dear; retrying in 4 s"
 
 
 def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts: Hosts):
@@ -243,7 +246,7 @@ def test_it_says_whom_it_asks_in_vain_and_why(
     monkeypatch.setattr(hosts, "sleep", sleep)
     with hosts.seeking(has_text).fetch():
         pass
-    why = "10.0.0.1:1: no host of a run answered; asked again for 30 s more"
+    why = "10.0.0.1:1: no host of a run answered; retrying for 30 s"
     assert why in capsys.readouterr().out
 
 
@@ -258,7 +261,7 @@ def test_it_says_that_the_run_has_ended(hosts: Hosts):
         assert hosts.now_s == 0.0, "it asks nobody again"
         # Or it asks when the hosts have gone.
         hosts.answers = [gone]
-        with pytest.raises(TemporaryError, match="no host of the run listens any more: it has end"):
+        with pytest.raises(TemporaryError, match="no host of the run listens any more: the run "):
             seeking.is_free(INNER)
 
 

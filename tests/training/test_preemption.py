@@ -94,7 +94,7 @@ def test_a_host_goes_when_its_time_is_over_unless_the_run_ends(
     late()
     assert codes == [LOST_HOST_EXIT_CODE]
     told = "".join(capfd.readouterr())
-    assert "cluster.grace_s = 7 s: it goes, and is lost to them. Resume from step 7.\n" in told
+    assert "grace_s = 7 s; exiting, the others will see a failure. Resume from step 7.\n" in told
 
 
 @pytest.mark.parametrize("first", [SIGINT, SIGTERM], ids=str)
@@ -104,7 +104,7 @@ def test_a_second_signal_ends_the_program_at_once_as_that_signal_does(
 ):
     """By SIGINT a user ends all hosts, by SIGTERM a scheduler this one, and it may send two."""
     here = preemption_of(Hosts(count=1))
-    with here.heeding():
+    with here.handling():
         signal.raise_signal(first)
         with pytest.raises(KeyboardInterrupt) as caught:
             signal.raise_signal(second)

@@ -48,7 +48,7 @@ def test_a_host_that_does_not_lead_says_what_it_serves_and_how_far_the_run_is(
     assert capsys.readouterr().err == "host 5 serves stages 1, 3; 3 hosts train, host 2 leads\n"
     view.group.generation = replace(view.group.generation, cause="host 6 was lost")
     status.on_train_begin(view)
-    assert capsys.readouterr().err.startswith("host 6 was lost: host 5 serves stages 1, 3; ")
+    assert capsys.readouterr().err.startswith("host 6 was lost; host 5 serves stages 1, 3; ")
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_STATUS", 0.0)
     status.on_step_end(view, metrics_of(6, 2.5))
     assert capsys.readouterr().err.startswith("host 5: step 6/100  loss 2.500  ")

@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_ends_the_run_before_it_begins(tmp_path: Path):
     with socket.create_server(("127.0.0.1", port)), pytest.raises(InputError) as caught:
         Trainer(config).setup()
     assert (caught.value.field, caught.value.exit_code) == ("train.metrics_port", 2)
-    assert "cannot be listened on" in str(caught.value)
+    assert "this host cannot listen on" in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -45,13 +45,13 @@ def test_a_leader_without_lines_of_its_own_writes_what_others_know(tmp_path: Pat
     knows_the_step.begin_recovery(lost, "rewind", 19, None)
     is_fresh.begin_recovery(generation(2, 30), "rewind", 40, 1.5)
     is_fresh.forget()  # It was left out since.
-    told = [is_fresh.told(), knows_the_step.told(), knows.told()]
-    is_fresh.hear(told)
+    told = [is_fresh.pending(), knows_the_step.pending(), knows.pending()]
+    is_fresh.adopt(told)
     is_fresh.on_step_end(LEADS, metrics_of(11, 2.75))
     [written] = RunDir(tmp_path).recoveries()
     assert (written.generation, written.step_before, written.loss_before) == (3, 19, 2.5)
-    is_fresh.hear([None, is_fresh.told()])
-    assert is_fresh.told() is None
+    is_fresh.adopt([None, is_fresh.pending()])
+    assert is_fresh.pending() is None
 
 
 def test_all_that_go_back_are_as_old_as_what_they_lose(tmp_path: Path):

@@ -120,7 +120,7 @@ def test_a_search_that_fails_says_why_and_nothing_is_proposed(
     leader.trains_until_the_search_is_over()
     assert leader.wished == []
     said = capfd.readouterr().err
-    assert "a search for a better plan ended with exit code 3: no such case" in said
+    assert "the search for a better plan failed with exit code 3: no such case" in said
 
 
 def test_the_best_plan_is_proposed_by_which_nobody_reads_that_may_lack_the_text(
@@ -170,7 +170,7 @@ def test_iterations_that_take_longer_than_predicted_begin_a_search(leaders: list
     drifting.makes_a_step(seconds_per_iteration=2.0, idle_share=[0.0, 0.5, 0.5, 0.5])
     assert drifting.is_searching
     # As long as nodes were measured to compute: OWN has each of them do so for 0.5 or 0.25 s.
-    assert drifting.replanning._standing.case.nodes[0].forward_s > 0.1
+    assert drifting.replanning._current.case.nodes[0].forward_s > 0.1
     drifting.replanning.close()
     for _ in range(2 * SEVERAL):
         drifting.makes_a_step(seconds_per_iteration=2.0)

@@ -163,8 +163,8 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
     steps = [line["step"] for line in Run(tmp_path / "run").metrics]
     assert steps == list(range(1, STEPS + 1))
     told = capfd.readouterr().err
-    assert "this is not the text that the run reads" in told
-    assert ("the text of the run is not here" in told) == (lacking == "no text")
+    assert "its text differs from the training text of the run" in told
+    assert ("this host cannot read the training text" in told) == (lacking == "no text")
 
 
 def test_who_reads_another_text_than_the_run_does_counts_as_without():

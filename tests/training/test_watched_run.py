@@ -358,7 +358,7 @@ def test_skipped_updates_change_nothing_and_are_counted_over_a_resume(
     train_here(config, tmp_path / "run", train__steps=2, **guarded)
     assert "step 2: update skipped" in capfd.readouterr().err
     train_here(config, tmp_path / "run", resume=True, train__steps=4, **guarded)
-    assert "(4 skipped so far)" in capfd.readouterr().err
+    assert "(4 so far)" in capfd.readouterr().err
     for before, after in zip(
         arrays_of_checkpoint(tmp_path / "run", 2),
         arrays_of_checkpoint(tmp_path / "run", 4),
@@ -407,7 +407,7 @@ def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
     assert [line["loss"] is None for line in lines] == [False, True, False]
     assert [line["tokens"] == 0 for line in lines] == [False, True, False]
     assert "NaN" not in (tmp_path / "run" / METRICS).read_text()
-    told = "step 2: update skipped, none of its tokens is a target"
+    told = "step 2: update skipped, no target tokens"
     # Replicas that go apart each count their own.
     assert (told in capfd.readouterr().err) == (not averaging)
     if not averaging:

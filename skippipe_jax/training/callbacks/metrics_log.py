@@ -57,9 +57,9 @@ class MetricsLog(Callback):
 class MetricsTail(Callback):
     """Last lines of metrics, kept on every host as the leader may be lost before it writes them."""
 
-    def __init__(self, apart: int = 1):
-        """Start without lines; hosts differ by at most `apart` iterations."""
-        self.lines: deque[StepMetrics] = deque(maxlen=LINES_KEPT + apart)
+    def __init__(self, max_lag: int = 1):
+        """Start without lines; hosts differ by at most `max_lag` iterations."""
+        self.lines: deque[StepMetrics] = deque(maxlen=LINES_KEPT + max_lag)
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Keep the line."""
@@ -72,8 +72,8 @@ class MetricsTail(Callback):
 
     def drop_after(self, step: int) -> None:
         """Drop the lines of steps after `step`, which are repeated."""
-        counting = [line for line in self.lines if line.step <= step]
-        self.lines = deque(counting, maxlen=self.lines.maxlen)
+        committed = [line for line in self.lines if line.step <= step]
+        self.lines = deque(committed, maxlen=self.lines.maxlen)
 
     def snapshot(self) -> list[Mapping[str, Any]]:
         """Return a copy of the lines, in the form that `adopt` takes."""
@@ -81,8 +81,8 @@ class MetricsTail(Callback):
 
     def adopt(self, snapshots: Iterable[Sequence[Mapping[str, Any]]]) -> None:
         """Replace the lines by the snapshot with the latest step."""
-        most = max(snapshots, key=lambda lines: lines[-1]["step"] if lines else 0)
-        self.lines = deque(msgspec.convert(most, list[StepMetrics]), maxlen=self.lines.maxlen)
+        latest = max(snapshots, key=lambda lines: lines[-1]["step"] if lines else 0)
+        self.lines = deque(msgspec.convert(latest, list[StepMetrics]), maxlen=self.lines.maxlen)
 
     def flush_to(self, folder: Path) -> None:
         """Append to metrics.jsonl the lines that a lost leader has not written."""

@@ -36,29 +36,27 @@ class ProgressBar(Callback):
         """Advance by one iteration."""
         if metrics.skipped_updates > self.skipped_updates:
             self.skipped_updates = metrics.skipped_updates
-            why = "none of its tokens is a target"
+            why = "no target tokens"
             if metrics.tokens:
-                why = (
-                    f"its gradient norm is not within optimizer.skip_above_norm = "
-                    f"{self.config.optimizer.skip_above_norm:g} but "
-                    f"{metrics.gradient_norm or 'no finite number'}"
-                )
-            self._say(
-                f"step {metrics.step}: update skipped, {why} "
-                f"({self.skipped_updates} skipped so far)"
+                limit = f"optimizer.skip_above_norm = {self.config.optimizer.skip_above_norm:g}"
+                norm = metrics.gradient_norm
+                compared = f"{norm} > {limit}" if norm else f"not finite ({limit})"
+                why = f"gradient norm {compared}"
+            self._log_line(
+                f"step {metrics.step}: update skipped, {why} ({self.skipped_updates} so far)"
             )
         self._show(metrics)
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
         """Show a held-out loss."""
         if loss is not None:
-            self._say(f"step {step}: held-out loss {loss:.4f}")
+            self._log_line(f"step {step}: held-out loss {loss:.4f}")
 
     def close(self) -> None:
         """Close the bar."""
         self.bar.close()
 
-    def _say(self, text: str) -> None:
+    def _log_line(self, text: str) -> None:
         """Print a line above the bar."""
         log.info(text)
         self.bar.refresh()
@@ -68,8 +66,8 @@ class ProgressBar(Callback):
         speed = f"{metrics.tokens_per_second:,.0f} tokens/s{emulated}"
         if (metrics.generation or 1) > 1:
             hosts = metrics.hosts or self.hosts
-            of = max(self.hosts, hosts)
-            speed += f", {hosts} of {of} hosts, generation {metrics.generation}"
+            total = max(self.hosts, hosts)
+            speed += f", {hosts} of {total} hosts, generation {metrics.generation}"
         loss = "not finite" if metrics.loss is None else f"{metrics.loss:.3f}"
         self.bar.set_postfix_str(f"loss {loss}, {speed}", refresh=False)
         self.bar.update()
@@ -78,10 +76,12 @@ class ProgressBar(Callback):
             is_last or time.perf_counter() - self.last_line_s > SECONDS_BETWEEN_LINES
         ):
             self.last_line_s = time.perf_counter()
-            left_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration
+            remaining_s = (self.config.train.steps - metrics.step) * metrics.seconds_per_iteration
             # An iteration that compiled programs does not predict the remaining time.
-            left = "programs compiled" if metrics.compilations else f"{left_s:.0f} s left"
-            log.info(f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {left}")
+            remaining = "programs compiled" if metrics.compilations else f"{remaining_s:.0f} s left"
+            log.info(
+                f"step {metrics.step}/{self.config.train.steps}  loss {loss}  {speed}  {remaining}"
+            )
 
 
 class HostStatus(Callback):
@@ -97,7 +97,7 @@ class HostStatus(Callback):
         own, leader = group.hosts[group.index], group.hosts[0]
         stages = sorted({topology.stage_of[node] for node in topology.nodes})
         served = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        cause = f"{group.generation.cause}: " if group.generation.cause else ""
+        cause = f"{group.generation.cause}; " if group.generation.cause else ""
         trains = f"{group.count} host{'s train' if group.count > 1 else ' trains'}"
         log.info(f"{cause}host {own} serves {served}; {trains}, host {leader} leads")
 

@@ -34,10 +34,10 @@ class Family(NamedTuple):
 
 
 FAMILIES: Mapping[str, Family] = {
-    "skippipe_step": Family("gauge", "Iterations done, those before a resume included."),
+    "skippipe_step": Family("gauge", "Completed iterations, including those before a resume."),
     "skippipe_loss": Family("gauge", "Training loss of the last iteration, in nats per token."),
     "skippipe_validation_loss": Family(
-        "gauge", "Last held-out loss, in nats per token; only the host that leads knows it."
+        "gauge", "Last held-out loss, in nats per token; only on the leader."
     ),
     "skippipe_tokens_total": Family("counter", "Target tokens of the run, over all hosts."),
     "skippipe_iterations_total": Family("counter", "Iterations that this process took part in."),
@@ -58,13 +58,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "skippipe_hosts": Family(
         "gauge",
-        "Hosts by state: training; unheard: in the generation, but this host does not hear them; "
-        "absent: of the run, but not in the generation.",
+        "Hosts by state: training; unheard: in the generation, but this host receives no heartbeat "
+        "from them; absent: of the run, but not in the generation.",
         ("state",),
     ),
     "skippipe_generation": Family("gauge", "Generation of hosts, counted from 1."),
     "skippipe_session_restarts_total": Family(
-        "counter", "Times that this process went on with other hosts."
+        "counter", "Membership changes after which this process continued."
     ),
 }
 """Metrics that a host serves, by name."""
@@ -101,8 +101,8 @@ class MetricValues:
 
     def add(self, name: str, value: float, *labels: object) -> None:
         """Add to a counter."""
-        own, key = self._values[name], tuple(map(str, labels))
-        own[key] = own.get(key, 0.0) + value
+        values, key = self._values[name], tuple(map(str, labels))
+        values[key] = values.get(key, 0.0) + value
 
     def take_step(
         self, metrics: StepMetrics, nodes: Iterable[int], sent: Mapping[Link, int]
@@ -130,10 +130,10 @@ class MetricValues:
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for name, family in FAMILIES.items():
-            found = kinds[family.kind](name, family.help, labels=family.labels)
+            metric = kinds[family.kind](name, family.help, labels=family.labels)
             for labels, value in self._values[name].copy().items():
-                found.add_metric(labels, value)
-            yield found
+                metric.add_metric(labels, value)
+            yield metric
 
 
 class PrometheusExporter(Callback):
@@ -163,15 +163,15 @@ class PrometheusExporter(Callback):
         port = base + membership.index
         where = join_address(address, port)
         remedy = (
-            f"Choose another: host {membership.index} takes {FIELD} + {membership.index}, and each "
-            "host of the run must have its own"
+            f"Set another port: host {membership.index} listens on {FIELD} + {membership.index}, "
+            "which must be free"
         )
         if port > LAST_PORT:
-            raise InputError(FIELD, base, f"there is no port {port}", remedy)
+            raise InputError(FIELD, base, f"port {port} is above {LAST_PORT}", remedy)
         try:
             self._server, self._thread = start_http_server(port, address, registry)
         except OSError as error:
-            problem = f"{where} cannot be listened on ({error})"
+            problem = f"this host cannot listen on {where} ({error})"
             raise InputError(FIELD, base, problem, remedy) from error
         log.info(f"host {membership.index} serves its metrics at http://{where}/metrics")
 

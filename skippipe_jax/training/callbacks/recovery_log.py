@@ -63,7 +63,7 @@ class RecoveryLog(Callback):
             "loss_after": None,
         }
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """Record a rollback to an earlier checkpoint than the generation had decided."""
         if self._begun is not None:
             steps_old = max(0, self._begun["step_before"] - step)
@@ -73,17 +73,17 @@ class RecoveryLog(Callback):
         """Drop the pending line of this host, as the others have continued without it."""
         self._begun = None
 
-    def told(self) -> dict[str, Any] | None:
+    def pending(self) -> dict[str, Any] | None:
         """Return the pending line for the report to other hosts; None without one."""
         return self._begun
 
-    def hear(self, told: Iterable[dict[str, Any] | None]) -> None:
+    def adopt(self, lines: Iterable[dict[str, Any] | None]) -> None:
         """Keep the line with the latest step before the loss: some hosts have made no step yet."""
 
         def known(line: Mapping[str, Any]) -> tuple[int, bool]:
             return line["step_before"], line["loss_before"] is not None
 
-        self._begun = max((line for line in told if line is not None), key=known, default=None)
+        self._begun = max((line for line in lines if line is not None), key=known, default=None)
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Write the pending line on the leader, if this is the first step after the recovery."""

@@ -74,7 +74,7 @@ def trackers_of_leader(config: Config, folder: Path, step: int, *, is_new: bool)
     except InputError as error:
         if not is_new:
             raise
-        log.warning(f"{error}; this host tells no tracker")
+        log.warning(f"{error}; metrics are not sent to trackers")
         return []
 
 
@@ -124,7 +124,7 @@ class WeightsAndBiases(Tracker):
             raise InputError(
                 "log.wandb",
                 project,
-                f"Weights & Biases does not take the run: {error}",
+                f"Weights & Biases rejected the run: {error}",
                 "Log in with `wandb login`, or set WANDB_MODE=offline",
             ) from error
 

@@ -39,18 +39,17 @@ class Admission:
 
     def pays(self, horizon_s: float, *, anyway: bool = False) -> bool:
         """Return whether to admit the host; `anyway` only requires that its state is reachable."""
-        is_asked = self.is_spare and not anyway
-        return self.transfer_s < (self.saved * horizon_s if is_asked else math.inf)
+        must_save = self.is_spare and not anyway
+        return self.transfer_s < (self.saved * horizon_s if must_save else math.inf)
 
-    def why(self, horizon_s: float) -> str:
+    def decline_reason(self, horizon_s: float) -> str:
         """Explain why a host is not admitted."""
         if math.isinf(self.transfer_s):
-            return "this host has reached none of those that have the state of its stage"
+            return "this host could not reach a host with the state of its stage"
         return (
-            f"it does not pay to join: the others would wait for {self.transfer_s:.3g} s, and "
-            f"iterations that are {self.saved:.2%} shorter save "
-            f"{self.saved * horizon_s:.3g} s in join.horizon = {horizon_s:g} s (join --anyway "
-            "comes all the same)"
+            f"join declined: the state transfer stalls the run {self.transfer_s:.3g} s, faster "
+            f"steps ({self.saved:.2%}) save {self.saved * horizon_s:.3g} s within join.horizon = "
+            f"{horizon_s:g} s (join --anyway overrides this)"
         )
 
 
@@ -76,23 +75,23 @@ def admission(
     following = with_stages(plan, placement, then, left_out)
 
     def iteration_s(nodes: Collection[int], stages: Placement) -> float:
-        there = tuple(tuple(node for node in own if node in nodes) for own in stages)
+        present = tuple(tuple(node for node in own if node in nodes) for own in stages)
         # A plan made by hand may have no prediction, so both are simulated.
-        quick = plan_without(with_places(plan, nodes, new), nodes, there, left_out)
-        return simulate_plan(quick).iteration_s
+        repair_plan = plan_without(with_places(plan, nodes, new), nodes, present, left_out)
+        return simulate_plan(repair_plan).iteration_s
 
     served = [
         stage for stage, own in enumerate(following) if any(host_of[node] == host for node in own)
     ]
-    giving = {
+    owners = {
         stage: {host_of[node] for node in placement[stage] if node in now} for stage in served
     }
-    lost_s = sum(
+    transfer_s = sum(
         min(
             (way.latency_s + sizes[stage] / way.back for h, way in ways.items() if h in own),
             default=math.inf,
         )
-        for stage, own in giving.items()
+        for stage, own in owners.items()
     )
     saved = 1.0 - iteration_s(then, following) / iteration_s(now, placement)
-    return Admission(lost_s, max(0.0, saved), all(len(own) > 1 for own in giving.values()))
+    return Admission(transfer_s, max(0.0, saved), all(len(own) > 1 for own in owners.values()))

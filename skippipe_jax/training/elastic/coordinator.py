@@ -8,7 +8,7 @@
 | | `LEFT` | `Stopped` | `Stop` with `HostLeft` |
 | `Closing` | `Closed` | `Opening` | `OpenSession` |
 | `Opening` | `OPENED` | `Training` | none |
-| | `WENT_BACK` | `Opening`, from a checkpoint | none |
+| | `ROLLED_BACK` | `Opening`, from a checkpoint | none |
 | `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
 | | `Failed`, another host may be the cause | `Confirming` | `WatchMembers` |
 | | `Failed`, none can be | the same | `Raise` |
@@ -66,9 +66,9 @@ class Cause(Enum):
     """Possible cause of an error."""
 
     OWN = "this host alone"
-    SILENCE = "a host that did not answer in time"
-    CHECKPOINT = "a host without which a checkpoint was not written"
-    TRANSFER = "a host, or a connection to it"
+    SILENCE = "another host that did not answer in time"
+    CHECKPOINT = "another host that did not write its part of a checkpoint"
+    TRANSFER = "another host, or a connection to it"
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,11 @@ class Signal(Enum):
     """Events without values."""
 
     OPENED = "all hosts of the generation have opened its session"
-    WENT_BACK = "the newest checkpoint is damaged for a host: all go back to an earlier one"
+    ROLLED_BACK = "the newest checkpoint is damaged on a host: all roll back to an earlier one"
     ENDED = "the generation has ended"
-    MISSED = "a member of the generation is gone or silent"
-    TIME_OVER = "what was waited for has not come in time"
-    LEFT = "the others go on without this host, as it was told to leave"
+    MISSED = "a member of the generation has failed or is silent"
+    TIME_OVER = "the wait timed out"
+    LEFT = "the others continue without this host, which leaves the run"
 
 
 Event = Entered | Closed | Failed | Signal
@@ -221,7 +221,7 @@ class CloseSession:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Action: open a session; `OPENED`, `WENT_BACK`, `ENDED` or `Failed` follows."""
+    """Action: open a session; `OPENED`, `ROLLED_BACK`, `ENDED` or `Failed` follows."""
 
     generation: Generation
     source: StateSource
@@ -255,14 +255,14 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         case Suspended(_, StateSource() as source, has_reconnected), Entered(generation):
             return _open(generation, source, has_reconnected, policy)
         case Suspended(after), Signal.TIME_OVER:
-            return Stopped(), Stop(PeerTimeout(_waited_in_vain(after, policy.rejoin_s)))
+            return Stopped(), Stop(PeerTimeout(_timeout_message(after, policy.rejoin_s)))
         case Suspended(), Signal.LEFT:
-            return Stopped(), Stop(HostLeft("the others go on without this host"))
+            return Stopped(), Stop(HostLeft("the others continue without this host"))
         case Closing(generation, has_reconnected), Closed(step):
             return _open(generation, StateSource(step, Origin.OWN), has_reconnected, policy)
         case Opening(generation, _, has_reconnected), Signal.OPENED:
             return Training(generation, has_reconnected), None
-        case Opening(_, source), Signal.WENT_BACK:
+        case Opening(_, source), Signal.ROLLED_BACK:
             origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
             return replace(state, source=replace(source, origin=origin)), None
         case Opening() | Training(), Signal.ENDED:
@@ -283,7 +283,7 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         case Confirming(interrupted), Signal.TIME_OVER:
             return interrupted, Raise()
         case _:
-            raise ValueError(f"{event} cannot come to a host that is {state}")
+            raise ValueError(f"{event} is not possible in state {state}")
 
 
 def await_first(policy: HostPolicy) -> tuple[Suspended, AwaitGeneration]:
@@ -317,7 +317,7 @@ def choose_source(
 ) -> StateSource | Stop:
     """Choose the origin of a host's states, given those `held`; or `Stop` if it cannot continue."""
     if generation.is_last:
-        return Stop(PeerTimeout(_why_last(generation, policy.lost_stage)))
+        return Stop(PeerTimeout(_end_message(generation, policy.lost_stage)))
     if policy.host in generation.fresh:
         return replace(held, origin=Origin.PEERS)
     if generation.is_rewound or held.origin == Origin.CHECKPOINT:
@@ -327,27 +327,22 @@ def choose_source(
     is_other = is_behind if policy.replicas_diverge else held.step != generation.step
     if held.origin == Origin.PEERS or is_other:
         problem = (
-            f"this host has the state after step {held.step}, and the others go on from step "
-            f"{generation.step}: it has to take theirs"
+            f"local state is at step {held.step}, the run at step {generation.step}: restart this "
+            "host to fetch the state from a peer"
         )
         return Stop(PeerTimeout(problem))
     return held
 
 
-def _waited_in_vain(after: int, rejoin_s: float) -> str:
-    what = "to be taken in by those that go on with the run"
-    if after:
-        what = "for as many others as it takes to go on"
-    return f"this host has waited {what}, in vain; cluster.rejoin_s is {rejoin_s:g}"
+def _timeout_message(after: int, rejoin_s: float) -> str:
+    missing = "no majority of hosts" if after else "not admitted to the run"
+    return f"{missing} within cluster.rejoin_s = {rejoin_s:g} s"
 
 
-def _why_last(generation: Generation, lost_stage: str) -> str:
+def _end_message(generation: Generation, lost_stage: str) -> str:
     if set(generation.apart) == set(generation.members):
-        return (
-            f"{generation.cause}, and all hosts that are left have joined the run without its "
-            "folder: what they would train nobody could save"
-        )
+        return f"{generation.cause}; only diskless hosts remain: no checkpoint could be written"
     return (
-        f"{generation.cause}, and no replica of a stage is left that could be moved or "
-        f"rewound; recovery.lost_stage is {lost_stage}"
+        f"{generation.cause}; a stage is lost and cannot be recovered "
+        f"(recovery.lost_stage = {lost_stage})"
     )

@@ -55,36 +55,37 @@ def joined_by_address(
             or joining does not pay off.
     """
     seeking = Seeking(addresses, run_dir, overrides, _fingerprint)
-    with ExitStack() as held:
-        held.enter_context(seeking.fetch())
+    with ExitStack() as stack:
+        stack.enter_context(seeking.fetch())
         config = seeking.config
         keep_programs(config.compilation_cache)
         place = seeking.place()
-        measured = _prepare(seeking, place)
+        measured = _compile_and_measure(seeking, place)
         while True:
             if not seeking.is_free(place):
                 log.output(
-                    f"the place of host {place.host} is no longer free, or no longer the first"
+                    f"host id {place.host} is taken, or a failed host must be replaced first; "
+                    "choosing again"
                 )
-            elif (why := _why_not(seeking, place, measured, anyway=anyway)) is not None:
+            elif (why := _decline_reason(seeking, place, measured, anyway=anyway)) is not None:
                 seeking.wait(why)
                 if not {*seeking.invitation.members} <= measured.ways.keys():
                     measured = replace(measured, ways=seeking.ways())
-            elif (host := _joined(held, seeking, place, measured)) is not None:
+            elif (host := _try_join(stack, seeking, place, measured)) is not None:
                 break
             before, place = place, seeking.place()
             if (before.host, before.stages) != (place.host, place.stages):
-                measured = _prepare(seeking, place)
+                measured = _compile_and_measure(seeking, place)
         yield config, host
 
 
-def _joined(
-    held: ExitStack, seeking: Seeking, place: Place, measured: Measured
+def _try_join(
+    stack: ExitStack, seeking: Seeking, place: Place, measured: Measured
 ) -> Membership | None:
-    """Join as the host of a place until `held` is closed; return None if another host took it."""
+    """Join as the host of a place until `stack` is closed; return None if another host took it."""
     measured.keep(seeking.folder)
     config = seeking.config
-    coming = joined(
+    membership = joined(
         config.cluster,
         seeking.asked,
         seeking.invitation.hosts,
@@ -95,11 +96,11 @@ def _joined(
         spare=config.join.places,
     )
     try:
-        return held.enter_context(coming)
+        return stack.enter_context(membership)
     except InputError as error:
         if error.field != HOST_ID or isinstance(error, TemporaryError):
             raise
-        log.output(f"another has taken the place of host {place.host}: {error.problem}")
+        log.output(f"another machine joined as host {place.host} ({error.problem}); choosing again")
         return None
 
 
@@ -107,46 +108,50 @@ def _fingerprint(config: Config) -> str:
     return TrainingBatches(with_run_tokenizer(config)).fingerprint
 
 
-def _prepare(seeking: Seeking, place: Place) -> Measured:
+def _compile_and_measure(seeking: Seeking, place: Place) -> Measured:
     """Compile the stages of a place, and measure if it is an extra one.
 
     For an extra place, measures the links to the hosts that train and, if the run has measured its
     case, the stage on the device that would serve it.
     """
     config, hosts, since_s = seeking.config, seeking.invitation.hosts, time.monotonic()
-    stages = " and ".join(map(str, place.stages)) or "none"
-    whose = "which serves" if place.host < hosts else f"one more than the {hosts}, and would serve"
-    log.output(f"takes the place of host {place.host}, {whose} the stages {stages}")
+    what = f"replacing host {place.host}"
+    if place.host >= hosts:
+        what = f"joining as extra host {place.host} of a run of {hosts} hosts"
+    stages = f"stage{'s' * (len(place.stages) > 1)} {', '.join(map(str, place.stages))}"
+    log.output(f"{what} ({stages})")
     plan = RunDir(seeking.folder).plan()
     host_of = hosts_of_nodes(len(plan.case.nodes), hosts, config.cluster.host_of_node)
     nodes = max(1, host_of.count(place.host))
     give_collectives_threads(config, nodes, plan.case, is_distributed=False)
     own = spreads_of_host(config, plan.case, host_of, place.host)
     count = compile_ahead(config, place.stages, len(plan.stages), own, plan.case)
-    programs = "1 program is" if count == 1 else f"{count} programs are"
-    log.output(f"{programs} compiled, in {time.monotonic() - since_s:.1f} s")
+    programs = "1 program" if count == 1 else f"{count} programs"
+    log.output(f"compiled {programs} in {time.monotonic() - since_s:.1f} s")
     if place.host < hosts:
         return Measured()
     return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
 
 
-def _why_not(seeking: Seeking, place: Place, measured: Measured, *, anyway: bool) -> str | None:
+def _decline_reason(
+    seeking: Seeking, place: Place, measured: Measured, *, anyway: bool
+) -> str | None:
     """Explain why joining at an extra place does not pay off; None if it does."""
-    config, told = seeking.config, seeking.invitation
-    if place.host < told.hosts:
+    config, offer = seeking.config, seeking.invitation
+    if place.host < offer.hosts:
         return None
     plan = RunDir(seeking.folder).plan()
-    own = hosts_of_nodes(len(plan.case.nodes), told.hosts, config.cluster.host_of_node)
+    own = hosts_of_nodes(len(plan.case.nodes), offer.hosts, config.cluster.host_of_node)
     host_of = host_of_places(config, own)
-    found = admission(
+    estimate = admission(
         plan,
         host_of,
         place.host,
-        told.members,
-        told.placement,
+        offer.members,
+        offer.placement,
         new_nodes({place.host: measured}, host_of, len(own)),
         measured.ways,
         copied_bytes(config, len(plan.stages)),
     )
     horizon_s = config.join.horizon
-    return None if found.pays(horizon_s, anyway=anyway) else found.why(horizon_s)
+    return None if estimate.pays(horizon_s, anyway=anyway) else estimate.decline_reason(horizon_s)

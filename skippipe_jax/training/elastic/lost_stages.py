@@ -12,40 +12,40 @@ from skippipe_jax.consensus.holders import Held
 from skippipe_jax.errors import RebuildImpossible
 
 
-def remakes_of(config: Config, stages: int) -> Remakes | None:
+def rebuild_rule(config: Config, stages: int) -> Remakes | None:
     """Return the function that rebuilds stages that no host holds; None if the policy has none."""
     if config.recovery.lost_stage == AVERAGE:
-        return partial(_from_those_beside, config.model.layers_of_stages(stages))
-    return partial(_from_copies, stages) if config.recovery.lost_stage == BUDDY else None
+        return partial(_from_neighbors, config.model.layers_of_stages(stages))
+    return partial(_from_buddy_checkpoints, stages) if config.recovery.lost_stage == BUDDY else None
 
 
-def how_remade(generation: Generation) -> str:
+def describe_rebuilds(generation: Generation) -> str:
     """Describe in words how lost stages are rebuilt or left out."""
-    made = {made.stage: _how_made(made) for made in generation.remade}
-    left_out = "is left out until a host serves it again"
+    rebuilt = {made.stage: _describe_rebuild(made) for made in generation.remade}
+    bypassed = "bypassed until a host serves it"
     return "".join(
-        f"; stage {stage} {made.get(stage, left_out)}"
+        f"; stage {stage} {rebuilt.get(stage, bypassed)}"
         for stage in generation.lost
-        if stage in made or stage in generation.left_out
+        if stage in rebuilt or stage in generation.left_out
     )
 
 
-def how_rewound(generation: Generation, done: int) -> str:
+def describe_rollback(generation: Generation, done: int) -> str:
     """Describe in words the rollback of hosts that had made `done` steps; "" without a rollback."""
     if not generation.is_rewound:
         return ""
     to = f"the checkpoint of step {generation.step}" if generation.step else "the start"
     repeated = done - generation.step
     steps = "1 step" if repeated == 1 else f"{repeated} steps"
-    way = f"back from step {done} to {to}, {steps} to repeat"
+    rollback = f"rolled back from step {done} to {to}, {steps} to repeat"
     if repeated <= 0:
-        way = f"back to {to}"
+        rollback = f"rolled back to {to}"
     if not generation.lost:
-        return f". All go {way}"
-    return f". {_stages(generation.lost)} had no other replica: {way}"
+        return f". All hosts {rollback}"
+    return f". {_stages(generation.lost)} had no other replica: {rollback}"
 
 
-def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
+def single_host_warning(stages: Sequence[Collection[int]], host_of: Sequence[int], by: str) -> str:
     """Return a warning of stages served by a single host; "" if their loss causes no rollback.
 
     `by` is `recovery.lost_stage`.
@@ -54,11 +54,11 @@ def warning_of_single(stages: Sequence[Collection[int]], host_of: Sequence[int],
     single = [stage for stage, own in enumerate(hosts) if len(own) == 1]
     if not single or by not in (REWIND, STOP):
         return ""
-    follows = "all go back to the last checkpoint" if by == REWIND else "the run ends"
+    has = "has only one host" if len(single) == 1 else "have only one host each"
+    follows = "all hosts roll back to the last checkpoint" if by == REWIND else "the run ends"
     return (
-        f"{_stages(single)} {'has' if len(single) == 1 else 'have'} one host each: if that is "
-        f"lost, {follows} (recovery.lost_stage is {by}). Two replicas of a stage on two hosts "
-        "prevent it"
+        f"{_stages(single)} {has}: if it fails, {follows} (recovery.lost_stage = {by}). To prevent "
+        "this, place replicas of each stage on two hosts"
     )
 
 
@@ -68,23 +68,23 @@ def _stages(numbers: Collection[int]) -> str:
     return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"
 
 
-def _how_made(made: Remade) -> str:
+def _describe_rebuild(made: Remade) -> str:
     if made.by == AVERAGE:
-        return f"gets the mean of stages {made.stage - 1} and {made.stage + 1}"
+        return f"rebuilt as the mean of stages {made.stage - 1} and {made.stage + 1}"
     if made.by == SKIP:
-        return f"is read from the checkpoint of step {made.step}"
-    return f"is again as it was after step {made.step}"
+        return f"restored from the checkpoint of step {made.step}"
+    return f"restored from its buddy checkpoint of step {made.step}"
 
 
-def _from_those_beside(
+def _from_neighbors(
     layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
     """Rebuild each lost stage as the mean of the stages before and after it."""
     del copies
-    holder = _holders(held)
+    holder = _first_owners(held)
     lost = [stage for stage in range(len(layers)) if stage not in holder]
     for stage in lost:
-        why = _why_no_mean(stage, layers, lost)
+        why = _mean_problem(stage, layers, lost)
         if why is not None:
             raise RebuildImpossible(f"; stage {stage} cannot be averaged: {why}")
     return tuple(
@@ -92,11 +92,11 @@ def _from_those_beside(
     )
 
 
-def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> str | None:
+def _mean_problem(stage: int, layers: Sequence[int], lost: Collection[int]) -> str | None:
     if stage == 0:
-        return "it alone has embedding and head"
+        return "only it has embedding and head"
     if stage == len(layers) - 1:
-        return "there is none after it"
+        return "no stage follows it"
     for beside in (stage - 1, stage + 1):
         if beside in lost:
             return f"stage {beside} is lost too"
@@ -105,11 +105,11 @@ def _why_no_mean(stage: int, layers: Sequence[int], lost: Collection[int]) -> st
     return None
 
 
-def _from_copies(
+def _from_buddy_checkpoints(
     stages: int, held: Held, copies: Mapping[int, Copies], step: int
 ) -> tuple[Remade, ...]:
     """Rebuild each lost stage from its newest buddy checkpoint."""
-    lost = set(range(stages)) - _holders(held).keys()
+    lost = set(range(stages)) - _first_owners(held).keys()
     newest: dict[int, tuple[int, int]] = {}
     for host in sorted(copies):
         for stage, of_step in copies[host]:
@@ -123,7 +123,7 @@ def _from_copies(
     )
 
 
-def _holders(held: Held) -> dict[int, int]:
+def _first_owners(held: Held) -> dict[int, int]:
     """Map each stage that some host holds to the first such host."""
     holders: dict[int, int] = {}
     for host in sorted(held):

@@ -46,9 +46,9 @@ class Measured:
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
-    def parse(cls, told: Mapping[str, Any]) -> Measured:
+    def parse(cls, raw: Mapping[str, Any]) -> Measured:
         """Parse the JSON form that another host has sent or this one has saved."""
-        return msgspec.convert(told, cls, str_keys=True)
+        return msgspec.convert(raw, cls, str_keys=True)
 
     def keep(self, folder: Path) -> None:
         """Save the measurements in the folder of this host."""
@@ -61,7 +61,7 @@ class Measured:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> float | None:
+def forward_seconds(config: Config, plan: Plan, stage: int, node_spread: Spread) -> float | None:
     """Measure the seconds of a forward on a node, in the unit of the plan's case.
 
     Returns None if that case was not measured: its seconds may not be those of real devices.
@@ -69,8 +69,8 @@ def forward_seconds(config: Config, plan: Plan, stage: int, here: Spread) -> flo
     if not config.plan.measure:
         return None
     case, shape = plan.case, shapes_of_stages(config, len(plan.stages))[stage]
-    measure_stage(config, shape, here, 0.0)
-    timed = measure_stage(config, shape, here, STAGE_S)
+    measure_stage(config, shape, node_spread, 0.0)
+    timed = measure_stage(config, shape, node_spread, STAGE_S)
     both_s = timed[FORWARD].median_s + timed[BACKWARD].median_s
     return both_s / (1.0 + case.backward_ratio) / case.stage_cost[stage]
 

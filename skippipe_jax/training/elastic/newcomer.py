@@ -43,7 +43,9 @@ AGAIN_S = 2.0
 MEASURE_S = 4.0
 """Seconds for which the links to all hosts are measured."""
 
-ALL_GONE = "no host of the run listens any more: it has ended, or all of its hosts are lost"
+ALL_GONE = "no host of the run listens any more: the run has ended, or all of its hosts failed"
+
+FULL = "the run is full: no failed host, and all extra hosts of join.places in use"
 
 FindText = Callable[[Config], str]
 """Function that returns the fingerprint of the local text, or raises `InputError` without text."""
@@ -81,16 +83,16 @@ class Seeking:
         Raises:
             InputError: if the folder is the original folder of a run.
         """
-        self._given, self._known = [*addresses], list[str]()
+        self._start_addresses, self._known_addresses = [*addresses], list[str]()
         self._run_dir, self._overrides = run_dir, overrides
         self._find_text, self._clock = find_text, clock
         self._pauses, self._refused_s = 0, 0.0
         self._text: tuple[str | None, str] | None = None
         # The `cluster` overrides are needed before the configuration of the run is received.
-        told = [override for override in overrides if override.startswith("cluster.")]
-        self._newcomer = Newcomer(Keys.of(parse_config({}, told).cluster))
+        cluster_overrides = [override for override in overrides if override.startswith("cluster.")]
+        self._newcomer = Newcomer(Keys.of(parse_config({}, cluster_overrides).cluster))
         if run_dir is not None:
-            self._know(run_dir)
+            self._load_known(run_dir)
 
     def fetch(self) -> AbstractContextManager[object]:
         """Fetch the files of the run; return the lock on the folder, to be closed at the end.
@@ -103,22 +105,22 @@ class Seeking:
         name = name_of_run(self._newcomer.contents)
         self.folder = self._run_dir or Path(Path(name).name)
         if self._run_dir is None:
-            self._know(self.folder)
+            self._load_known(self.folder)
         lock = RunLock(self.folder)
         try:
             lock.acquire()
         except TemporaryError as error:
-            remedy = "Name another one by --run-dir, or wait until it ends"
+            remedy = "Set another folder with --run-dir, or wait until that host exits"
             problem = "another host that has joined uses this folder"
             raise TemporaryError("--run-dir", str(self.folder), problem, remedy) from error
         self._ask(FIND_S)
         fetched = self._newcomer.fetched
-        keep(self.folder, self._newcomer.contents, self._told_addresses)
+        keep(self.folder, self._newcomer.contents, self._run_addresses)
         theirs, self.config = configurations(self.folder, self._overrides)
         self.run = Run(identity(theirs), settings(theirs))
-        told = f"host {self.invitation.host} of {self.invitation.hosts} told of the run {name}"
-        got = f"{len(self.invitation.files)} files are in {self.folder}"
-        log.output(f"{self.asked}: {told}; its {got}, of which {fetched:,} bytes came now")
+        peer = f"host {self.invitation.host} of {self.invitation.hosts} at {self.asked}"
+        files = f"{len(self.invitation.files)} files in {self.folder}"
+        log.output(f"connected to {peer}, run {name}; {files}, {fetched:,} bytes downloaded")
         return lock
 
     def place(self) -> Place:
@@ -127,26 +129,28 @@ class Seeking:
         Raises:
             TemporaryError: if there is no such place for ``cluster.rejoin_s``.
         """
-        since_s, patience_s, said = self._clock.now(), self.config.cluster.rejoin_s, ""
+        since_s, patience_s, logged = self._clock.now(), self.config.cluster.rejoin_s, ""
         while True:
             place, why = self._choice()
             if place is not None and not place.pause_s:
                 return place
             if place is not None:
                 why = (
-                    f"the place of host {place.host} was taken and lost again a moment ago: this "
-                    f"host takes it in {math.ceil(place.pause_s)} s"
+                    f"host {place.host} failed right after its last join; retrying in "
+                    f"{math.ceil(place.pause_s)} s"
                 )
-            left_s = since_s + patience_s - self._clock.now()
-            if left_s <= 0:
-                problem = f"{why}; cluster.rejoin_s is {patience_s:g}"
+            remaining_s = since_s + patience_s - self._clock.now()
+            if remaining_s <= 0:
+                problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
                 raise TemporaryError(JOINING, self.asked, problem, "Join again later")
-            if why != said:
-                log.output(why if place is not None else f"{why}; waits {left_s:.0f} s at most")
-                said = why
+            if why != logged:
+                log.output(
+                    why if place is not None else f"{why}; waiting up to {remaining_s:.0f} s"
+                )
+                logged = why
             wait_s = AGAIN_S if place is None else place.pause_s
-            self._clock.sleep(min(wait_s, left_s))
-            self._ask(left_s)
+            self._clock.sleep(min(wait_s, remaining_s))
+            self._ask(remaining_s)
 
     def wait(self, why: str) -> None:
         """Wait before asking again as joining does not pay off, with exponential back-off.
@@ -157,26 +161,26 @@ class Seeking:
         now_s, patience_s = self._clock.now(), self.config.cluster.rejoin_s
         if not self._pauses:
             self._refused_s = now_s
-        left_s = self._refused_s + patience_s - now_s
-        if left_s <= 0:
-            problem = f"{why}; cluster.rejoin_s is {patience_s:g}"
+        remaining_s = self._refused_s + patience_s - now_s
+        if remaining_s <= 0:
+            problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
             raise TemporaryError(JOINING, self.asked, problem, "Join again later")
-        pause_s = min(LONGEST_S, AGAIN_S * 2**self._pauses, left_s)
+        pause_s = min(LONGEST_S, AGAIN_S * 2**self._pauses, remaining_s)
         self._pauses += 1
-        log.output(f"{why}; asks again in {math.ceil(pause_s)} s")
+        log.output(f"{why}; retrying in {math.ceil(pause_s)} s")
         self._clock.sleep(pause_s)
         self._ask(FIND_S)
 
     def ways(self) -> dict[int, Way]:
         """Measure latency and bandwidth to the hosts that train and answer."""
-        told, since_s = self.invitation, self._clock.now()
-        addresses = {host: at for host, at in told.addresses.items() if host in told.members}
+        offer, since_s = self.invitation, self._clock.now()
+        addresses = {host: at for host, at in offer.addresses.items() if host in offer.members}
         ways = _run_interruptibly(self._newcomer.ways(addresses, MEASURE_S))
         rates = sorted(rate for way in ways.values() for rate in (way.to, way.back))
         if rates:
             log.output(
-                f"the ways to {len(ways)} hosts are measured, in {self._clock.now() - since_s:.1f} "
-                f"s: {rates[0] / 1e6:,.3g} to {rates[-1] / 1e6:,.3g} MB/s"
+                f"measured links to {len(ways)} hosts in {self._clock.now() - since_s:.1f} s: "
+                f"{rates[0] / 1e6:,.3g} to {rates[-1] / 1e6:,.3g} MB/s"
             )
         return ways
 
@@ -186,50 +190,51 @@ class Seeking:
         A place of the original hosts that this host can serve is better than an extra one.
         """
         self._ask(FIND_S)
-        first, of_start = self._choice()[0], self.invitation.hosts
-        if place.host >= of_start and first is not None and first.host < of_start:
+        first, initial_hosts = self._choice()[0], self.invitation.hosts
+        if place.host >= initial_hosts and first is not None and first.host < initial_hosts:
             return False
         return place.host in {other.host for other in self.invitation.places}
 
     @property
     def addresses(self) -> list[str]:
         """Addresses of the hosts of the run; the one that answered comes first."""
-        return [self.asked, *self._told_addresses]
+        return [self.asked, *self._run_addresses]
 
     @property
-    def _told_addresses(self) -> list[str]:
+    def _run_addresses(self) -> list[str]:
         return [*dict.fromkeys(self.invitation.addresses.values())]
 
     def _choice(self) -> tuple[Place | None, str]:
         """Choose the place with the shortest pause, or return None with the reason."""
-        of_start = self.invitation.hosts  # No extra place is used while one of these is lost.
+        initial_hosts = self.invitation.hosts  # No extra place is used while one of these is lost.
         places = sorted(
             self.invitation.places,
-            key=lambda place: (place.host >= of_start, place.pause_s, place.host),
+            key=lambda place: (place.host >= initial_hosts, place.pause_s, place.host),
         )
         if not places:
-            return None, "no host is lost, and no place is left of join.places"
+            return None, FULL
         without_text = [place for place in places if 0 not in place.stages]
         first = places[0]
-        if 0 in first.stages and (why := self._lacks_text()) is not None:
+        if 0 in first.stages and (why := self._text_problem()) is not None:
             if not without_text:
                 lost = ", ".join(str(place.host) for place in places)
-                return None, f"only places that read the run's text are free (host {lost}), {why}"
+                return None, f"only hosts with the data stage are needed (host {lost}), but {why}"
             return without_text[0], ""
         return first, ""
 
-    def _lacks_text(self) -> str | None:
+    def _text_problem(self) -> str | None:
         """Explain why this host cannot read the text of the run; None if it can."""
         if self._text is None:
             try:
                 self._text = self._find_text(self.config), ""
             except InputError as error:
-                self._text = None, f"which is not here: {error}".removesuffix(".")
-        found, why = self._text
-        if found is None:
+                why = f"this host cannot read the training text: {error}"
+                self._text = None, why.removesuffix(".")
+        fingerprint, why = self._text
+        if fingerprint is None:
             return why
-        if self.invitation.text not in (None, found):
-            return "and the text that is here is another"
+        if self.invitation.text not in (None, fingerprint):
+            return "this host has another training text"
         return None
 
     def _ask(self, patience_s: float, wanted: Collection[str] | None = None) -> None:
@@ -241,11 +246,9 @@ class Seeking:
                 the given addresses and no others are known, or if the run has ended.
         """
         since_s, why = self._clock.now(), "no answer"
-        addresses = [*self._given, *self._known]
+        addresses = [*self._start_addresses, *self._known_addresses]
         where = ", ".join(dict.fromkeys(addresses))
-        with telling(
-            lambda left_s: f"{where}: {why}; asked again for {left_s:.0f} s more", patience_s
-        ):
+        with telling(lambda left_s: f"{where}: {why}; retrying for {left_s:.0f} s", patience_s):
             while True:
                 try:
                     asked = _run_interruptibly(self._newcomer.ask(addresses, wanted))
@@ -254,20 +257,20 @@ class Seeking:
                     why = error.problem
                     # A known host may come back; an address that never answered may be wrong.
                     is_nobody = isinstance(error, NobodyListens)
-                    is_final = why == RUN_ENDED or (is_nobody and not self._known)
+                    is_final = why == RUN_ENDED or (is_nobody and not self._known_addresses)
                     if not is_final and self._clock.now() - since_s <= patience_s:
                         self._clock.sleep(AGAIN_S)
-                    elif is_nobody and self._known:
+                    elif is_nobody and self._known_addresses:
                         raise TemporaryError(JOINING, where, ALL_GONE, error.remedy) from error
                     else:
                         raise
         self.asked, self.invitation = asked
-        self._known = self._told_addresses
+        self._known_addresses = self._run_addresses
 
-    def _know(self, folder: Path) -> None:
+    def _load_known(self, folder: Path) -> None:
         contents, addresses = known_before(folder)
         self._newcomer.contents = contents | self._newcomer.contents
-        self._known += addresses
+        self._known_addresses += addresses
 
 
 def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -276,7 +279,7 @@ def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
     Raised directly, the exception could end up in a task whose result is never awaited.
     """
 
-    async def heeding() -> T:
+    async def cancelable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "runs"
         signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(cancel, task))
@@ -285,19 +288,19 @@ def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
         finally:
             signal.signal(signal.SIGTERM, raise_terminated)
 
-    is_told = False
+    is_canceled = False
 
     def cancel(task: asyncio.Task[Any]) -> None:
-        nonlocal is_told
-        is_told = True
+        nonlocal is_canceled
+        is_canceled = True
         task.cancel()
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not raise_terminated:
         return asyncio.run(coroutine)
     try:
-        return asyncio.run(heeding())
+        return asyncio.run(cancelable())
     except asyncio.CancelledError:
-        if is_told:
+        if is_canceled:
             raise_terminated()
         raise

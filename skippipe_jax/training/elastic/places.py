@@ -36,11 +36,11 @@ def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) 
     `new` describes the extra nodes with measurements, by number. They are in no stage of the plan.
     """
     own = len(plan.case.nodes)
-    come = range(own, max(nodes) + 1)
-    if not come:
+    extra = range(own, max(nodes) + 1)
+    if not extra:
         return plan
-    nodes_to_come = [new.get(node, NewNode(f"place {node}")) for node in come]
-    return replace(plan, case=with_more_nodes(plan.case, nodes_to_come))
+    extra_nodes = [new.get(node, NewNode(f"place {node}")) for node in extra]
+    return replace(plan, case=with_more_nodes(plan.case, extra_nodes))
 
 
 def with_stages(
@@ -86,18 +86,19 @@ def secured(
     at_first = [len({host_of[node] for node in nodes}) for nodes in own]
     stages = [[*nodes] for nodes in placement]
     for stage, nodes in enumerate(stages):
-        here = serving(nodes)
-        if len(here) != 1 or at_first[stage] == 1:
+        serving_hosts = serving(nodes)
+        if len(serving_hosts) != 1 or at_first[stage] == 1:
             continue
-        found = [
+        candidates = [
             (node not in own[stage], node, giver)
             for giver, theirs in enumerate(stages)
             if len(serving(theirs)) > at_first[giver]
             for node in theirs
-            if host_of[node] in {*hosts} - here and not (stage == 0 and node in without_text)
+            if host_of[node] in {*hosts} - serving_hosts
+            and not (stage == 0 and node in without_text)
         ]
-        if found:
-            _, node, giver = min(found)
+        if candidates:
+            _, node, giver = min(candidates)
             stages[giver].remove(node)
             nodes.append(node)
     moved = tuple(tuple(sorted(nodes)) for nodes in stages)
@@ -107,6 +108,6 @@ def secured(
 def stages_for(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
     """List the stages that a host would serve if it joined, as far as can be predicted."""
     members, apart = frozenset({*generation.members, host}), {*generation.apart, host}
-    found = covering(rules, generation.placement, members, apart, generation.left_out)
-    placement = generation.placement if found is None else found
+    covered = covering(rules, generation.placement, members, apart, generation.left_out)
+    placement = generation.placement if covered is None else covered
     return tuple(sorted(rules.serves(placement, host)))

@@ -20,7 +20,7 @@ from skippipe_jax.consensus.generations import Rules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage.joined_folder import is_joined
-from skippipe_jax.training.elastic.lost_stages import remakes_of
+from skippipe_jax.training.elastic.lost_stages import rebuild_rule
 from skippipe_jax.training.elastic.places import (
     host_of_places,
     secured,
@@ -90,7 +90,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
         without_text=without_text,
         rewinds=config.recovery.lost_stage != STOP,
         leaves_out=config.recovery.lost_stage == SKIP,
-        remakes=remakes_of(config, len(setup.plan.stages)),
+        remakes=rebuild_rule(config, len(setup.plan.stages)),
         is_apart=is_joined(Path(config.run_dir)),
     )
 
@@ -118,9 +118,9 @@ def regrouped(
     rank = {host: place for place, host in enumerate(group.hosts)}
     places = host_of_places(config, setup.host_of)
     kept = [node for node, host in enumerate(places) if host in rank]
-    there = set(kept)
+    present = set(kept)
     stages = tuple(
-        tuple(node for node in nodes if node in there) for nodes in group.generation.placement
+        tuple(node for node in nodes if node in present) for nodes in group.generation.placement
     )
     plans = {
         name: plan_without(

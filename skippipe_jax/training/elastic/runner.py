@@ -65,7 +65,11 @@ from skippipe_jax.training.elastic.coordinator import (
     await_first,
 )
 from skippipe_jax.training.elastic.inviting import Inviting
-from skippipe_jax.training.elastic.lost_stages import how_remade, how_rewound, warning_of_single
+from skippipe_jax.training.elastic.lost_stages import (
+    describe_rebuilds,
+    describe_rollback,
+    single_host_warning,
+)
 from skippipe_jax.training.elastic.measured import Measured, new_nodes
 from skippipe_jax.training.elastic.places import host_of_places, stages_for
 from skippipe_jax.training.elastic.regroup import regrouped, rules_of
@@ -82,7 +86,7 @@ from skippipe_jax.training.session import (
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
-    closed_by_an_error,
+    close_on_error,
     own_report,
     parts_to_restore,
     truncate_run,
@@ -117,7 +121,7 @@ class ElasticRunner:
         self._planner = WarmPlanner()
         self._lock = RunLock(run.run_dir)
         # The last generation that this host led, and whose metrics it wrote.
-        self._led = 0
+        self._last_led = 0
         self._policy = HostPolicy(
             self._membership.index,
             run.config.cluster.rejoin_s,
@@ -142,7 +146,7 @@ class ElasticRunner:
         Raises:
             PeerTimeout: if the others do not readmit this host.
         """
-        _get_ready(self._config, self._setup, self._membership.index)
+        _compile_own_stages(self._config, self._setup, self._membership.index)
         self._membership.ask_in(self._rules, self._store)
         self._state, self._action = await_first(self._policy)
         return self._until_open(time.monotonic())
@@ -156,12 +160,12 @@ class ElasticRunner:
         origin = Origin.OWN if state.checkpoint is None else Origin.CHECKPOINT
         self._team, self._state = team, Opening(team.generation, StateSource(step, origin))
         try:
-            with closed_by_an_error(setup.transfers):
+            with close_on_error(setup.transfers):
                 self._invite(team, setup.agreed)
                 self._write(team, setup)
-                self._led = 1 if team.index == 0 else 0
+                self._last_led = 1 if team.index == 0 else 0
                 by = self._config.recovery.lost_stage
-                single = warning_of_single(stages, setup.host_of, by)
+                single = single_host_warning(stages, setup.host_of, by)
                 if team.index == 0 and single:
                     log.warning(single)
                 session = self._replanned(Session(self._run, SessionStart(team, setup, state)))
@@ -191,7 +195,7 @@ class ElasticRunner:
         if isinstance(self._action, WatchMembers):
             self._tell(self._watch(self._action.seconds))
         if isinstance(self._action, Raise) and cause == Cause.TRANSFER:
-            problem = "transfers have failed again although all hosts are there"
+            problem = "transfers failed again although all hosts are alive"
             raise PeerTimeout(f"{problem}: {error}") from error
         return not isinstance(self._action, Raise)
 
@@ -240,14 +244,13 @@ class ElasticRunner:
 
     def _abandon(self, generation: int) -> None:
         if isinstance(self._state, Suspended) and self._state.has_reconnected:
-            problem = "transfers have failed although all hosts are there"
-            log.warning(f"{problem}: connections are made again")
+            log.warning("transfers failed although all hosts are alive; reconnecting")
         self._membership.control.tell(Abandoned(generation), Tick())
 
     def _await(self, after: int, seconds: float) -> Entered | Signal:
         if self._run.preemption.has_left():
             return Signal.LEFT
-        with telling(lambda _: self._what_is_waited_for(after), seconds):
+        with telling(lambda _: self._waiting_message(after), seconds):
             following = self._membership.next_team(after, seconds)
         if following is None:
             # Stop waiting for a checkpoint that needs the others.
@@ -255,19 +258,20 @@ class ElasticRunner:
             return Signal.TIME_OVER
         self._team = following
         if after == 0:
-            here, step = self._membership.index, following.generation.step
-            is_in = "is in" if here in following.generation.apart else "is back in"
+            own, step = self._membership.index, following.generation.step
+            joined = "joined" if own in following.generation.apart else "rejoined"
             where = self._membership.control_address
-            log.output(f"host {here} {is_in} the run, at step {step}; it listens at {where}")
+            log.output(f"host {own} {joined} at step {step}; it listens at {where}")
         return Entered(following.generation)
 
-    def _what_is_waited_for(self, after: int) -> str:
+    def _waiting_message(self, after: int) -> str:
         own = self._membership.index
         others = self._team.hosts if after else range(self._membership.count)
         missed = [host for host in others if host != own and self._membership.misses([host])]
-        unheard = f"it does not hear {', '.join(f'host {host}' for host in missed)}"
-        what = "for enough others to go on with" if after else "to be taken in"
-        return f"host {own} waits {what}; {unheard if missed else 'it hears all others'}"
+        silent = f"not reachable: {', '.join(f'host {host}' for host in missed)}"
+        what = "a majority of hosts" if after else "admission to the run"
+        state = silent if missed else "all other hosts are reachable"
+        return f"host {own}: waiting for {what}; {state}"
 
     def _watch(self, seconds: float) -> Signal:
         # Count polls, so that the time of a suspended process does not run.
@@ -321,34 +325,34 @@ class ElasticRunner:
         if serves_data:
             self._setup = try_open_text(config, self._setup)
         transfers = open_servers(team)
-        with closed_by_an_error(transfers):
+        with close_on_error(transfers):
             agreed = self._agreed(team, state, transfers.endpoint, serves_data=serves_data)
             self._require_text(team, agreed)
             transfers.connect(agreed.endpoints)
-            found = self.plans.fetch(team, agreed)
-            told = {
+            plan = self.plans.fetch(team, agreed)
+            measurements = {
                 host: Measured.parse(own.measured)
                 for host, own in zip(team.hosts, agreed.reports, strict=True)
                 if own.measured is not None
             }
-            new = new_nodes(told, self._host_of, len(self._setup.host_of))
-            setup = regrouped(config, self._setup, team, found, new).after(agreed, transfers)
+            new = new_nodes(measurements, self._host_of, len(self._setup.host_of))
+            setup = regrouped(config, self._setup, team, plan, new).after(agreed, transfers)
             if generation.lost or team.fresh:
-                self.recoveries.hear([own.recovery for own in agreed.reports])
+                self.recoveries.adopt([own.recovery for own in agreed.reports])
             if 0 in team.fresh:  # The leader has no lines.
                 self.metrics_tail.adopt([own.metrics_tail for own in agreed.reports])
             state = replace(state, microbatches_read=agreed.microbatches_read)
             if agreed.restores_checkpoint:
-                team, state = self._gone_back(team, setup, state)
+                team, state = self._roll_back(team, setup, state)
                 generation = team.generation
             self._write(team, setup)
             if team.index == 0:
                 # Only after the exchange: a suspended leader may resume when another host
                 # already leads.
-                is_own = self._led == generation.number - 1
-                given = partial(truncate_run, config, generation.step, is_own=is_own)
-                retry(folder, given)
-                self._led = generation.number
+                is_own = self._last_led == generation.number - 1
+                truncate = partial(truncate_run, config, generation.step, is_own=is_own)
+                retry(folder, truncate)
+                self._last_led = generation.number
                 self.metrics_tail.flush_to(folder)
             copies = (*state.remains.copies, *read_dropped_stages(config, team))
             remains = Remains(copies, agreed.squared_norms, agreed.optimizer_updates)
@@ -356,11 +360,11 @@ class ElasticRunner:
             start = SessionStart(team, setup, replace(state, remains=remains), generation.step > 0)
             session = Session(self._run, start)
         if team.index == 0:
-            of = max(team.count, self._membership.count)
+            total = max(team.count, self._membership.count)
             log.info(
-                f"{generation.cause}{how_remade(generation)}: {team.count} of "
-                f"{of} hosts go on from step {generation.step}, after "
-                f"{time.monotonic() - since_s:.1f} s{how_rewound(generation, done)}"
+                f"{generation.cause}{describe_rebuilds(generation)}; {team.count} of {total} hosts "
+                f"continue from step {generation.step} (paused for "
+                f"{time.monotonic() - since_s:.1f} s){describe_rollback(generation, done)}"
             )
         return self._replanned(session)
 
@@ -375,11 +379,11 @@ class ElasticRunner:
         # A search does not support stages that are left out.
         moves = not group.generation.left_out
         if config.replan.budget_s and moves and is_only:
-            standing, own, host_of = schedule.plans[OWN], self._setup.plan, self._host_of
-            session.add_callback(PlannerWarmup(self._planner, standing, group.index))
+            current, own, host_of = schedule.plans[OWN], self._setup.plan, self._host_of
+            session.add_callback(PlannerWarmup(self._planner, current, group.index))
             if group.index == 0:
-                given = standing, own, host_of, self._planner, self._membership.control.tell
-                session.add_callback(Replanner(config, group, self.plans, *given))
+                arguments = current, own, host_of, self._planner, self._membership.control.tell
+                session.add_callback(Replanner(config, group, self.plans, *arguments))
         return session
 
     def _require_text(self, team: Team, agreed: SessionPlan) -> None:
@@ -393,13 +397,13 @@ class ElasticRunner:
             return
         if team.index in agreed.without_text:
             config = self._config
-            problem = "this is not the text that the run reads"
+            problem = "its text differs from the training text of the run"
             if len(team.generation.placement) == 1:
-                remedy = "Give this host the same files as the others have"
+                remedy = "Copy the files of another host to this host"
                 raise InputError("data.source", config.data.source, problem, remedy)
             log.warning(
-                f"data.source is {config.data.source}: {problem}. This host serves other "
-                "stages, like one without text"
+                f"data.source = {config.data.source!r}: {problem}; this host serves only stages "
+                "that need no text"
             )
             self._setup = replace(self._setup, data=None, held_out=())
             self._membership.control.tell(TextMissing(), Tick())  # Notify the others at once.
@@ -410,8 +414,8 @@ class ElasticRunner:
     ) -> SessionPlan:
         """Exchange reports with the team, and return the session plan."""
         # Node numbers of the run's own plan, which are valid in every generation.
-        here = self._membership.index
-        nodes = [node for node, host in enumerate(self._host_of) if host == here]
+        own_host = self._membership.index
+        nodes = [node for node, host in enumerate(self._host_of) if host == own_host]
         report = own_report(
             self._setup,
             member=team.here() | {"nodes": nodes},
@@ -424,7 +428,7 @@ class ElasticRunner:
             optimizer_updates=state.remains.updates,
             measured=Measured.kept(self._run.run_dir),
             known_plans=self.plans.names,
-            recovery=self.recoveries.told(),
+            recovery=self.recoveries.pending(),
             metrics_tail=self.metrics_tail.snapshot() if 0 in team.fresh else [],
         )
         agreed = exchange_reports(team, report, team.timeout_s)
@@ -438,7 +442,7 @@ class ElasticRunner:
         reception = self._membership.reception
         reception.inviting, reception.has_ended = self._inviting, False
 
-    def _gone_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
+    def _roll_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
         """Return the team and the state of this host after a rollback to a checkpoint.
 
         The checkpoint is the newest that is intact on all hosts. If it is older than the one that
@@ -459,10 +463,10 @@ class ElasticRunner:
         is_older = step < team.generation.step
         if is_older:
             team = team.gone_back(step)
-            self._tell(Signal.WENT_BACK)
+            self._tell(Signal.ROLLED_BACK)
             state = replace(state, step=step)
             self.metrics_tail.drop_after(step)
-            self.recoveries.went_back(step)
+            self.recoveries.rolled_back(step)
         # In outer mode, transfers in progress are restored from the checkpoint or the held state.
         is_outer = config.averaging.is_outer
         if checkpoint is not None and (state.restores_checkpoint or is_older or is_outer):
@@ -478,8 +482,8 @@ class ElasticRunner:
         if team.index == 0:
             self._lock.acquire(team.generation.start)
             members = [own.member for own in setup.agreed.reports]
-            folder, given = self._run.run_dir, (team.generation, setup.plan, members)
-            retry(folder, lambda: RunDir(folder).append_generation(*given))
+            folder, line = self._run.run_dir, (team.generation, setup.plan, members)
+            retry(folder, lambda: RunDir(folder).append_generation(*line))
 
 
 def _cause_of(error: Exception) -> Cause:
@@ -491,7 +495,7 @@ def _cause_of(error: Exception) -> Cause:
     return Cause.TRANSFER if may_stem_from_a_peer(error) else Cause.OWN
 
 
-def _get_ready(config: Config, setup: HostSetup, here: int) -> None:
+def _compile_own_stages(config: Config, setup: HostSetup, here: int) -> None:
     """Compile ahead the stages of this host in the run's plan, so that the others need not wait."""
     if is_joined(Path(config.run_dir)):  # It compiled before it joined.
         return

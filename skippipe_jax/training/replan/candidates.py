@@ -18,12 +18,12 @@ from skippipe_sched.timing.simulate import simulate, simulate_plan
 from skippipe_jax.storage.records import StepMetrics
 
 
-def cases_to_search(standing: Plan, own: Plan) -> list[Case]:
+def cases_to_search(current: Plan, own: Plan) -> list[Case]:
     """Return the case of the current plan, and one with stage sizes in proportion to `own`.
 
     An iteration keeps its number of microbatches.
     """
-    case, nodes = standing.case, range(len(standing.case.nodes))
+    case, nodes = current.case, range(len(current.case.nodes))
     sizes = _in_proportion(len(nodes), own.case.stages)
     if sizes == list(case.stages):
         return [case]
@@ -68,7 +68,7 @@ def recalibrated(plan: Plan, busy_s: Sequence[float]) -> Plan:
 
 def pays_off(
     found: Plan,
-    standing: Plan,
+    current: Plan,
     gain: float,
     iterations: int,
     host_of: Sequence[int],
@@ -79,35 +79,35 @@ def pays_off(
     Each iteration must also get shorter by more than the fraction `gain`. `host_of` is the host of
     each node, and `state_bytes` the bytes of each stage's state.
     """
-    if len(found.microbatches) != len(standing.microbatches):
+    if len(found.microbatches) != len(current.microbatches):
         return False  # `standing` was made by hand; data nodes may be unused.
-    saved_s = standing.predicted.iteration_s - found.predicted.iteration_s
-    if saved_s <= gain * standing.predicted.iteration_s:
+    saved_s = current.predicted.iteration_s - found.predicted.iteration_s
+    if saved_s <= gain * current.predicted.iteration_s:
         return False
-    return saved_s * iterations > migration_seconds(found, standing, host_of, state_bytes)
+    return saved_s * iterations > migration_seconds(found, current, host_of, state_bytes)
 
 
 def keeps_data_hosts(
-    found: Plan, standing: Plan, host_of: Sequence[int], apart: Collection[int]
+    found: Plan, current: Plan, host_of: Sequence[int], apart: Collection[int]
 ) -> bool:
     """Return whether no diskless host (`apart`) gets its first data node by a plan.
 
     Such hosts may lack the text that data nodes read. `host_of` is the host of each node.
     """
-    reading = {host_of[node] for node in standing.stages[0]}
+    reading = {host_of[node] for node in current.stages[0]}
     return {host_of[node] for node in found.stages[0]}.isdisjoint({*apart} - reading)
 
 
 def migration_seconds(
-    found: Plan, standing: Plan, host_of: Sequence[int], state_bytes: Sequence[float]
+    found: Plan, current: Plan, host_of: Sequence[int], state_bytes: Sequence[float]
 ) -> float:
     """Estimate the seconds until all hosts have the states that a plan requires.
 
     Each host fetches its stages one by one over the fastest link; all hosts fetch in parallel.
     """
-    latency_s, bandwidth = standing.case.link_matrices
+    latency_s, bandwidth = current.case.link_matrices
     taking_s = dict.fromkeys(host_of, 0.0)
-    for stage, (nodes, before) in enumerate(zip(found.stages, standing.stages, strict=True)):
+    for stage, (nodes, before) in enumerate(zip(found.stages, current.stages, strict=True)):
         holding = {host_of[node] for node in before}
         targets = {host_of[node]: node for node in nodes if host_of[node] not in holding}
         for host, node in targets.items():

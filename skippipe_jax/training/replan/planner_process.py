@@ -70,13 +70,13 @@ class PlannerProcess:
         """True if the process has ended, by itself or by `close`."""
         return self._process.poll() is not None
 
-    def run(self, words: Sequence[str]) -> int:
+    def run(self, command: Sequence[str]) -> int:
         """Run a command after earlier ones; return its exit code, or that of an ended process."""
         source, target = self._pipes
         with self._lock:
             if not self._is_closed:
                 try:
-                    target.write(json.dumps(words).encode() + b"\n")
+                    target.write(json.dumps(command).encode() + b"\n")
                 except BrokenPipeError:
                     return self._process.wait()  # Its exit code gives the reason.
                 if answer := source.readline():
@@ -92,8 +92,8 @@ class PlannerProcess:
 
     def last_error_line(self) -> str:
         """Return the last line of its standard error."""
-        said = self._errors.read_text(errors="replace").split("\n")
-        return next((line for line in reversed(said) if line.strip()), "it says nothing")
+        lines = self._errors.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "no error output")
 
     def interrupt(self) -> None:
         """Interrupt the current search."""
@@ -131,8 +131,8 @@ class WarmPlanner:
 
         Compiled code is cached on this machine; with `stays`, the process is kept too.
         """
-        is_there = self._kept is not None and not self._kept.has_ended
-        if is_there or (self._has_prepared and not stays):
+        is_running = self._kept is not None and not self._kept.has_ended
+        if is_running or (self._has_prepared and not stays):
             return
         self._has_prepared = True
         process = self.process() if stays else PlannerProcess()
@@ -143,7 +143,7 @@ class WarmPlanner:
             with tempfile.TemporaryDirectory(prefix="skippipe-prepare-") as folder:
                 path = Path(folder, "case.yaml")
                 # A failure is ignored: the real search reports it.
-                process.run(_search_of(plan.case, path, SHORTEST_BUDGET_S))
+                process.run(_plan_command(plan.case, path, SHORTEST_BUDGET_S))
             if not stays:
                 process.close()
 
@@ -161,13 +161,13 @@ class PlanSearch:
     def __init__(
         self,
         cases: Sequence[Case],
-        standing: Plan,
+        current: Plan,
         config: ReplanConfig,
         seed: int,
         process: PlannerProcess,
         then: Callable[[Sequence[Plan]], None],
     ):
-        """Start the search, from the plan `standing` for a case that it fits.
+        """Start the search, from the plan `current` for a case that it fits.
 
         At the end `then` is called with the plans found, from a separate thread, so that it does
         not wait for the end of a step.
@@ -179,25 +179,25 @@ class PlanSearch:
         self._cases = [Path(folder.name, f"case{number}.yaml") for number in range(len(cases))]
         commands: list[list[str]] = []
         for path, case in zip(self._cases, cases, strict=True):
-            words = [*_search_of(case, path, budget_s), "--seed", str(seed)]
-            if standing.fits(case, path_length_of(DEFAULT_METHOD, case)):
-                standing.save(Path(folder.name, "standing"))
+            command = [*_plan_command(case, path, budget_s), "--seed", str(seed)]
+            if current.fits(case, path_length_of(DEFAULT_METHOD, case)):
+                current.save(Path(folder.name, "standing"))
                 option = "--improve" if budget_s <= IMPROVES_WITHIN_S else "--begin"
-                words += [option, str(Path(folder.name, "standing"))]
-            commands.append(words)
+                command += [option, str(Path(folder.name, "standing"))]
+            commands.append(command)
         threading.Thread(target=self._search, args=(folder, commands), daemon=True).start()
 
     def _search(
         self, folder: tempfile.TemporaryDirectory[str], commands: Sequence[list[str]]
     ) -> None:
         with folder:
-            for words in commands:
+            for command in commands:
                 if self._is_closed.is_set():
                     return
-                code = self._process.run(words)
+                code = self._process.run(command)
                 if code and not self._is_closed.is_set():
                     why = self._process.last_error_line()
-                    log.info(f"a search for a better plan ended with exit code {code}: {why}")
+                    log.info(f"the search for a better plan failed with exit code {code}: {why}")
             plans = [load_plan(path) for path in sorted(Path(folder.name).glob("case*.json"))]
         if not self._is_closed.is_set():
             self._then(plans)
@@ -216,20 +216,20 @@ class PlanSearch:
             self._process.interrupt()
 
 
-def _search_of(case: Case, path: Path, budget_s: float) -> list[str]:
+def _plan_command(case: Case, path: Path, budget_s: float) -> list[str]:
     """Write a case to a path, and return the command that writes a plan for it next to it."""
     path.write_text(json.dumps(dict(case.source)), encoding="utf-8")
-    where = [str(path), "-o", str(path.with_suffix(".json"))]
-    return ["plan", *where, "--method", DEFAULT_METHOD, "--budget", f"{budget_s:g}", "--compiled"]
+    files = [str(path), "-o", str(path.with_suffix(".json"))]
+    return ["plan", *files, "--method", DEFAULT_METHOD, "--budget", f"{budget_s:g}", "--compiled"]
 
 
 class PlannerWarmup(Callback):
     """Callback that warms up the planner once a generation has lasted for a while."""
 
-    def __init__(self, planner: WarmPlanner, plan: Plan, place: int, clock: Clock = SYSTEM_CLOCK):
-        """Schedule the warm-up for the case of a plan; `place` is the index of this host."""
-        self._planner, self._plan, self._stays = planner, plan, place < READY_HOSTS
-        self._clock, self._at_s = clock, clock.now() + PREPARES_AFTER_S * (1 + place)
+    def __init__(self, planner: WarmPlanner, plan: Plan, rank: int, clock: Clock = SYSTEM_CLOCK):
+        """Schedule the warm-up for the case of a plan; `rank` is the index of this host."""
+        self._planner, self._plan, self._stays = planner, plan, rank < READY_HOSTS
+        self._clock, self._at_s = clock, clock.now() + PREPARES_AFTER_S * (1 + rank)
         self._is_done = False
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:

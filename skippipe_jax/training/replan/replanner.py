@@ -101,20 +101,20 @@ class Replanner(Callback):
         config: Config,
         group: Group,
         plans: SharedPlans,
-        standing: Plan,
+        current: Plan,
         own: Plan,
         host_of: Sequence[int],
         planner: WarmPlanner,
-        wish: Callable[[Wish], object],
+        request_plan: Callable[[Wish], object],
     ):
-        """Store the plans; a search starts with training if `standing` is a repair plan.
+        """Store the plans; a search starts with training if `current` is a repair plan.
 
-        A better plan is proposed by `wish`. `own` is the run's own plan, and `host_of` the host of
-        each of its nodes.
+        A better plan is proposed by `request_plan`. `own` is the run's own plan, and `host_of` the
+        host of each of its nodes.
         """
         self._config, self._group, self._plans = config, group, plans
-        self._planner, self._wish = planner, wish
-        self._standing, self._own = standing, own
+        self._planner, self._request_plan = planner, request_plan
+        self._current, self._own = current, own
         self._kept = [node for node, host in enumerate(host_of) if host in group.hosts]
         self._host_of = [host_of[node] for node in self._kept]
         self._recent: deque[StepMetrics] = deque(maxlen=SEVERAL)
@@ -124,18 +124,18 @@ class Replanner(Callback):
     def on_train_begin(self, run: RunView) -> None:
         """Start the search after a change of hosts."""
         self._view = run
-        if self._standing is not self._own and not self._group.generation.plan:
+        if self._current is not self._own and not self._group.generation.plan:
             self._begin_search()
 
     def _begin_search(self) -> None:
-        cases = cases_to_search(self._standing, self._own)
+        cases = cases_to_search(self._current, self._own)
         config = self._config
         try:
             process = self._planner.process()
         except OSError as error:  # Out of memory or disk: the run can continue without.
-            return log.info(f"no search for a better plan: {error}")
+            return log.info(f"the search for a better plan could not start: {error}")
         self._search = PlanSearch(
-            cases, self._standing, config.replan, config.plan.seed, process, self._found
+            cases, self._current, config.replan, config.plan.seed, process, self._on_search_end
         )
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
@@ -143,27 +143,27 @@ class Replanner(Callback):
         if self._search is None or self._search.is_over():
             self._look_for_drift(metrics)
 
-    def _found(self, plans: Sequence[Plan]) -> None:
+    def _on_search_end(self, plans: Sequence[Plan]) -> None:
         """Propose the fastest usable plan if it pays off; called during a step."""
-        config, standing, host_of = self._config, self._standing, self._host_of
+        config, current, host_of = self._config, self._current, self._host_of
         generation, apart = self._group.generation, self._group.generation.apart
-        suitable = [own for own in plans if keeps_data_hosts(own, standing, host_of, apart)]
+        suitable = [own for own in plans if keeps_data_hosts(own, current, host_of, apart)]
         found = min(suitable, key=lambda plan: plan.predicted.iteration_s, default=None)
         if found is None:
             return
         iterations = config.train.steps - self._view.step
         sizes = copied_bytes(config, len(found.stages))
-        if not pays_off(found, standing, config.replan.gain, iterations, host_of, sizes):
+        if not pays_off(found, current, config.replan.gain, iterations, host_of, sizes):
             return
         name = self._plans.keep(found)
         if name is None:
             return
         log.info(
-            f"{found.method} has found a plan by which an iteration takes "
-            f"{found.predicted.iteration_s:.3g} s instead of {standing.predicted.iteration_s:.3g} s"
+            f"found a better plan with {found.method}: predicted iteration "
+            f"{current.predicted.iteration_s:.3g} s -> {found.predicted.iteration_s:.3g} s"
         )
         placement = placement_of(found, self._kept, generation.placement)
-        self._wish(Wish(generation.number, placement, name))
+        self._request_plan(Wish(generation.number, placement, name))
 
     def _look_for_drift(self, metrics: StepMetrics) -> None:
         """Start at most one search a generation with measured node speeds, if iterations drift."""
@@ -179,7 +179,7 @@ class Replanner(Callback):
         busy_s = busy_seconds(self._recent)
         self._looks_for_drift = False
         if busy_s is not None:
-            self._standing = recalibrated(self._standing, busy_s)
+            self._current = recalibrated(self._current, busy_s)
             self._begin_search()
 
     def close(self) -> None:
