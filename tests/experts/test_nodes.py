@@ -184,8 +184,8 @@ def test_too_few_nodes_are_refused_before_anything_trains(folder: Path, experts_
     write_config(folder, **few)
     result = experts_command("plan", "experts.yaml")
     assert result.code == 2
-    assert "lanes side by side need" in result.err
+    assert "parallel lanes need" in result.err
     assert result.err.count("\n") == 1
     place = place_in(folder, **few)
-    with pytest.raises(InputError, match="side by side"):
+    with pytest.raises(InputError, match="parallel lanes"):
         on_nodes(place, arm_of(place))

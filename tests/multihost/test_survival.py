@@ -317,7 +317,7 @@ def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
     assert plan.stages == ((0, 1), (2, 3, 4))
     assert {node for path in plan.microbatches for node in path} == {0, 1, 2, 3, 4}
     joined = run.generations()[1]
-    assert (joined["cause"], joined["plan"]) == ("host 3 joined", "balanced, nodes new: 1")
+    assert (joined["cause"], joined["plan"]) == ("host 3 joined", "balanced, nodes added: 1")
     assert [member["nodes"] for member in joined["members"]] == [[0], [1], [2, 3], [4]]
     assert_trained_like(run.run_dir, undisturbed)
 

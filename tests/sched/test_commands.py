@@ -237,8 +237,8 @@ def test_churn(command, small_plan, tmp_path):
     first, _, head, *lines = printed.splitlines()
     assert first.startswith("5 nodes, ")
     assert head.split() == ["goodput", "16h", "8h", "4h"]
-    assert printed.count("exact survival (rewind) ") == 1
-    assert lines[-1].startswith("exact survival (rewind) ")
+    assert printed.count("exact recovery (rewind) ") == 1
+    assert lines[-1].startswith("exact recovery (rewind) ")
     told = json.loads((tmp_path / "new" / "churn.json").read_text())
     assert told["verdict"] == lines[-1]
     assert told["churn"] == {"repair_s": 300, "end_s": 43200, "seeds": [0, 1]}
@@ -361,7 +361,7 @@ WRONG_CASES = {
     "memory list": ({"memory": [1, 2]}, "case.memory", "[1, 2]", "without fraction"),
     "path too long": ({"path_length": 3}, "case.path_length", "3", "Write 2 or less"),
     "path of nothing": ({"path_length": 0}, "case.path_length", "0", "Write 1 or a greater"),
-    "sizes": ({"stages": [1, 2]}, "case.stages", "[1, 2]", "add up"),
+    "sizes": ({"stages": [1, 2]}, "case.stages", "[1, 2]", "3 nodes in total"),
     "many nodes": ({"nodes": 10**15}, "case.nodes", "10000000000", "Write 10000 or a smaller"),
     "no stages": ({"stages": []}, "case.stages", "[]", "Add the missing"),
     "empty stage": ({"stages": [2, 0]}, "case.stages[1]", "0", "Write 1 or a greater"),
@@ -603,8 +603,8 @@ WRONG_PLANS = {
     "node twice": (
         lambda p: p.update(stages=[[0], [1, 1]]),
         "plan.stages[1][1]",
-        "1: this node is in plan.stages[1][0] already",
-        "Name each node once",
+        "1: is already in plan.stages[1][0]",
+        "List each node once",
     ),
     "node missing": (lambda p: p.update(stages=[[0], [1]]), "plan.stages", "node 2", "Add it"),
     "empty stage": (lambda p: p["stages"].append([]), "plan.stages[2]", "[]", "Add the missing"),
@@ -636,14 +636,14 @@ WRONG_PLANS = {
     "path from another stage": (
         lambda p: p["microbatches"].append([1, 2]),
         "plan.microbatches[2][0]",
-        "1: a path begins at a data node",
-        "Begin with one of [0]",
+        "1: must be a data node",
+        "Start the path at one of [0]",
     ),
     "stage twice": (
         lambda p: p["microbatches"].append([0, 1, 2]),
         "plan.microbatches[2][2]",
         "2: the path visits stage 1 twice (CC1), first on node 1",
-        "Visit each stage once",
+        "Visit each stage at most once",
     ),
     "path as a number": (
         lambda p: p["microbatches"].append(0),
@@ -657,7 +657,7 @@ WRONG_PLANS = {
         "False",
         "without fraction",
     ),
-    "orders of some nodes": (lambda p: p["order"].pop(), "plan.order", "2 entries", "Give each"),
+    "orders of some nodes": (lambda p: p["order"].pop(), "plan.order", "2 entries", "Add or"),
     "operation missing": (
         lambda p: p["order"][1].pop(),
         "plan.order[1]",
@@ -667,7 +667,7 @@ WRONG_PLANS = {
     "operation twice": (
         lambda p: p["order"][1].append(["B", 0]),
         "plan.order[1][2]",
-        "['B', 0]: stands there twice",
+        "['B', 0]: is a duplicate",
         "once",
     ),
     "operation on the wrong node": (
@@ -798,7 +798,7 @@ WRONG_CHURN = {
     "more faults than fit": ("--mtbf", "0.001s", "0.000125s", "fewer --days"),
     "no days": ("--days", 0, "0.0", "greater than 0"),
     "days that are not": ("--days", "nan", "nan", "below 1e+100"),
-    "too short": ("--days", 1e-6, "no step ends by then", "Give more days"),
+    "too short": ("--days", 1e-6, "is too short for a step", "Give more days"),
     "no seeds": ("--seeds", 0, "0", "Write 1"),
     "negative seed": ("--seed", -1, "-1", "Write 0"),
     "negative sweep": ("--sweep", -1, "-1", "Write 0"),

@@ -177,7 +177,7 @@ REFUSED = {
     "too few nodes": (
         {"memory": 1},
         (*LANES, lane("another", 1)),
-        "case.nodes = 10: 3 lanes side by side need 4 nodes each at least. Add 2 nodes",
+        "case.nodes = 10: 3 parallel lanes need at least 4 nodes each. Add 2 nodes",
     ),
     "an unknown key": ({"nods": 3}, LANES, "case.nods"),
     "stages left out": ({"left_out": [1]}, LANES, "case.left_out"),

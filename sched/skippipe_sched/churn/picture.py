@@ -67,7 +67,7 @@ def picture(points: Sequence[Point], name: str) -> str:
     for mtbf_s in mtbfs_s:
         add_line(svg, "grid", (x(mtbf_s), TOP), (x(mtbf_s), BOTTOM + 4))
         add_text(svg, "middle", x(mtbf_s), BOTTOM + 17, duration_text(mtbf_s))
-    below = "mean time between the faults of a node"
+    below = "mean time between faults of a node"
     add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 12, below)
     for index, policy in enumerate(POLICIES):
         _draw_legend(svg, index, policy)

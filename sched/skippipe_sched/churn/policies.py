@@ -22,12 +22,12 @@ RESTART, STOP, REWIND = "restart", "stop", "rewind"
 BUDDY, AVERAGE, SKIP = "buddy", "average", "skip"
 
 POLICIES = {
-    RESTART: Policy("all hosts end, and start again from the last checkpoint", False, True),
-    STOP: Policy("the others go on; where a stage is lost, all start again", True, True),
-    REWIND: Policy("where a stage is lost, all go back to the last checkpoint", True, True),
-    BUDDY: Policy("where a stage is lost, an earlier copy of it takes its place", True, False),
-    AVERAGE: Policy("where a stage is lost, its neighbours' mean takes its place", True, False),
-    SKIP: Policy("where a stage is lost, the others train without it", True, False),
+    RESTART: Policy("all hosts stop and restart from the last checkpoint", False, True),
+    STOP: Policy("remaining hosts continue; if a stage is lost, all restart", True, True),
+    REWIND: Policy("if a stage is lost, all hosts return to the last checkpoint", True, True),
+    BUDDY: Policy("a lost stage is restored from its last buddy checkpoint", True, False),
+    AVERAGE: Policy("a lost stage gets the mean of its neighbors' parameters", True, False),
+    SKIP: Policy("a lost stage is bypassed until a host serves it again", True, False),
 }
 
 

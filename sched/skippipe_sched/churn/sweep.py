@@ -98,7 +98,7 @@ def calm_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
     steps = Pace(0.0, 0, iteration_s, costs.save_every, costs.save_s).steps_by(end_s)
     if steps == 0:
         raise InputError(
-            "--days", end_s / 86400, f"no step ends by then: one takes {iteration_s:.4g} s",
+            "--days", end_s / 86400, f"is too short for a step, which takes {iteration_s:.4g} s",
             "Give more days",
         )  # fmt: skip
     return steps
@@ -147,7 +147,7 @@ def goodputs(points: Sequence[Point]) -> str:
 
 def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
     """Format the use of time at one rate, by policy: shares of it, steps undone, recoveries."""
-    lines: list[Cells] = [("of the time", *SPENT, "lost", "steps undone", "recoveries")]
+    lines: list[Cells] = [("share of time", *SPENT, "lost", "steps undone", "recoveries")]
     for point in points:
         if point.mtbf_s == mtbf_s:
             shares = [point.spent_s[kind] / end_s for kind in SPENT]
@@ -172,8 +172,8 @@ def verdict(points: Sequence[Point]) -> str:
     mtbfs_s = sorted({point.mtbf_s for point in points}, reverse=True)
     ends = " to ".join(map(duration_text, dict.fromkeys((mtbfs_s[0], mtbfs_s[-1]))))
     return (
-        f"exact survival ({REWIND}) {_stops(points, inexact, 'the inexact policies')}, and "
-        f"{_stops(points, [RESTART], 'restarting')} (with {ends} between the faults of a node)"
+        f"exact recovery ({REWIND}) {_stops(points, inexact, 'the inexact policies')}, and "
+        f"{_stops(points, [RESTART], 'restarting')} (mean time between faults of a node: {ends})"
     )
 
 
@@ -186,7 +186,7 @@ def _stops(points: Sequence[Point], others: Collection[str], called: str) -> str
         if best.goodput > own.goodput + MARGIN:
             name = "" if len(others) == 1 else f" ({best.policy})"
             return (
-                f"stops paying against {called}{name} at {duration_text(own.mtbf_s)}, with "
+                f"falls behind {called}{name} at {duration_text(own.mtbf_s)}, with a goodput of "
                 f"{own.goodput:.3f} against {best.goodput:.3f}"
             )
-    return f"never stops paying against {called}"
+    return f"never falls behind {called}"

@@ -115,8 +115,8 @@ class _Search:
             raise InputError(
                 "case.nodes",
                 nodes,
-                f"{len(lanes)} lanes side by side need {whole.fewest_nodes} nodes each at least",
-                f"Add {needed - nodes} nodes, or train fewer lanes side by side",
+                f"{len(lanes)} parallel lanes need at least {whole.fewest_nodes} nodes each",
+                f"Add {needed - nodes} nodes, or train fewer lanes in parallel",
             )
         self.layouts = Layouts(whole, [lane.work for lane in lanes], self.screened, equal=equal)
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)

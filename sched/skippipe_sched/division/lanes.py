@@ -68,8 +68,8 @@ def checked(lanes: Sequence[Lane]) -> tuple[Lane, ...]:
         field = f"lanes[{place}]"
         fields.text(lane.name, f"{field}.name")
         if lane.name in [other.name for other in lanes[:place]]:
-            problem = "another lane has this name"
-            raise InputError(f"{field}.name", lane.name, problem, "Give each a name of its own")
+            problem = "is also the name of another lane"
+            raise InputError(f"{field}.name", lane.name, problem, "Give each lane a unique name")
         for number, one in enumerate(fields.sequence(lane.trainings, f"{field}.trainings")):
             at = f"{field}.trainings[{number}]"
             fields.text(one.name, f"{at}.name")

@@ -60,7 +60,7 @@ class Whole:
             InputError: as `candidates` does, or for stages that are left out.
         """
         if "left_out" in source:
-            problem = "is for a run that has lost nodes, and what is divided has lost none"
+            problem = "applies only to a run that has lost nodes"
             raise InputError("case.left_out", source["left_out"], problem, "Remove this key")
         self.case: Case = candidates(dict(source), folder)[0]
         self.skip_ratio: Any = None

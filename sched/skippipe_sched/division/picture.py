@@ -96,7 +96,7 @@ def picture(divisions: Mapping[str, Division], case_name: str) -> str:
         top = PLOT_TOP + block * place
         last = left + scale * division.seconds
         add_text(svg, "stage", MARGIN, top + BAR_TOP + 12, name)
-        add_text(svg, "", left, top + BAR_TOP + 12, f"last done: {duration_text(division.seconds)}")
+        add_text(svg, "", left, top + BAR_TOP + 12, f"all done: {duration_text(division.seconds)}")
         for number, part in enumerate(division.parts, start=1):
             down = top + ROW * number + BAR_TOP
             add_text(svg, "", MARGIN, down + 12, part.lane.name)

@@ -98,7 +98,7 @@ def flows_map(plan: Plan, timeline: Timeline) -> str:
     svg = start_picture(
         "flows",
         (layout.width, layout.height),
-        "Map of what the links carry in an iteration",
+        "Map of the link traffic of an iteration",
         STYLE + "".join(map(_stage_style, range(len(plan.stages)))),
     )
     total, wide = sum(flow.bytes for flow in links), wide_area_bytes(plan.case, links)
@@ -385,7 +385,7 @@ def _draw_busiest(
     svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow], top: float
 ) -> None:
     x, y = layout.panel, top + 1.5 * LINE
-    add_text(svg, "stage", x, y, "Busiest links" if flows else "No link carries anything")
+    add_text(svg, "stage", x, y, "Busiest links" if flows else "No link carries traffic")
     for rank, flow in enumerate(flows, start=1):
         y += 1.3 * LINE
         _draw_badge(svg, rank, x + BADGE, y - 4)

@@ -209,7 +209,7 @@ def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) 
         bottom = top + STAGE_HEADER + ROW * len(nodes)
         if stage % 2 == 0:
             add_rect(svg, "band", (1, WIDTH - 1), (top, bottom))
-        what = " · data" if stage == 0 else " · left out" if not nodes else ""
+        what = " · data" if stage == 0 else " · bypassed" if not nodes else ""
         add_text(svg, "stage", MARGIN, top + 15, f"Stage {stage}{what}")
         for node in nodes:
             y = layout.row_tops[node] + BAR_TOP + 12

@@ -75,7 +75,7 @@ def paths_picture(plan: Plan) -> str:
         f"{len(plan.stages)} stages",
     )
     legend = "below a column: the stage is skipped; to the left: a swap"
-    add_text(svg, "", MARGIN, LEGEND_Y, f"a line is the way of a microbatch; {legend}")
+    add_text(svg, "", MARGIN, LEGEND_Y, f"a line is the path of a microbatch; {legend}")
     for microbatch in range(len(plan.microbatches)):
         _draw_way(svg, layout, plan, microbatch)
     for stage, nodes in enumerate(plan.stages):

@@ -35,22 +35,22 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "joint": Method("placement, paths and order searched together (ours)", "joint"),
+    "joint": Method("joint search for placement, paths and order (ours)", "joint"),
     "full-joint": Method(
-        "the same search for full paths: what planning brings without skipping",
+        "the same search for full paths: the effect of planning without skipping",
         "joint",
         "full_routes",
     ),
-    "full": Method("DT-FM's placement, every microbatch visits every stage", "full"),
-    "balanced": Method("partial paths on the case's own order of nodes, greedily", "balanced"),
-    "dtfm-skip": Method("DT-FM's placement, random partial paths", "dtfm_skip"),
-    "dtfm-skip-swaps": Method("the same with random swaps", "dtfm_skip", "routes_with_swaps"),
+    "full": Method("DT-FM's placement; every microbatch visits every stage", "full"),
+    "balanced": Method("greedy partial paths; nodes placed in the order of the case", "balanced"),
+    "dtfm-skip": Method("DT-FM's placement; random partial paths", "dtfm_skip"),
+    "dtfm-skip-swaps": Method("dtfm-skip with random swaps", "dtfm_skip", "routes_with_swaps"),
     "skippipe-no-tc2": Method(
-        "DT-FM's placement, the paper's search of paths, blind to collisions",
+        "skippipe without TC2: the path search ignores collisions",
         "skippipe",
         "routes_without_tc2",
     ),
-    "skippipe": Method("the same search of paths that do not collide", "skippipe"),
+    "skippipe": Method("DT-FM's placement; the paper's path search (no collisions)", "skippipe"),
 }
 DEFAULT_METHOD = "joint"
 

@@ -181,7 +181,7 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
             "case.rules.max_jump",
             case.rules.max_jump,
             "no paths visit every inner stage equally often (CC3) under this limit",
-            f"Raise max_jump (at most {last_stage - 1} matters) or case.path_length",
+            f"Raise max_jump (up to {last_stage - 1}) or case.path_length",
         )
     counts = np.rint(solution.x).astype(int).reshape(2, -1).sum(axis=0)
     left = Counter(dict(zip(steps, counts.tolist(), strict=True)))

@@ -259,7 +259,7 @@ class _Joint:
         """
         search, compiling = replace(self.search), compilation()  # It has its own random numbers.
         if search.waits_for_compiler and compiling.succeeded() is None:
-            print("compiling the search, once on this machine: half a minute", file=sys.stderr)
+            print("compiling the search (once per machine, about 30 s)", file=sys.stderr)
             while compiling.succeeded() is None and not search.end.interrupted:
                 time.sleep(annealer.LOOK_S)
         if compiling.succeeded():

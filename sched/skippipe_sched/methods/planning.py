@@ -44,8 +44,8 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
         raise InputError(
             "case.left_out",
             list(case.left_out),
-            "no method plans around stages that are left out: `plan_without` does",
-            "Take these stages out of the case, with their sizes, costs and bytes",
+            "is not supported by planning methods, only by repair plans (`plan_without`)",
+            "Remove this key, and these stages from case.stages, stage_cost and stage_bytes",
         )
     return with_prediction(case, method, METHODS[method].load()(case, search or Search()))
 

@@ -91,7 +91,7 @@ def plan_without(
     lost, new = len(before - set(nodes)), len(set(nodes) - before)
     method = plan.method
     method += f", nodes lost: {lost}" if lost or not new else ""
-    method += f", nodes new: {new}" if new else ""
+    method += f", nodes added: {new}" if new else ""
     return Plan(method, placed, paths, timeline.order, timeline.predicted(None), case)
 
 
@@ -121,8 +121,8 @@ def _require_placement(
         raise InputError(
             "stages",
             [list(replicas) for replicas in stages],
-            f"must be {len(plan.stages)} stages that hold each of the nodes {list(nodes)} once",
-            "Write such ones",
+            f"must be {len(plan.stages)} stages that list each of the nodes {list(nodes)} once",
+            "List each node in one stage",
         )
     for stage, replicas in enumerate(stages):
         if stage > 0 and stage in left_out:
@@ -131,8 +131,8 @@ def _require_placement(
             raise InputError(
                 f"stages[{stage}]",
                 list(replicas),
-                f"of its nodes {list(plan.stages[stage])} none is left",
-                "Move a node of another stage there, or start one of them again",
+                f"has no node; in the previous plan it has {list(plan.stages[stage])}",
+                "Move a node of another stage to it, or restart one of its nodes",
             )
 
 
@@ -334,8 +334,8 @@ def refilled(
         raise InputError(
             "nodes",
             sorted(nodes),
-            f"only {len(nodes)} are left, and each of the {needed} stages needs one",
-            f"Start {needed - len(nodes)} of the lost ones again, or make a new plan with "
+            f"only {len(nodes)} nodes remain, and each of the {needed} stages needs one",
+            f"Restart {needed - len(nodes)} of the failed nodes, or make a new plan with "
             "fewer stages",
         )
     case = plan.case
@@ -356,8 +356,8 @@ def refilled(
                 raise InputError(
                     "nodes",
                     sorted(nodes),
-                    "none of those that are left has the text that the data stage reads",
-                    "Start one of the lost data nodes again",
+                    "none of the remaining nodes has the text that the data stage reads",
+                    "Restart one of the failed data nodes",
                 )
             moved = min((node for node in stages[giver] if node not in barred), key=alone)
             stages[giver].remove(moved)

@@ -50,7 +50,7 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
         return (parse_case(value, folder),)
     given = dict(fields.mapping(value, "case", value, REQUIRED))
     if "left_out" in given:
-        problem = "is for a case that leaves nothing to be chosen"
+        problem = "cannot be combined with stages: auto or path_length: auto"
         raise InputError("case.left_out", given["left_out"], problem, "Remove this key")
     open_sizes = given["stages"] == AUTO
     if open_sizes:
@@ -117,8 +117,8 @@ def _any_sizes(given: Mapping[str, Any]) -> list[int]:
         raise InputError(
             "case.microbatches_per_data_node",
             given["microbatches_per_data_node"],
-            "with stages: auto, how many data nodes there are is still to be chosen",
-            "Write one number for all of them, or microbatches: for the total",
+            "must be one number, as stages: auto leaves the number of data nodes open",
+            "Write one number for all data nodes, or replace it by microbatches: (the total)",
         )
     return [*[1] * (stages - 1), nodes - stages + 1]
 
@@ -132,7 +132,7 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
     ]
     if len(shares) != 2 or max(shares) > 1:
         raise InputError(
-            field, skip_ratio, "must be the least and the largest share of the stages to skip",
+            field, skip_ratio, "must be the minimum and maximum share of skipped stages",
             f"Write two numbers from 0 to 1, as in {list(DEFAULT_SKIP_RATIO)}",
         )  # fmt: skip
     low, high = shares
@@ -149,8 +149,9 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
         raise InputError(
             field,
             skip_ratio,
-            f"no path over some of {stages} stages skips a share of them between these",
-            f"Write [{min(low, share):g}, {max(high, share):g}], which allows paths of {nearest}",
+            f"no path through {stages} stages skips a share within this range",
+            f"Write [{min(low, share):g}, {max(high, share):g}], which allows paths of {nearest} "
+            "stages",
         )
     return lengths
 

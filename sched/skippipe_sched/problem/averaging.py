@@ -70,8 +70,8 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
         InputError: naming the key below `field`.
     """
     if isinstance(value, str):
-        problem = "says no mode, and what a configuration says of it a case by itself does not know"
-        raise InputError(field, value, problem, "Write {mode: outer}, or remove this key for exact")
+        problem = "must be a mapping; auto works only in a case that is the plan.case of a run"
+        raise InputError(field, value, problem, "Write {mode: outer}, or remove this key (exact)")
     given = fields.mapping(value, field, ("mode", *DEFAULTS))
     mode = fields.text(given.get("mode", EXACT.mode), f"{field}.mode", MODES)
     if mode == EXACT.mode:
@@ -80,7 +80,7 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
                 raise InputError(
                     f"{field}.{key}",
                     given[key],
-                    "is for mode: outer, and with mode: exact replicas average in every iteration",
+                    "requires mode: outer; with mode: exact, replicas average in every iteration",
                     "Remove this key, or write mode: outer",
                 )
         return EXACT
@@ -91,7 +91,7 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
         raise InputError(
             f"{field}.fragments",
             fragments,
-            f"are more than the {every} iterations of a cycle, each of which sends one at most",
+            f"must be at most every = {every}, as an iteration sends at most one fragment",
             f"Write {every} or less, or raise every to {fragments}",
         )
     delay = fields.integer(given["delay"], f"{field}.delay", 0)
@@ -99,7 +99,7 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
         raise InputError(
             f"{field}.delay",
             delay,
-            f"a fragment is sent again after every = {every} iterations, before it is applied",
+            f"must be less than every = {every}, as a fragment is applied before it is sent again",
             f"Write {every - 1} or less, or raise every to {delay + 1}",
         )
     dtype = fields.text(given["dtype"], f"{field}.dtype", tuple(WIDTHS))

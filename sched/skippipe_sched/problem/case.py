@@ -323,7 +323,7 @@ def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
         raise InputError(
             "case.stages",
             given["stages"],
-            f"the stages have {sum(stages)} places, but case.nodes gives {count} nodes",
+            f"the stages have {sum(stages)} nodes in total, but case.nodes has {count}",
             so_that_they_add_up(count, stages),
         )
     described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
@@ -368,7 +368,7 @@ def _of_all_nodes(
             continue
         problem, remedy = "is missing", f"Add {of_case}: to case"
         if isinstance(given["nodes"], list):
-            problem += f", and {len(silent)} of {len(described)} nodes do not say it themselves"
+            problem += f", and {len(silent)} of {len(described)} nodes do not set it"
             remedy += f", or {key}: to case.nodes[{silent[0]}]"
             remedy += " and the others" if len(silent) > 1 else ""
         raise InputError(f"case.{of_case}", None, problem, remedy)
@@ -398,15 +398,14 @@ def _rate(direction: str, given: Mapping[str, Any], node: Mapping[str, Any], fie
     for of, values in (("case", given), (field, node)):
         keys = [f"{direction}_{unit}" for unit in RATE_UNITS if f"{direction}_{unit}" in values]
         for key in keys[1:]:
-            problem = f"{keys[0]} is given too, which says the same"
+            problem = f"duplicates {keys[0]}"
             raise InputError(f"{of}.{key}", values[key], problem, "Remove one of them")
         for key in keys:
             if given.get("contention") != "node":
                 raise InputError(
                     f"{of}.{key}",
                     values[key],
-                    "is the rate of a connection that a node's links share, and they share none "
-                    "without contention: node",
+                    "requires contention: node, with which the links of a node share a connection",
                     "Write contention: node, or remove this key",
                 )
             rate = fields.number(values[key], f"{of}.{key}", links.LEAST_BANDWIDTH)
@@ -436,9 +435,9 @@ def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "by
         raise InputError(
             f"{of}.{key}",
             AUTO,
-            "follows from a model, and a case by itself has none",
-            f"Write the {unit}, which skippipe estimate-memory says for a configuration that "
-            "has this case as plan.case",
+            "requires a model, which a case file does not have",
+            f"Write the {unit} that skippipe estimate-memory prints for a configuration with this "
+            "case as plan.case",
         )
     return given[key]
 
@@ -473,16 +472,16 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
         raise InputError(
             "case.links",
             unreachable[0],
-            f"no node elsewhere can reach the nodes {there} at this location: "
+            f"no other node can reach the nodes {there} at this location: "
             f"all of its {len(missing)} links are missing",
-            f"{near}Put these nodes elsewhere, or add {len(missing)} rows, the first: "
+            f"{near}Move these nodes to another location, or add {len(missing)} rows, the first: "
             f"{_row(missing[0])}",
         )
     if missing:
         raise InputError(
             "case.links",
             " to ".join(missing[0]),
-            f"no link between these locations ({len(missing)} missing in all)",
+            f"no link between these locations ({len(missing)} missing in total)",
             f"{near}Add a row: {_row(missing[0])}",
         )
 
@@ -517,8 +516,8 @@ def _spread(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
         raise InputError(
             "case.microbatches",
             total,
-            "the number per data node is given too",
-            "Remove this key or microbatches_per_data_node",
+            "cannot be combined with microbatches_per_data_node",
+            "Remove one of these keys",
         )
     if total < data_nodes:
         raise InputError(
@@ -571,11 +570,11 @@ def so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
     """Write what to change where the sizes of the stages do not add up to the nodes."""
     lacking = sum(stages) - nodes
     if lacking < 0:
-        return f"Add {-lacking} to the sizes or take {-lacking} from the nodes to make them add up"
+        return f"Add {-lacking} to case.stages in total, or remove {-lacking} from case.nodes"
     if nodes < len(stages):
         least = len(stages) - nodes
         return (
-            f"Each stage needs a node: leave out {least} of the stages, or add {least} to the "
-            f"nodes; then make the sizes add up"
+            f"Each stage needs a node: remove {least} of the stages or add {least} to case.nodes; "
+            "then make the totals equal"
         )
-    return f"Take {lacking} from the sizes or add {lacking} to the nodes to make them add up"
+    return f"Remove {lacking} from case.stages in total, or add {lacking} to case.nodes"

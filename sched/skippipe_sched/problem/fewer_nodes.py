@@ -101,6 +101,6 @@ def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:
             "nodes",
             sorted(nodes),
             f"the case has no node {min(strange)}: its nodes are 0 to {len(case.nodes) - 1}",
-            "Name some of these",
+            "Use only these nodes",
         )
     return tuple(sorted(set(nodes)))

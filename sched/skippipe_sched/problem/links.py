@@ -94,7 +94,7 @@ def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
                 "case.links",
                 value,
                 "unknown table",
-                f"Use one of {', '.join(BUILT_IN)}, or the path of a .csv beside the case",
+                f"Use one of {', '.join(BUILT_IN)}, or the path of a .csv file beside the case",
             )
         return _read_csv(fields.read_text(folder / value, "case.links"), value)
     return value
@@ -144,8 +144,8 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         raise InputError(
             "case.links",
             origin,
-            f"not valid CSV at line {reader.line_num}: {error}",
-            "Mend the quotes there",
+            f"is not valid CSV at line {reader.line_num}: {error}",
+            "Correct the quotes in this line",
         ) from error
     header = [cell.strip() for cell in lines[0][1]] if lines else []
     latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
@@ -155,7 +155,7 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         raise InputError(
             f"case.links ({origin}, line 1)",
             ",".join(header),
-            "not the header of a link table",
+            "is not the header of a link table",
             f"The first line must be {','.join(COLUMNS)}, with one of the units {units}",
         )
     rows: list[list[Any]] = []

@@ -195,9 +195,7 @@ def _stages(value: Any, case: Case) -> tuple[tuple[int, ...], ...]:
             where = f"{field}[{position}]"
             fields.integer(node, where, 0, len(case.nodes) - 1)
             if node in seen:
-                raise InputError(
-                    where, node, f"this node is in {seen[node]} already", "Name each node once"
-                )
+                raise InputError(where, node, f"is already in {seen[node]}", "List each node once")
             seen[node] = where
         stages.append(tuple(nodes))
     missing = sorted(set(range(len(case.nodes))) - set(seen))
@@ -219,8 +217,8 @@ def _paths(value: Any, stages: Sequence[Sequence[int]]) -> tuple[NodePath, ...]:
             raise InputError(
                 f"{field}[0]",
                 path[0],
-                "a path begins at a data node (CC1), and this node serves another stage",
-                f"Begin with one of {list(stages[0])}",
+                "must be a data node, as every path starts at one (CC1)",
+                f"Start the path at one of {list(stages[0])}",
             )
         for position, node in enumerate(path):
             earlier = [other for other in path[:position] if stage_of[other] == stage_of[node]]
@@ -230,7 +228,7 @@ def _paths(value: Any, stages: Sequence[Sequence[int]]) -> tuple[NodePath, ...]:
                     node,
                     f"the path visits stage {stage_of[node]} twice (CC1), "
                     f"first on node {earlier[0]}",
-                    "Visit each stage once at most",
+                    "Visit each stage at most once",
                 )
         paths.append(tuple(path))
     return tuple(paths)
@@ -244,7 +242,10 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
     entries = fields.sequence(value, "plan.order")
     if len(entries) != nodes:
         raise InputError(
-            "plan.order", f"{len(entries)} entries", f"there are {nodes} nodes", "Give each one"
+            "plan.order",
+            f"{len(entries)} entries",
+            f"must have one entry for each of the {nodes} nodes",
+            "Add or remove entries",
         )
     order = []
     for node, operations in enumerate(entries):
@@ -262,7 +263,7 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
                 raise InputError(
                     field,
                     entry,
-                    "stands there twice, or no path has this operation on this node",
+                    "is a duplicate, or no path has this operation on this node",
                     "List each operation of the paths once, on the node that runs it",
                 )
             missing.remove(operation)

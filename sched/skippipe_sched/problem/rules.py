@@ -36,28 +36,28 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
     `stages` are the stages that a path visits in order, stage 0 first.
     """
     if not stages or stages[0] != 0:
-        return "CC1: it does not begin at stage 0"
+        return "CC1: the path does not start at stage 0"
     if len(set(stages)) < len(stages):
-        return "CC1: it visits a stage twice"
+        return "CC1: the path visits a stage twice"
     swaps = 0
     highest = 0
     for previous, stage in pairwise(stages):
         passed_over = stage - previous - 1
         if passed_over > rules.max_jump:
             return (
-                f"CC2: the step from stage {previous} to {stage} passes over {passed_over} "
+                f"CC2: the jump from stage {previous} to {stage} skips {passed_over} "
                 f"stages, more than max_jump = {rules.max_jump}"
             )
         if stage < highest:
             swaps += 1
             if highest - stage > rules.max_swap_distance:
                 return (
-                    f"CC2: stage {stage} comes after stage {highest}, farther back than "
+                    f"CC2: stage {stage} comes after stage {highest}, at a distance of more than "
                     f"max_swap_distance = {rules.max_swap_distance}"
                 )
         highest = max(highest, stage)
     if swaps > rules.max_swaps:
-        return f"CC2: it has {swaps} swaps, more than max_swaps = {rules.max_swaps}"
+        return f"CC2: the path has {swaps} swaps, more than max_swaps = {rules.max_swaps}"
     return None
 
 
@@ -85,7 +85,12 @@ def violations(
     sizes = tuple(len(nodes) for nodes in stages)
     if sizes != case.stages:
         found.append(
-            Violation("placement", "plan.stages", sizes, f"the case has stages {case.stages}")
+            Violation(
+                "placement",
+                "plan.stages",
+                sizes,
+                f"the sizes differ from case.stages = {case.stages}",
+            )
         )
     for microbatch, path in enumerate(paths):
         problem = sequence_problem([left.index(stage_of[node]) for node in path], case.rules)
@@ -100,7 +105,7 @@ def violations(
                 "CC3",
                 "plan.microbatches",
                 inner,
-                "CC3: these visits of the inner stages differ by more than one",
+                "CC3: the visit counts of the inner stages differ by more than one",
             )
         )
     own = [visits[node] for node in stages[0]]
@@ -110,8 +115,8 @@ def violations(
                 "TC1",
                 "plan.microbatches",
                 own,
-                f"TC1: the data nodes {list(stages[0])} send other numbers of microbatches than "
-                f"the case's {list(case.microbatches)}",
+                f"TC1: the data nodes {list(stages[0])} send {own} microbatches, and the case "
+                f"requires {list(case.microbatches)}",
             )
         )
     for stage in left[1 : len(case.stages) - len(case.left_out)]:
@@ -126,8 +131,8 @@ def violations(
                         "TC1",
                         "plan.microbatches",
                         visits[node],
-                        f"TC1: node {node} of stage {stage} has this many microbatches, its "
-                        f"share is {low}" + (f" to {high}" if high > low else ""),
+                        f"TC1: node {node} of stage {stage} has {visits[node]} microbatches, "
+                        f"its share is {low}" + (f" to {high}" if high > low else ""),
                     )
                 )
     return found

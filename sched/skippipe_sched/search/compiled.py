@@ -115,8 +115,8 @@ class Compilation:
         if code and not self._is_failure_told:
             self._is_failure_told = True
             print(
-                f"the search could not be compiled (exit code {code}, see {self._said}): it goes "
-                "on in plain Python, about a thousand times as slowly",
+                f"the search could not be compiled (exit code {code}, see {self._said}); it "
+                "continues in plain Python, about 1,000 times slower",
                 file=sys.stderr,
             )
         return None if code is None else code == 0

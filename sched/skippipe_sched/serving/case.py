@@ -82,15 +82,15 @@ class ServingCase:
             raise InputError(
                 f"case.room_bytes[{FRONT}]",
                 float(self.room_bytes[FRONT]),
-                f"the front holds stage 0, which takes {self.stage_bytes[0]:g} bytes",
-                "Give the front more room, or cut the model otherwise",
+                f"the front must hold stage 0, which needs {self.stage_bytes[0]:g} bytes",
+                "Give the front more memory, or partition the model differently",
             )
 
     def _check(self, name: str, shape: tuple[int, ...], *, above: bool = False) -> None:
         array = getattr(self, name)
         if np.shape(array) != shape:
-            problem = f"has the shape {list(np.shape(array))} in place of {list(shape)}"
-            remedy = f"There are {self.step_s.shape[0]} hosts and {self.step_s.shape[1]} stages"
+            problem = f"has shape {list(np.shape(array))}, expected {list(shape)}"
+            remedy = f"Give it for {self.step_s.shape[0]} hosts and {self.step_s.shape[1]} stages"
             raise InputError(f"case.{name}", array, problem, remedy)
         right = (array > 0.0 if above else array >= 0.0) & (array <= fields.LARGEST)
         for index in np.argwhere(~right).tolist():
@@ -201,12 +201,12 @@ def checked_placement(case: ServingCase, placement: Any, field: str) -> Placemen
         if sorted({*stages}) != stages:
             raise InputError(own, row, "is not ascending", "Name each stage once, in order")
         if (0 in stages) != (host == FRONT):
-            problem = "the front holds stage 0, and no other host does"
-            raise InputError(own, row, problem, f"Name stage 0 in {field}[{FRONT}] alone")
+            problem = "stage 0 must be on the front and on no other host"
+            raise InputError(own, row, problem, f"List stage 0 only in {field}[{FRONT}]")
         needed = float(case.stage_bytes[stages].sum())
         if needed > case.room_bytes[host] * (1 + ROUNDING):
-            problem = f"takes {needed:g} bytes, and there is room for {case.room_bytes[host]:g}"
-            raise InputError(own, row, problem, "Leave out a stage")
+            problem = f"needs {needed:g} bytes, but the host has room for {case.room_bytes[host]:g}"
+            raise InputError(own, row, problem, "Remove a stage")
         checked.append(tuple(stages))
     return tuple(checked)
 

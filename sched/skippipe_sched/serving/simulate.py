@@ -71,7 +71,7 @@ def checked_routes(case: ServingCase, routes: Sequence[Route]) -> Sequence[Route
                 fields.integer(host, f"{field}[{stage}]", 0, case.hosts - 1)
             if (host is None) != (routes[0][stage] is None):
                 problem = "some groups visit this stage and others do not"
-                raise InputError(f"{field}[{stage}]", host, problem, "Let all of them, or none")
+                raise InputError(f"{field}[{stage}]", host, problem, "Let all visit it, or none")
     return routes
 
 

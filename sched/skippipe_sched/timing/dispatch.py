@@ -64,7 +64,7 @@ class _Dispatch:
             # its node, because a microbatch that it would deadlock with must pass there first.
             for node in sorted(touched):
                 self.start_next(node, now)
-        assert sum(map(len, self.order)) == sum(map(len, self.chains)), "starts what can end"
+        assert sum(map(len, self.order)) == sum(map(len, self.chains)), "deadlock"
         return tuple(map(tuple, self.order))
 
     def push(self, time_s: float, event: int, operation: Operation) -> None:

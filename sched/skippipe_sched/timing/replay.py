@@ -108,7 +108,7 @@ class Work:
         raise InputError(
             "plan.order",
             [[head.kind, head.microbatch] for head in heads],
-            f"these operations wait for each other for ever: {waits}",
+            f"these operations deadlock: {waits}",
             "Reorder the operations of one of these nodes",
         )
 

@@ -102,7 +102,9 @@ def test_without_faults_goodput_is_1(plan):
 
 def test_a_run_that_is_too_short_for_a_step_is_refused(plan):
     churn = Churn(repair_s=600, end_s=20, seeds=(0,))
-    with pytest.raises(InputError, match=r"--days = .*: no step ends by then: one takes \d\d.* s"):
+    with pytest.raises(
+        InputError, match=r"--days = .*: is too short for a step, .* takes \d\d.* s"
+    ):
         sweep(plan, [HOUR_S], churn, COSTS, IterationTimes(plan, 9))
 
 
@@ -132,27 +134,27 @@ def made_up(figures):
 @pytest.mark.parametrize(
     ("figures", "inexact", "restarting"),
     [
-        ({"restart": [0.1, 0.1, 0.1]}, "never stops paying against the inexact policies",
-         "never stops paying against restarting"),
+        ({"restart": [0.1, 0.1, 0.1]}, "never falls behind the inexact policies",
+         "never falls behind restarting"),
         ({"skip": [0.9, 0.805, 0.77], "buddy": [0.9, 0.7, 0.75], "restart": [0.2, 0.1, 0.0]},
-         "stops paying against the inexact policies (skip) at 1h, with 0.700 against 0.770",
-         "never stops paying against restarting"),
+         "falls behind the inexact policies (skip) at 1h, with a goodput of 0.700 against 0.770",
+         "never falls behind restarting"),
         ({"average": [0.95, 0.1, 0.1], "restart": [0.1, 0.9, 0.9]},
-         "stops paying against the inexact policies (average) at 4h, with 0.900 against 0.950",
-         "stops paying against restarting at 2h, with 0.800 against 0.900"),
+         "falls behind the inexact policies (average) at 4h, with a goodput of 0.900 against 0.950",
+         "falls behind restarting at 2h, with a goodput of 0.800 against 0.900"),
     ],
 )  # fmt: skip
 def test_the_verdict_names_the_first_rate(figures, inexact, restarting):
     said = verdict(made_up(figures))
     assert said == (
-        f"exact survival (rewind) {inexact}, and {restarting} "
-        "(with 4h to 1h between the faults of a node)"
+        f"exact recovery (rewind) {inexact}, and {restarting} "
+        "(mean time between faults of a node: 4h to 1h)"
     )
 
 
 def test_the_verdict_of_one_rate_names_it_once():
     one = [point for point in made_up({}) if point.mtbf_s == HOUR_S]
-    assert verdict(one).endswith(" restarting (with 1h between the faults of a node)")
+    assert verdict(one).endswith(" restarting (mean time between faults of a node: 1h)")
 
 
 def test_the_tables_are_aligned_and_hold_the_figures():

@@ -200,7 +200,7 @@ def test_near_locations_lie_side_by_side():
 def test_no_link_that_carries_anything():
     plan, timeline = planned(same_place([1]), [[0]], [[0]])
     assert link_traffic(plan, timeline) == []
-    assert "No link carries anything" in _Map(flows_map(plan, timeline)).texts
+    assert "No link carries traffic" in _Map(flows_map(plan, timeline)).texts
 
 
 def test_names_are_escaped_and_cut():

@@ -214,7 +214,7 @@ def test_a_single_case_is_taken_without_a_look():
         (
             {"microbatches": ..., "microbatches_per_data_node": [1, 1]},
             "case.microbatches_per_data_node",
-            "how many data nodes there are is still to be chosen",
+            "stages: auto leaves the number of data nodes open",
             "Write one number",
         ),
         (
@@ -226,8 +226,8 @@ def test_a_single_case_is_taken_without_a_look():
         (
             {"path_length": "auto", "skip_ratio": [0.4, 0.6]},
             "case.skip_ratio",
-            "no path over some of 3 stages",
-            "Write [0.33, 0.6], which allows paths of 2",
+            "no path through 3 stages",
+            "Write [0.33, 0.6], which allows paths of 2 stages",
         ),
         ({"path_length": "auto", "skip_ratio": [0, 50]}, "case.skip_ratio", "share", "from 0 to 1"),
         ({"path_length": "auto", "skip_ratio": [0.5]}, "case.skip_ratio", "share", "two numbers"),

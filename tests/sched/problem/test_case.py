@@ -307,7 +307,7 @@ def test_what_every_node_says_itself_the_case_need_not_say():
     assert case.nodes == (Node("here", 0.5, 4), Node("there", 0.25, 2))
     for key, of_node in OF_NODES.items():
         lacking = [nodes[0], {k: value for k, value in nodes[1].items() if k != of_node}]
-        with pytest.raises(InputError, match="1 of 2 nodes do not say it themselves") as caught:
+        with pytest.raises(InputError, match="1 of 2 nodes do not set it") as caught:
             parse_case(given | {"nodes": lacking})
         assert caught.value.field == f"case.{key}"
         assert caught.value.remedy == f"Add {key}: to case, or {of_node}: to case.nodes[1]"
