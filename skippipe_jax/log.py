@@ -129,7 +129,7 @@ def on_leader(rank: int, text: str, log_line: Callable[[str], None] = info) -> N
         log_line(text)
 
 
-def last_words(text: str, timeout_s: float = FLUSH_S) -> None:
+def final_error(text: str, timeout_s: float = FLUSH_S) -> None:
     """Print the reason for which this process ends, before `os._exit` drops queued lines."""
     error(text)
     flush(timeout_s)

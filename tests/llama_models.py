@@ -16,7 +16,7 @@ from transformers.models.mistral.configuration_mistral import MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from skippipe_jax.data.batches import NOT_COUNTED
+from skippipe_jax.data.batches import IGNORED_TARGET
 
 BATCH, TIME, VOCABULARY = 2, 64, 260
 SMALL: dict[str, Any] = {
@@ -109,7 +109,7 @@ def random_text() -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets, of which some do not count."""
     random = np.random.default_rng(1)
     tokens, targets = random.integers(0, VOCABULARY, (2, BATCH, TIME), dtype=np.int32)
-    targets[:, ::7] = NOT_COUNTED
+    targets[:, ::7] = IGNORED_TARGET
     return tokens, targets
 
 
@@ -119,6 +119,6 @@ def logits_and_loss(model: LlamaForCausalLM | MistralForCausalLM) -> tuple[np.nd
     with torch.no_grad():
         logits = model.float()(tokens).logits
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_COUNTED
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET
         )
     return logits.numpy(), float(loss)

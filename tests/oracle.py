@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from skippipe_jax.config import ModelConfig, OptimizerConfig
-from skippipe_jax.data.batches import NOT_COUNTED, Batch
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch
 from skippipe_jax.models.llama import create_stage
 from skippipe_jax.optim.update_rule import update_rule
 
@@ -58,7 +58,7 @@ def train(
     `stage_paths[m]` are the stages that microbatch m visits in order, `iterations[i][m]` its batch
     in iteration i. Without a `hop` all that is handed on arrives as it is.
     """
-    phase = Phase(model.layers_of_stages(stages), stage_paths, iterations)
+    phase = Phase(model.stage_partition(stages), stage_paths, iterations)
     return train_by(model, optimizer, [phase], seed, steps or len(iterations), hop=hop)
 
 
@@ -113,7 +113,7 @@ def train_apart(
     `stages[s]` are the nodes of stage s, each of which has parameters of its own, `microbatches[m]`
     is the path of microbatch m over nodes. Every so many iterations the nodes of a stage average.
     """
-    layers, key = model.layers_of_stages(len(stages)), jax.random.key(seed)
+    layers, key = model.stage_partition(len(stages)), jax.random.key(seed)
     modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
     nodes = range(len(stage_of))
@@ -265,7 +265,7 @@ def one_by_one(batch: Batch) -> Batch:
     if "begins" not in batch:
         return batch
     tokens = np.zeros((batch["tokens"].size, batch["tokens"].shape[1]), np.int32)
-    targets = np.full_like(tokens, NOT_COUNTED)
+    targets = np.full_like(tokens, IGNORED_TARGET)
     row = 0
     for own_tokens, own_targets, begins in zip(
         batch["tokens"], batch["targets"], batch["begins"], strict=True

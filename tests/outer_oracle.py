@@ -60,7 +60,7 @@ def train(
 
     `hop` is as in `tests.oracle`.
     """
-    layers, key = model.layers_of_stages(len(stages)), jax.random.key(seed)
+    layers, key = model.stage_partition(len(stages)), jax.random.key(seed)
     modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
     structures = [nnx.graphdef(module) for module in modules]

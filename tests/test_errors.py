@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import skippipe_sched
-from skippipe_sched.errors import UNREAD_EXIT_CODE, InputError, SkipPipeError
+from skippipe_sched.errors import SIGPIPE_EXIT_CODE, InputError, SkipPipeError
 
 import skippipe_jax
 from skippipe_jax.errors import CorruptCheckpoint, PeerTimeout
@@ -71,4 +71,4 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(buffers: s
     environment = os.environ | {"PYTHONUNBUFFERED": buffers}
     ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, env=environment)
     os.close(writes)
-    assert (ended.returncode, ended.stderr) == (UNREAD_EXIT_CODE, b"")
+    assert (ended.returncode, ended.stderr) == (SIGPIPE_EXIT_CODE, b"")

@@ -109,7 +109,7 @@ from skippipe_jax import log
 {configured}
 log.output("step 7")
 log.info("host 2 was lost")
-log.last_words("host 1 stops")
+log.final_error("host 1 stops")
 {ends}
 """
     )
@@ -156,7 +156,7 @@ from skippipe_jax import log
 log.configure()
 for _ in range(200):
     log.info("x" * 1000)
-log.last_words("in vain", 0.1)
+log.final_error("in vain", 0.1)
 os._exit(3)
 """,
         reads=False,

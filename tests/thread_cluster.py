@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skippipe_jax.cluster.attendance import Attendance
-from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.board import Mailboxes
+from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, load_config
@@ -35,7 +35,7 @@ class Network:
 
     def __init__(self, hosts: int):
         self.hosts = hosts
-        self.attendances: dict[int, ThreadAttendance] = {}
+        self.control_loops: dict[int, ThreadControlLoop] = {}
         self.lost: set[int] = set()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -45,8 +45,8 @@ class Network:
         text = json.dumps(message)
 
         def deliver() -> None:
-            if target in self.attendances and not self.lost & {source, target}:
-                assert self.attendances[target]._received(source, json.loads(text)), text
+            if target in self.control_loops and not self.lost & {source, target}:
+                assert self.control_loops[target]._received(source, json.loads(text)), text
 
         self.loop.call_soon_threadsafe(deliver)
 
@@ -55,8 +55,8 @@ class Network:
 
         def notice() -> None:
             self.lost.add(host)
-            for other in self.attendances.keys() - self.lost:
-                self.attendances[other]._report_lost(host, "its process has ended")
+            for other in self.control_loops.keys() - self.lost:
+                self.control_loops[other]._report_lost(host, "its process has ended")
 
         self.loop.call_soon_threadsafe(notice)
 
@@ -93,16 +93,16 @@ class ThreadMesh:
             self.send(host, *message)
 
 
-class ThreadAttendance(Attendance):
+class ThreadControlLoop(ControlLoop):
     """A host without connections of its own."""
 
-    def __init__(self, config: ClusterConfig, host: int, board: Board, network: Network):
+    def __init__(self, config: ClusterConfig, host: int, board: Mailboxes, network: Network):
         super().__init__(config, host, network.hosts, board)
         self._loop = network.loop
         self._meeting = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
             mesh=ThreadMesh(network, host), address="127.0.0.1"
         )
-        network.attendances[host] = self
+        network.control_loops[host] = self
 
     def part(self, patience_s: float) -> None:
         """There is nothing to part from."""
@@ -118,8 +118,8 @@ class ThreadMembership(Membership):
 
     def __init__(self, config: ClusterConfig, host: int, network: Network):
         super().__init__(config, host, network.hosts)
-        self._attendance = ThreadAttendance(config, host, self._board, network)
-        self.reception = self._attendance.reception
+        self._control_loop = ThreadControlLoop(config, host, self._board, network)
+        self.reception = self._control_loop.reception
         self.depth, self.puts = 0, list[str]()
 
     def next_team(self, after: int, timeout_s: float) -> Team | None:

@@ -92,7 +92,7 @@ def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
         len(plan.stages), config.model, config.optimizer, config.train.steps, batch_tokens
     )
     checkpoint = open_checkpoint(run_dir, step)
-    cut = config.model.layers_of_stages(len(plan.stages))
+    cut = config.model.stage_partition(len(plan.stages))
     arrays = []
     for stage, of_stage in enumerate(functions):
         parameters, optimizer_state, _ = jax.eval_shape(of_stage.create, jax.random.key(0), 0)

@@ -81,7 +81,7 @@ def measured(model: ModelConfig, length: int, is_packed: bool, turns: int) -> di
     """What is `compared` of each way that the device has, and its largest array in bytes."""
     arrays = inputs(model, length)
     kernels = [kernel for kernel, own in PLATFORM_OF.items() if own == jax.default_backend()]
-    ways = [XLA, BLOCKWISE, *(way for way in kernels if not model.why_unfit(way, length))]
+    ways = [XLA, BLOCKWISE, *(way for way in kernels if not model.unsupported_reason(way, length))]
     programs = {way: compiled(way, arrays, is_packed) for way in ways}
     found = compared(programs, arrays, turns, XLA)
     for way, program in programs.items():

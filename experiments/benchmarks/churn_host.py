@@ -43,17 +43,17 @@ from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.severing import sever
 from skippipe_jax.consensus.control import Control
-from skippipe_jax.runtime.averaging import LiveAveraging
-from skippipe_jax.runtime.behind import Behind
+from skippipe_jax.runtime.averaging import GradientAveraging
+from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.iteration import Iteration
-from skippipe_jax.runtime.live import LiveIteration
+from skippipe_jax.runtime.live import ExactIteration
 from skippipe_jax.runtime.operations import TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import Transfers
-from skippipe_jax.training.elastic.newcomer import Seeking
+from skippipe_jax.training.elastic.join_search import JoinSearch
 from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.session import RunContext, Session, SessionStart
 
@@ -238,7 +238,7 @@ def wrap_package(witness: Witness) -> None:
             witness.reach("forward", AFTER)
         return inner(live, *given, **named)
 
-    def finished(inner: Callable[..., None], live: LiveIteration, summed: jax.Array) -> None:
+    def finished(inner: Callable[..., None], live: ExactIteration, summed: jax.Array) -> None:
         inner(live, summed)
         stage_of, states = live.replicas.stage_of, live.replicas.states
         digests = {str(stage_of(replica)): digest_of(states[replica]) for replica in states}
@@ -246,7 +246,7 @@ def wrap_package(witness: Witness) -> None:
         given = {"stages": stages_of(live.topology), "digests": digests}
         witness.note("counted", generation=number, step=live.iteration + 1, **given)
 
-    def counted(inner: Callable[..., None], behind: Behind, made: Any, summed: Any) -> None:
+    def counted(inner: Callable[..., None], behind: BackgroundSync, made: Any, summed: Any) -> None:
         inner(behind, made, summed)
         number, stages = behind.group.generation.number, stages_of(behind.topology)
         witness.note("counted", generation=number, step=made.step, stages=stages)
@@ -287,20 +287,20 @@ def wrap_package(witness: Witness) -> None:
     witness.watch(Session, "_batches", "start")
     wrap(TrainingOperations, "_dispatch", dispatched)
     wrap(Iteration, "run", ran)
-    witness.watch(LiveAveraging, "begin_ring", "ring")
-    witness.watch(LiveIteration, "_contribute", "prepared")
-    wrap(LiveIteration, "_finish", finished)
-    witness.watch(LiveIteration, "_finish", "committed")
+    witness.watch(GradientAveraging, "begin_ring", "ring")
+    witness.watch(ExactIteration, "_contribute", "prepared")
+    wrap(ExactIteration, "_finish", finished)
+    witness.watch(ExactIteration, "_finish", "committed")
     # The same phases where replicas go apart: what is on its way is applied some steps later.
     wrap(Runtime, "_begin_local_steps", begun)
-    wrap(Behind, "_commit", counted)
+    wrap(BackgroundSync, "_commit", counted)
     wrap(OuterIteration, "_apply", applied)
-    witness.watch(Behind, "_begin", "ring")
-    witness.watch(Behind, "_end_part", "prepared")
+    witness.watch(BackgroundSync, "_begin", "ring")
+    witness.watch(BackgroundSync, "_end_part", "prepared")
     witness.watch(OuterIteration, "_apply", "committed")
     witness.watch(Session, "_save", "save")
     witness.watch(ElasticRunner, "_open", REGROUP)
-    witness.watch(Seeking, "fetch", FETCH)
+    witness.watch(JoinSearch, "fetch", FETCH)
     witness.watch(Membership, "ask_in", ASK)
     wrap(Control, "is_missed", missed)
     wrap(Mesh, "send", sent)

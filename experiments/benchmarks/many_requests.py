@@ -42,7 +42,7 @@ LONGEST_CONTEXT, LONGEST_CONTINUATION, LONGEST_TEXT = 128, 16, 512
 def quickstart_model() -> StagedModel:
     """A new model of the quickstart's shapes: how fast it answers does not depend on training."""
     config = load_config(QUICKSTART).model
-    layers = config.layers_of_stages(STAGES)
+    layers = config.stage_partition(STAGES)
 
     def parameters(stage: int) -> Any:
         return nnx.to_pure_dict(nnx.state(create_stage(config, stage, layers, jax.random.key(0))))

@@ -128,7 +128,7 @@ def pipeline(workload: Workload) -> Iteration:
 def one_device(workload: Workload, *, scanned: bool, accumulating: bool) -> Iteration:
     """Train in one jitted step, without nodes, programs or transfers."""
     model = workload.model
-    layers = (model.layers,) if scanned else model.layers_of_stages(workload.stages)
+    layers = (model.layers,) if scanned else model.stage_partition(workload.stages)
     modules = [create_stage(model, s, layers, jax.random.key(SEED)) for s in range(len(layers))]
     parameters = [nnx.to_pure_dict(nnx.state(module)) for module in modules]
     structures = [nnx.graphdef(module) for module in modules]
@@ -220,7 +220,7 @@ def applied(structure: Any, model: ModelConfig) -> Callable[[Any, jax.Array], ja
 
 def scan_stages(model: ModelConfig, stages: int, parameters: Any, tokens: jax.Array) -> jax.Array:
     """All layers of a one-stage model, recomputed stage by stage in a scan over the stages."""
-    [layers] = set(model.layers_of_stages(stages))
+    [layers] = set(model.stage_partition(stages))
     structure = nnx.graphdef(nnx.eval_shape(lambda: Stage(model, layers, 0, jax.random.key(SEED))))
     blocks = jax.tree.map(
         lambda leaf: leaf.reshape(stages, layers, *leaf.shape[1:]), parameters["blocks"]

@@ -60,10 +60,10 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import load_corpora
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator
-from skippipe_jax.inference.evaluation import evaluate, losses_along
+from skippipe_jax.inference.evaluation import evaluate, losses_by_order
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Order, full, kept
-from skippipe_jax.inference.remote_model import RemoteModel, in_large_batches
+from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.choices import name_of
 
@@ -182,7 +182,7 @@ class Levels:
         self._models = {"without_service": model} | (
             {} if control is None else {"control": control}
         )
-        self._data, self._sequences = in_large_batches(data), sequences
+        self._data, self._sequences = with_large_batches(data), sequences
         self._known: dict[tuple[str, Order], float] = {}
         self.found: list[dict[str, Any]] = []
 
@@ -204,7 +204,7 @@ class Levels:
     def _alone(self, name: str, stages: Order) -> float:
         if (name, stages) not in self._known:
             given = self._models[name], [stages], self._data, self._sequences
-            self._known[name, stages] = math.exp(losses_along(*given)[0][stages])
+            self._known[name, stages] = math.exp(losses_by_order(*given)[0][stages])
         return self._known[name, stages]
 
 

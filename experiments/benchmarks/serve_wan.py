@@ -91,7 +91,7 @@ def save_run(folder: Path, stages: int, layers: int) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(sections))
     config = parse_config(sections).model
-    cut = config.layers_of_stages(stages)
+    cut = config.stage_partition(stages)
     alone = Membership(ClusterConfig(), 0, 1)
     with contextlib.closing(
         Checkpointer(folder, alone, stage_layers=cut, policy=RetentionPolicy(1))

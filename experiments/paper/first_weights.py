@@ -28,7 +28,7 @@ from skippipe_jax.storage.files import new_directory
 
 def drawn(config: Config, stages: int) -> Callable[[int], Parameters]:
     """The first weights of a stage, by its number, as a run with so many stages draws them."""
-    layers = config.model.layers_of_stages(stages)
+    layers = config.model.stage_partition(stages)
     # By the run's own program: compiled otherwise, some would be rounded otherwise.
     functions = functions_of_stages(stages, config.model, config.optimizer, config.train.steps, 1)
     key = jax.random.key(config.seed)

@@ -33,7 +33,7 @@ from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import AUTO, RECOMPUTE, XLA
 from skippipe_jax.models.block_footprint import blocks_at_once, offloadable_bytes, passing_bytes
-from skippipe_jax.models.estimate import what_is_planned
+from skippipe_jax.models.estimate import planned_case_and_visits
 from skippipe_jax.models.footprint import OFFLOADS, bytes_of_loss, memory_of_node, traffic
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
@@ -66,7 +66,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
     models, cuts, compiled = {}, {}, {}
     for name in MODELS:
         config = load_config(CONFIGS / f"{name}.yaml")
-        case, visits = what_is_planned(config, CONFIGS)
+        case, visits = planned_case_and_visits(config, CONFIGS)
         models[name] = compared(config, case, visits)
         cuts[name] = cuts_of(config, case)
         if not quick:
@@ -79,7 +79,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 def compared(config: Config, case: Case, visits: int) -> dict[str, Any]:
     """One model, counted and by formula."""
-    layers = config.model.layers_of_stages(len(case.stages))
+    layers = config.model.stage_partition(len(case.stages))
     formulas = memory_of_stages(config, case)
     stages, differences = [], []
     for stage, formula in enumerate(formulas):
@@ -223,7 +223,7 @@ def counted_traffic(config: Config, plan: Plan) -> dict[str, int]:
     each_way = program.first_free_hop // 2
     averaged = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
     averaging = 0
-    for stage, layers in enumerate(config.model.layers_of_stages(len(plan.stages))):
+    for stage, layers in enumerate(config.model.stage_partition(len(plan.stages))):
         parameters, _, _ = shapes(config, layers, stage == 0)
         nodes, length = plan.stages[stage], parameter_count(parameters)
         ring = Ring.of(plan.case, stage, nodes, HopNumbers(), length, width=averaged)
@@ -258,7 +258,7 @@ def size(tree: Any) -> int:
 
 def compiled_working(config: Config, case: Case) -> dict[str, dict[str, int]]:
     """Bytes that a backward pass and a loss need for a while, as XLA plans it and by formula."""
-    layers, memory = config.model.layers_of_stages(len(case.stages)), memory_of_stages(config, case)
+    layers, memory = config.model.stage_partition(len(case.stages)), memory_of_stages(config, case)
     loss: Any = functions(config, layers[0], True).loss
     planned = loss.lower(*arguments_of_loss(config, layers[0])).compile().memory_analysis()
     formula = memory[0].parameters + bytes_of_loss(config.model, config.data)

@@ -21,7 +21,7 @@ from skippipe_jax import Run
 from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Question, Variant, kept, swapped
-from skippipe_jax.inference.scaling import SHARE, scaling_of
+from skippipe_jax.inference.scaling import SHARE, create_scaling
 from skippipe_jax.storage.files import PARTIAL
 
 SEQUENCES, QUICK_SEQUENCES = 512, 16
@@ -79,7 +79,7 @@ def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
     questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
     first = tuple(Variant(tuple(range(count))) for count in counts)
     questions += [Question("early exit", first, stages), swapped(stages)]
-    scaling = scaling_of(SHARE, model, data, run, step)
+    scaling = create_scaling(SHARE, model, data, run, step)
     found = evaluate(model, step, data, sequences, questions, scaling)
     scaled = found.scaled
     assert scaled is not None, "was asked for"

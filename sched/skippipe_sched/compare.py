@@ -65,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class PlanningFailure:
     """Reason why a method has no plan for the case."""
 
     method: str
@@ -74,7 +74,7 @@ class Refusal:
 
 def compare(
     case: Case, methods: Iterable[str], search_of: Callable[[str], Search]
-) -> list[Row | Refusal]:
+) -> list[Row | PlanningFailure]:
     """Plan `case` with each of the methods, each with its own search from `search_of`.
 
     A method that refuses the case is replaced by its reason. Ctrl-C ends the search of the current
@@ -93,12 +93,12 @@ def compare(
     ]
 
 
-def _outcome(case: Case, method: str, search: Search) -> Row | Refusal:
+def _outcome(case: Case, method: str, search: Search) -> Row | PlanningFailure:
     try:
         with search.interruptible():
             plan = make_plan(case, method, search)
     except InputError as error:
-        return Refusal(method, str(error))
+        return PlanningFailure(method, str(error))
     return row_of(plan, simulate_plan(plan), search.elapsed_s)
 
 
@@ -124,7 +124,7 @@ def row_of(plan: Plan, timeline: Timeline, search_s: float) -> Row:
     )
 
 
-def to_json(rows: Sequence[Row | Refusal]) -> list[dict[str, Any]]:
+def to_json(rows: Sequence[Row | PlanningFailure]) -> list[dict[str, Any]]:
     """Convert the rows to JSON objects; a refusal has only its method and its reason.
 
     `late_s` is omitted if it is None.
@@ -150,10 +150,10 @@ HEADINGS = (
 )
 
 
-def table(rows: Sequence[Row | Refusal]) -> str:
+def table(rows: Sequence[Row | PlanningFailure]) -> str:
     """Format the rows as aligned text, a line each, followed by late rings and refusals."""
     lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
-    refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, Refusal)]
+    refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, PlanningFailure)]
     late = [
         f"{row.method}: a ring exceeds its delay by {row.late_s:.2f} s"
         for row in rows
@@ -195,7 +195,7 @@ STYLE = """
 """
 
 
-def picture(rows: Sequence[Row | Refusal], case_name: str) -> str:
+def picture(rows: Sequence[Row | PlanningFailure], case_name: str) -> str:
     """Draw the rows as the text of an SVG: a bar for every method, as long as its iteration.
 
     The bar begins with the pipeline; the rest is averaging that the pipeline does not hide. A mark

@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 INPUT_ERROR_EXIT_CODE = 2
 """Exit code of errors that persist on a retry."""
-TRY_AGAIN_EXIT_CODE = 75
+TEMPORARY_EXIT_CODE = 75
 """Exit code of errors that may be over on a retry (EX_TEMPFAIL)."""
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
-UNREAD_EXIT_CODE = 128 + 13
+SIGPIPE_EXIT_CODE = 128 + 13
 """Exit code of a process that ends by SIGPIPE, which not all platforms have."""
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _TEMPORARY = (
-    *FULL_DISK,
+    *DISK_FULL_ERRNOS,
     errno.EADDRINUSE,
     errno.ECONNREFUSED,
     errno.ECONNRESET,
@@ -111,19 +111,19 @@ class TemporaryError(InputError):
     Commands then exit with code 75, and their caller may start them again.
     """
 
-    exit_code = TRY_AGAIN_EXIT_CODE
+    exit_code = TEMPORARY_EXIT_CODE
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM: a command ends as by Ctrl-C, but with its own exit code, 143."""
 
 
-def code_of_interrupt(error: KeyboardInterrupt) -> int:
+def interrupt_exit_code(error: KeyboardInterrupt) -> int:
     """Return the exit code of a process that a signal has interrupted."""
     return TERMINATED_EXIT_CODE if isinstance(error, Terminated) else INTERRUPTED_EXIT_CODE
 
 
-def kind_of(error: BaseException) -> type[InputError]:
+def error_class(error: BaseException) -> type[InputError]:
     """Return `TemporaryError` for system errors that may be over on a retry, else `InputError`."""
     passes = isinstance(error, OSError) and error.errno in _TEMPORARY
     return TemporaryError if passes else InputError
@@ -133,7 +133,7 @@ def as_input_error(error: BaseException) -> InputError | None:
     """Convert an error into one that is reported in one line, if it is such an error; else None."""
     if isinstance(error, InputError):
         return error
-    if isinstance(error, OSError) and error.errno in FULL_DISK:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         path = error.filename or "a file"
         problem = f"cannot be written: {error.strerror}"
         return TemporaryError("file", str(path), problem, "Free disk space, and start again")
@@ -165,7 +165,7 @@ def run_command(
         if isinstance(error, BrokenPipeError) and not _stdout_is_read():
             # The interpreter writes the rest of the buffer when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return UNREAD_EXIT_CODE
+            return SIGPIPE_EXIT_CODE
         input_error = as_input_error(error)
         if input_error is None:
             raise
@@ -174,7 +174,7 @@ def run_command(
     except KeyboardInterrupt as error:
         by = "SIGTERM: " if isinstance(error, Terminated) else ""
         print(by + interrupted, file=sys.stderr)
-        return code_of_interrupt(error)
+        return interrupt_exit_code(error)
 
 
 @contextmanager
@@ -204,11 +204,11 @@ def loading() -> AbstractContextManager[None]:
 
     That takes seconds, and some packages treat a KeyboardInterrupt as a failed import.
     """
-    return signals_that_end()
+    return exit_on_signals()
 
 
 @contextmanager
-def signals_that_end() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM end the process at once with one line, where they would raise.
 
     For code that would lose the exception, or mistake it for another.

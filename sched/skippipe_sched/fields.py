@@ -15,9 +15,9 @@ from typing import Any
 from skippipe_sched.errors import InputError
 
 # Larger numbers have no meaning here, and times computed from them would not stay finite.
-LARGEST = 1e100
+MAX_NUMBER = 1e100
 # Sizes and counts are stored in arrays of signed 32-bit integers, seeds in unsigned ones.
-LARGEST_WHOLE, LARGEST_SEED = 2**31 - 1, 2**32 - 1
+INT32_MAX, MAX_SEED = 2**31 - 1, 2**32 - 1
 # Units of times, in seconds.
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -79,7 +79,7 @@ def mapping(
     for key in value:
         if key not in allowed:
             known = ", ".join(sorted(allowed))
-            remedy = f"{guess(key, allowed)}Remove it, or use one of: {known}"
+            remedy = f"{suggestion(key, allowed)}Remove it, or use one of: {known}"
             raise InputError(f"{field}.{key}", value[key], "unknown key", remedy)
     for key in required:
         if key not in value:
@@ -87,7 +87,7 @@ def mapping(
     return value
 
 
-def guess(value: Any, known: Collection[str]) -> str:
+def suggestion(value: Any, known: Collection[str]) -> str:
     """Return the start of a remedy with the nearest known name; "" if none is near."""
     names = list(known)
     close = difflib.get_close_matches(str(value), names, n=1)
@@ -107,8 +107,8 @@ def number(value: Any, field: str, minimum: float = -math.inf, *, above: bool = 
             value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(field, value, "must be a number", "Write a number without quotes")
-    if not abs(value) <= LARGEST:
-        raise InputError(field, value, "must be finite", f"Write a number below {LARGEST:g}")
+    if not abs(value) <= MAX_NUMBER:
+        raise InputError(field, value, "must be finite", f"Write a number below {MAX_NUMBER:g}")
     if value < minimum or (above and value == minimum):
         bound = f"greater than {minimum:g}" if above else f"at least {minimum:g}"
         raise InputError(field, value, f"must be {bound}", f"Write a number {bound}")
@@ -132,9 +132,7 @@ def duration(value: Any, field: str, *, above: bool = False) -> float:
     return unit_s * number(seconds, field, 0.0, above=above)
 
 
-def integer(
-    value: Any, field: str, minimum: int | None = None, maximum: int = LARGEST_WHOLE
-) -> int:
+def integer(value: Any, field: str, minimum: int | None = None, maximum: int = INT32_MAX) -> int:
     """Read an integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(field, value, "must be a whole number", "Write a number without fraction")
@@ -156,7 +154,7 @@ def text(value: Any, field: str, choices: Collection[str] | None = None) -> str:
     if not value.isprintable():
         raise InputError(field, value, "contains a control character", "Remove it")
     if choices is not None and value not in choices:
-        remedy = f"{guess(value, choices)}Use one of: {', '.join(choices)}"
+        remedy = f"{suggestion(value, choices)}Use one of: {', '.join(choices)}"
         raise InputError(field, value, "unknown name", remedy)
     return value
 

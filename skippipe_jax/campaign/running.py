@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError
 from tqdm import tqdm
 
-from skippipe_jax.campaign.tries import Tries
+from skippipe_jax.campaign.restart_policy import RestartPolicy
 from skippipe_jax.storage.run_lock import flock
 
 # On two cores, two parallel runs with one thread each are faster than two sequential runs with two.
@@ -132,7 +132,7 @@ class _Process:
         self.log: IO[str] = (logs / f"{task.name}.log").open("a")
         self.waiting: deque[Callable[[], Command]] = deque()
         self.starts_s: float | None = None
-        self.tries, self.started_s = Tries(MOST_TRIES), 0.0
+        self.tries, self.started_s = RestartPolicy(MOST_TRIES), 0.0
         self.process: subprocess.Popen[bytes] | None = None
         self.is_done = False
         self._begin()
@@ -166,7 +166,7 @@ class _Process:
         if self.process is None and not self.is_done:
             self._begin()
         code = None if self.process is None else self.process.poll()
-        if code == TRY_AGAIN_EXIT_CODE and self._tries_again():
+        if code == TEMPORARY_EXIT_CODE and self._tries_again():
             return True
         if code == 0:
             self.waiting.popleft()
@@ -186,7 +186,7 @@ class _Process:
         if self.starts_s is None:
             lived_s = now_s - self.started_s
             # No other process takes over its work.
-            pause_s = self.tries.pause_s(TRY_AGAIN_EXIT_CODE, lived_s, misses_others=True)
+            pause_s = self.tries.pause_s(TEMPORARY_EXIT_CODE, lived_s, misses_others=True)
             if pause_s is None:
                 return False
             self.starts_s = now_s + pause_s
@@ -276,7 +276,7 @@ def _last_error(log: str) -> str:
     return f"Its last line is: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
 
 
-def threads_each(at_once: int) -> Mapping[str, str]:
+def thread_environment(at_once: int) -> Mapping[str, str]:
     """Return environment variables that give each of `at_once` processes its share of the cores."""
     cores = max(1, (os.cpu_count() or 1) // at_once)
     shares = {"PJRT_NPROC": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}

@@ -110,7 +110,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("several hosts")
     cluster.add_argument("--coordinator", metavar="HOST:PORT", help="address of host 0")
     cluster.add_argument("--hosts", type=int, metavar="N", help="number of hosts")
-    accept_former(parser, **{"num-hosts": "--hosts"})
+    accept_old_names(parser, **{"num-hosts": "--hosts"})
     cluster.add_argument("--host-id", type=int, metavar="I", help="index of this host, from 0")
     cluster.add_argument(
         "--distributed",
@@ -125,10 +125,10 @@ def connect_from_args(
     """Enable the compilation cache of `config`, and connect to the hosts in `arguments`."""
     with loading():
         from skippipe_jax.cluster.joining import connect
-        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.runtime.compilation import enable_compilation_cache
         from skippipe_jax.storage.run_dir import RunDir
 
-    keep_programs(config.compilation_cache)
+    enable_compilation_cache(config.compilation_cache)
     host = arguments.coordinator, arguments.hosts, arguments.host_id
     from_environment = _host_from_environment()
     if host == (None, None, None) and not arguments.distributed:
@@ -183,7 +183,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"number of stages of an --hf model (default: {MOST_STAGES}, or the next lower number "
         "that divides its layers evenly)",
     )
-    accept_former(parser, cut="--num-stages")
+    accept_old_names(parser, cut="--num-stages")
     add_overrides(parser, "override a key of the model's configuration; repeatable")
     several = parser.add_argument_group("several models")
     several.add_argument(
@@ -204,7 +204,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_scale(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, scaled: str = "scale"
 ) -> None:
-    """Add the argument that scales residual branches, for `scaling_of`."""
+    """Add the argument that scales residual branches, for `create_scaling`."""
     parser.add_argument(
         "--scale",
         metavar="SCALE",
@@ -215,21 +215,21 @@ def add_scale(
     )
 
 
-def accept_former(parser: argparse.ArgumentParser, **former: str) -> None:
+def accept_old_names(parser: argparse.ArgumentParser, **former: str) -> None:
     """Accept former names of options, which the help does not list."""
     for name, option in former.items():
         parser._option_string_actions[f"--{name}"] = parser._option_string_actions[option]
 
 
 def add_path(parser: argparse.ArgumentParser, option: str, help_text: str) -> None:
-    """Add a required path for `named_path`; formerly it was a positional argument."""
+    """Add a required path for `required_path`; formerly it was a positional argument."""
     parser.add_argument(
         option, type=Path, metavar=option[2:].upper(), help=f"{help_text} (required)"
     )
     parser.add_argument("former", nargs="*", type=Path, help=argparse.SUPPRESS)
 
 
-def named_path(option: str, value: Path | None, former: Sequence[Path]) -> Path:
+def required_path(option: str, value: Path | None, former: Sequence[Path]) -> Path:
     """Return the path of an option, or of the one positional argument.
 
     Raises:
@@ -312,7 +312,7 @@ class ModelSpec:
         return cls(**values, overrides=tuple(arguments.set))
 
     @property
-    def names_several(self) -> bool:
+    def is_mixture(self) -> bool:
         """True if several models are to be mixed."""
         return len(self.runs) + len(self.hf) > 1
 
@@ -332,18 +332,18 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
     """
     with loading():
         from skippipe_jax.inference.model_source import read_model
-        from skippipe_jax.inference.scaling import parse_scale, scaling_of
-        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.inference.scaling import create_scaling, parse_scale
+        from skippipe_jax.runtime.compilation import enable_compilation_cache
 
     scale = spec.scale
     if scale is not None:
         scale = parse_scale(scale)  # Report an error before reading weights.
     hf = spec.hf[0] if spec.hf else None
     model, config, step = read_model(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
-    keep_programs(config.compilation_cache)
+    enable_compilation_cache(config.compilation_cache)
     scaling = None
     if scale is not None:
-        scaling = scaling_of(scale, model, config.data, spec.run, step)
+        scaling = create_scaling(scale, model, config.data, spec.run, step)
     return model, config.data, step, scaling
 
 
@@ -355,13 +355,13 @@ def open_mixture(
     `prior` is the default, and the `allowed` ones are estimated by the command.
     """
     with loading():
-        from skippipe_jax.inference.reading_experts import read_ensemble
-        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.inference.ensemble_loading import read_ensemble
+        from skippipe_jax.runtime.compilation import enable_compilation_cache
 
     models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
     mixture = spec.mix, spec.prior or prior, allowed
     ensemble, config, steps, kind = read_ensemble(*models, *mixture)
-    keep_programs(config.compilation_cache)
+    enable_compilation_cache(config.compilation_cache)
     return ensemble, config.data, steps, kind
 
 
@@ -370,16 +370,16 @@ def open_language_model(spec: ModelSpec) -> tuple[LanguageModel, DataConfig]:
 
     The stages and their scales are printed to standard error.
     """
-    if spec.names_several:
+    if spec.is_mixture:
         return open_mixture(spec)[:2]
     with loading():
-        from skippipe_jax.inference.partial import chosen_order
+        from skippipe_jax.inference.partial import parse_stage_order
 
     model, data, _, scaling = open_model(spec)
-    order = chosen_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
+    order = parse_stage_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
     if scaling is not None:
         scales = scaling.scales(len(order))
-        log.info(f"scales {scales.told(model.cut)}")
+        log.info(f"scales {scales.scales_text(model.cut)}")
         model = model.scaled(scales)
     if len(order) < model.stages or spec.stage_order is not None:
         log.info(f"stages {' '.join(map(str, order))} of {model.stages}")
@@ -399,5 +399,5 @@ def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="run this fraction of the stages, drawn at random with --seed",
     )
-    accept_former(parser, stages="--stage-order", keep="--keep-fraction")
+    accept_old_names(parser, stages="--stage-order", keep="--keep-fraction")
     add_scale(parser)

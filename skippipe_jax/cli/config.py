@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skippipe_jax.cli.arguments import accept_former, add_overrides, named_path
+from skippipe_jax.cli.arguments import accept_old_names, add_overrides, required_path
 
 SHOW, KEYS, SCHEMA = "show", "keys", "schema"
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, help="configuration file to show, YAML")
     add_overrides(parser, "override a key of --config; repeatable")
-    accept_former(parser, print="--config")
+    accept_old_names(parser, print="--config")
     for former in (KEYS, SCHEMA):
         parser.add_argument(f"--{former}", action="store_true", help=argparse.SUPPRESS)
 
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a configuration, all keys, or the schema; return the exit code."""
     if arguments.keys or arguments.action == KEYS:
-        from skippipe_jax.config.describe import keys_in_words
+        from skippipe_jax.config.describe import describe_keys
 
-        print(keys_in_words())
+        print(describe_keys())
     elif arguments.schema or arguments.action == SCHEMA:
         from skippipe_jax.config.describe import to_text
 
@@ -44,8 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from skippipe_jax.config.parsing import parse_config, read_files, to_yaml
 
-        files = read_files(named_path("--config", arguments.config, []), "--config", arguments.set)
+        files = read_files(
+            required_path("--config", arguments.config, []), "--config", arguments.set
+        )
         with files.naming():
             config = parse_config(files.tree)
-        print(files.told(to_yaml(config)), end="")
+        print(files.annotated(to_yaml(config)), end="")
     return 0

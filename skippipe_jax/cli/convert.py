@@ -7,9 +7,15 @@ from pathlib import Path
 
 from skippipe_sched.errors import loading
 
-from skippipe_jax.cli.arguments import accept_former, add_path, add_scale, add_step, named_path
+from skippipe_jax.cli.arguments import (
+    accept_old_names,
+    add_path,
+    add_scale,
+    add_step,
+    required_path,
+)
 from skippipe_jax.config.choices import DTYPES
-from skippipe_jax.config.model import LAYERS_OF_STAGE
+from skippipe_jax.config.model import LAYERS_PER_STAGE
 
 DESCRIPTION = """\
 Convert models between the Hugging Face format and the folder of a run. Supported: Llama 2 and 3,
@@ -45,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-stages",
         type=int,
         metavar="N",
-        help=f"number of stages (default: one for every {LAYERS_OF_STAGE} layers)",
+        help=f"number of stages (default: one for every {LAYERS_PER_STAGE} layers)",
     )
-    accept_former(reading, cut="--num-stages", stages="--num-stages")
+    accept_old_names(reading, cut="--num-stages", stages="--num-stages")
     writing = commands.add_parser("to-hf", help="convert a run to a Hugging Face model")
     writing.description = (
         "Export a checkpoint of a run as a Hugging Face model folder: config.json, safetensors "
@@ -95,11 +101,11 @@ def _to_huggingface(arguments: argparse.Namespace) -> int:
 
     if arguments.scale != FIT:
         _compute_on_cpu()
-    run = named_path("--run", arguments.run, arguments.former)
+    run = required_path("--run", arguments.run, arguments.former)
     step, scales = RunDir(run).step_named(arguments.step), None
     if arguments.scale is not None:
         scales, cut, step = scales_of_run(arguments.scale, run, step)
-        print(f"scales {scales.told(cut)}")
+        print(f"scales {scales.scales_text(cut)}")
     output = arguments.output
     export = to_huggingface(run, output, step, arguments.dtype, scales)
     print(f"exported step {export.step} of {run} to {output} in {export.dtype} (--dtype)")

@@ -48,12 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_fit(arguments)
     config = config_of(arguments)
     with loading():
-        from skippipe_jax.models.estimate import is_for_one_host, table, to_json, what_is_planned
+        from skippipe_jax.models.estimate import (
+            is_for_one_host,
+            planned_case_and_visits,
+            table,
+            to_json,
+        )
         from skippipe_jax.models.footprint import traffic
-        from skippipe_jax.models.in_flight import short_of_memory
+        from skippipe_jax.models.in_flight import memory_warnings
         from skippipe_jax.models.node_memory import least_memory_bytes, memory_of_stages
 
-    case, visits = what_is_planned(config, arguments.config.parent)
+    case, visits = planned_case_and_visits(config, arguments.config.parent)
     if is_for_one_host(config):
         log.info(
             "this estimate is for one machine with one device, because the plan is made when the "
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_json(config, case, memory, sent)))
     else:
         print(table(config, case, memory, sent))
-    for sentence in short_of_memory(config, case):
+    for sentence in memory_warnings(config, case):
         log.warning(sentence)
     return 0
 
@@ -104,7 +109,7 @@ def _print_fit(arguments: argparse.Namespace) -> int:
 
     configured(None)  # Report errors before imports that take seconds.
     with loading():
-        from skippipe_jax.models.coarsest_cut import answer, devices_of
+        from skippipe_jax.models.fewest_stages import answer, devices_of
 
     print(answer(configured, devices_of(arguments.devices)))
     return 0

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
-from skippipe_sched.commands.writing import write
+from skippipe_sched.commands.output_files import write
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
     ModelSpec,
-    accept_former,
+    accept_old_names,
     add_model_arguments,
     add_scale,
     open_mixture,
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--swaps", action="store_true", help="each pair of neighboring stages swapped"
     )
     partial.add_argument("--importance", action="store_true", help="each stage skipped in turn")
-    accept_former(parser, keep="--keep-fraction", stages="--num-stages")
+    accept_old_names(parser, keep="--keep-fraction", stages="--num-stages")
     add_scale(partial, "also evaluate after scaling")
     service = parser.add_argument_group("service", "Evaluate a model on a server.")
     service.add_argument(
@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; return the exit code."""
     with loading():
-        from skippipe_jax.data.batches import fewer_than_asked, what_is_too_long
-        from skippipe_jax.inference.by_domain import evaluate_domains
+        from skippipe_jax.data.batches import shortage_warning, too_long_lines
+        from skippipe_jax.inference.domain_losses import evaluate_domains
         from skippipe_jax.inference.evaluation import evaluate, subsets, table
         from skippipe_jax.reporting.line_chart import perplexity_plot
 
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.api_key_file is not None and arguments.url is None:
         problem = "applies only to a service"
         raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Add --url")
-    if spec.names_several:
+    if spec.is_mixture:
         return _evaluate_several(spec, sequences, as_json=arguments.json)
     shares = _fractions(arguments)
     step = scaling = served = None
@@ -134,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         scaled = None if evaluation.scaled is None else subsets(evaluation.scaled)
         plot = perplexity_plot(subsets(evaluation), model.stages, evaluation.perplexity, scaled)
         write("--plot", arguments.plot, plot)
-    fewer = [] if requested is None else fewer_than_asked(data, requested, part)
-    for line in [*what_is_too_long(data), *fewer]:
+    fewer = [] if requested is None else shortage_warning(data, requested, part)
+    for line in [*too_long_lines(data), *fewer]:
         log.info(line)
     if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
         log.info("to use your own text, add --set data.source=text --set data.path=PATH")
@@ -158,7 +158,7 @@ def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[Remot
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
-        from skippipe_jax.inference.remote_model import RemoteModel, in_large_batches
+        from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 
     options = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
     options["--set"] = next(
@@ -170,19 +170,19 @@ def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[Remot
             raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
     hf = spec.hf[0] if spec.hf else None
     source = open_source(spec.run, hf, overrides=spec.overrides)
-    data = in_large_batches(source.config.data)
+    data = with_large_batches(source.config.data)
     return RemoteModel(arguments.url, data, arguments.api_key_file), data
 
 
 def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
     with loading():
-        from skippipe_jax.data.batches import what_is_too_long
+        from skippipe_jax.data.batches import too_long_lines
         from skippipe_jax.ensemble.priors import CACHED, PRIORS
         from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 
     ensemble, data, steps, prior = open_mixture(spec, CACHED, PRIORS)
     evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)
-    for line in what_is_too_long(data):
+    for line in too_long_lines(data):
         log.info(line)
     print(json.dumps(evaluation.to_json()) if as_json else evaluation.table())
     return 0
@@ -216,7 +216,7 @@ def _fractions(arguments: argparse.Namespace) -> list[float]:
 def _questions(
     arguments: argparse.Namespace, run: Path | None, shares: Sequence[float], stages: int
 ) -> list[Question]:
-    from skippipe_jax.inference.partial import along_paths, kept, swapped, without_each
+    from skippipe_jax.inference.partial import kept, leave_one_out_variants, path_variants, swapped
     from skippipe_jax.storage.run_dir import RunDir
 
     limit = fields.integer(arguments.subsets, "--subsets", 1)
@@ -224,9 +224,9 @@ def _questions(
     if arguments.paths:
         if run is None:
             raise InputError("--paths", True, "requires --run: only a run has a plan", "Omit it")
-        questions.append(along_paths(RunDir(run).plan(), stages))
+        questions.append(path_variants(RunDir(run).plan(), stages))
     if arguments.swaps:
         questions.append(swapped(stages))
     if arguments.importance:
-        questions.append(without_each(stages))
+        questions.append(leave_one_out_variants(stages))
     return questions

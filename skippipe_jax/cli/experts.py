@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.cli.arguments import add_overrides, named_path
+from skippipe_jax.cli.arguments import add_overrides, required_path
 
 if TYPE_CHECKING:
     from skippipe_jax.experts.tasks import Place
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     former = [Path(word) for word in arguments.action if word not in ACTIONS]
     if len(actions) > 1:
         raise InputError("ACTION", " ".join(actions), "must be one action", "Give one action")
-    path = named_path("--config", arguments.config, former)
+    path = required_path("--config", arguments.config, former)
     config = load_experts(path, arguments.set)
     with loading():
         from skippipe_jax.experts.tasks import Place

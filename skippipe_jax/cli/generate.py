@@ -15,7 +15,7 @@ from skippipe_sched.errors import InputError, loading
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
     ModelSpec,
-    accept_former,
+    accept_old_names,
     add_language_model_arguments,
     open_language_model,
 )
@@ -64,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Sampling.seed,
         help="seed of sampling and of --keep-fraction (default: %(default)s)",
     )
-    accept_former(parser, tokens="--max-new-tokens")
+    accept_old_names(parser, tokens="--max-new-tokens")
     parser.set_defaults(interrupted="\ninterrupted")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the text while it is sampled; return the exit code."""
     with loading():
-        from skippipe_jax.data.chat import encode_prompt, end_of_turn, learns_answers
+        from skippipe_jax.data.chat import encode_prompt, end_of_turn, trains_on_answers
         from skippipe_jax.inference.decoding import generate_tokens
         from skippipe_jax.inference.text_stream import TextStream
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "Give a text, - for standard input, or --chat on a terminal"
         raise InputError("--prompt", None, "is missing", remedy)
     model, data = open_language_model(ModelSpec.of(arguments))
-    tokenizer, is_chat_model = model.tokenizer, learns_answers(data)
+    tokenizer, is_chat_model = model.tokenizer, trains_on_answers(data)
     if arguments.chat and not is_chat_model and tokenizer.chat_template is None:
         problem = "the model was not trained on conversations, and has no chat template"
         raise InputError("--chat", True, problem, "Omit this option")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skippipe_sched.commands.writing import write
+from skippipe_sched.commands.output_files import write
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.arguments import DEFAULT_CONFIG

@@ -105,7 +105,7 @@ def result_message(local_folder: Path, leader: str, result: RunResult) -> str:
     local_files = f". Recorded by this host: {', '.join(recorded)}" if recorded else ""
     if result.stopped_by is not None:
         return (
-            f"{result.who_was_stopped}: all hosts stop after step {result.step}. The checkpoint is "
+            f"{result.stop_message}: all hosts stop after step {result.step}. The checkpoint is "
             f"{where}. After the run is resumed there, this host can join again{local_files}"
         )
     return f"finished {result.step} steps; the run is {where}{local_files}"

@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING
 
 from skippipe_sched import fields
 
-from skippipe_jax.campaign.tries import FIRST_PAUSE_S, FORGOTTEN_S, LONGEST_PAUSE_S, MOST_FAULTS
-from skippipe_jax.cli.arguments import accept_former, add_config_arguments, add_log_level, config_of
+from skippipe_jax.campaign.restart_policy import (
+    FIRST_PAUSE_S,
+    FORGOTTEN_S,
+    LONGEST_PAUSE_S,
+    MOST_FAULTS,
+)
+from skippipe_jax.cli.arguments import (
+    accept_old_names,
+    add_config_arguments,
+    add_log_level,
+    config_of,
+)
 
 if TYPE_CHECKING:
     from skippipe_jax.config import Config
@@ -67,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--respawn", dest="restart", nargs="?", const=RESUME, choices=(RESUME, JOIN),
         help=argparse.SUPPRESS,
     )  # fmt: skip
-    accept_former(parser, grace="--kill-after")
+    accept_old_names(parser, grace="--kill-after")
     add_log_level(parser)
 
 

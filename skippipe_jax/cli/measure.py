@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.commands.output_files import require_writable, write
 from skippipe_sched.errors import loading
 
 from skippipe_jax import log

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skippipe_sched.commands.writing import write
+from skippipe_sched.commands.output_files import write
 from skippipe_sched.errors import loading
 
-from skippipe_jax.cli.arguments import add_path, named_path
+from skippipe_jax.cli.arguments import add_path, required_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.reporting.page import REPORT, report
 
-    folder = named_path("--run", arguments.run, arguments.former)
+    folder = required_path("--run", arguments.run, arguments.former)
     output = arguments.output or folder / REPORT
     write("--output", output, report(folder))
     print(f"report written to {output}")

@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
             require(module, "serve", "serve", arguments.port)
         from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.serving.model import open_engine
-        from skippipe_jax.serving.server import Conduct, Server, listen
+        from skippipe_jax.serving.server import Server, ServerSettings, listen
 
     keys = read_keys(arguments.api_key_file)
     listening = listen(arguments.host, arguments.port, keys)
@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             opened = stack.enter_context(_open_hosts(arguments, name, source, slots, scales))
             served, engines, status = opened
-        server = Server(served, engines, Conduct(waiting, drain_s, keys), status)
+        server = Server(served, engines, ServerSettings(waiting, drain_s, keys), status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
@@ -221,8 +221,8 @@ def _open_hosts(
     """Gather the hosts, starting them locally without a coordinator; end them on exit."""
     with loading():
         from skippipe_jax.connections.addresses import chosen_address, parse_address
-        from skippipe_jax.serving.held_stages import Slots
         from skippipe_jax.serving.hosts import Rules, StageHosts
+        from skippipe_jax.serving.local_stages import Slots
         from skippipe_jax.serving.model import length_of, open_groups
 
     count, cluster = arguments.hosts, source.config.cluster
@@ -256,7 +256,7 @@ def _local_hosts(
     arguments: argparse.Namespace, coordinator: str, hosts: StageHosts
 ) -> Iterator[None]:
     """Start all hosts but the first as local processes, and restart failed ones."""
-    from skippipe_jax.campaign.tries import MOST_FAULTS
+    from skippipe_jax.campaign.restart_policy import MOST_FAULTS
     from skippipe_jax.local.hosts import LocalHosts
 
     shared = [*_model_arguments(arguments), "--log-level", arguments.log_level]
@@ -301,11 +301,11 @@ def hold_stages(
     """
     with loading():
         from skippipe_jax.config import Config
-        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.runtime.compilation import enable_compilation_cache
         from skippipe_jax.serving.stage_host import StageHost
 
     config = Config.from_dict({}, overrides) if source is None else source.config
-    keep_programs(config.compilation_cache)
+    enable_compilation_cache(config.compilation_cache)
     cluster = config.cluster
     options = source, cluster.bind_address, name, most_stages
     asyncio.run(StageHost(coordinator, _keys(cluster), *options).serve())
@@ -333,7 +333,7 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
-        from skippipe_jax.runtime.compilation import keep_programs
+        from skippipe_jax.runtime.compilation import enable_compilation_cache
 
     overrides = list(arguments.set)
     if arguments.dtype != DTYPES[0]:
@@ -342,7 +342,7 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
         overrides += [f"model.{part}_dtype={arguments.dtype}" for part in parts]
     run, step = (None, None) if arguments.run is None else _run_and_step(arguments.run)
     source = open_source(run, arguments.hf, step, arguments.num_stages, overrides)
-    keep_programs(source.config.compilation_cache)
+    enable_compilation_cache(source.config.compilation_cache)
     return source
 
 
@@ -351,10 +351,10 @@ def _scales(arguments: argparse.Namespace, source: ModelSource) -> ScaleTable | 
     if arguments.scale is None:
         return None
     with loading():
-        from skippipe_jax.inference.scaling import table_of
+        from skippipe_jax.inference.scaling import scale_table
 
     run = None if arguments.run is None else _run_and_step(arguments.run)[0]
-    return table_of(arguments.scale, source, run)
+    return scale_table(arguments.scale, source, run)
 
 
 def _model_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_jax.config import parse_config
         from skippipe_jax.connections.addresses import parse_address
-        from skippipe_jax.connections.asking import NobodyListens, observe
+        from skippipe_jax.connections.asking import NoListener, observe
         from skippipe_jax.connections.keys import Keys
         from skippipe_jax.reporting.status import status_text
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             answering, status = asyncio.run(observe([*known_addresses, *arguments.address], keys))
         except TemporaryError as error:
-            if not known_addresses or isinstance(error, NobodyListens):
+            if not known_addresses or isinstance(error, NoListener):
                 raise
             log.warning(str(error))
         else:

@@ -13,7 +13,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
-from skippipe_jax.cli.arguments import accept_former
+from skippipe_jax.cli.arguments import accept_old_names
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, kind_of, require_day
 
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-workers", type=int, metavar="N", help="number of processes (default: one per core)"
     )
-    accept_former(parser, processes="--num-workers")
+    accept_old_names(parser, processes="--num-workers")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes = fields.integer(
         cores if arguments.num_workers is None else arguments.num_workers, "--num-workers", 1
     )
-    seed = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED)
+    seed = fields.integer(arguments.seed, "--seed", 0, fields.MAX_SEED)
     held_out = fields.number(arguments.held_out, "--held-out", 0.0, above=True)
     if held_out >= 1:
         raise InputError("--held-out", held_out, "must be below 1", "Write a fraction such as 0.05")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.commands.writing import write
+from skippipe_sched.commands.output_files import write
 from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
@@ -132,16 +132,21 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.config.describe import summary
         from skippipe_jax.models.estimate import table
         from skippipe_jax.models.footprint import traffic
-        from skippipe_jax.models.in_flight import short_of_memory
+        from skippipe_jax.models.in_flight import memory_warnings
         from skippipe_jax.models.node_memory import least_memory_bytes, memory_of_stages
-        from skippipe_jax.models.planned_case import differing_sizes
+        from skippipe_jax.models.planned_case import size_mismatches
         from skippipe_jax.profiling.case import check_template
         from skippipe_jax.program.compiler import hosts_of_nodes
         from skippipe_jax.program.schedule import OWN
         from skippipe_jax.runtime.topology import require_meshes
         from skippipe_jax.storage.checkpoint import latest_step
         from skippipe_jax.storage.run_dir import RunDir
-        from skippipe_jax.training.planning import check_deadline, make_plans, tell_time, with_plan
+        from skippipe_jax.training.planning import (
+            check_deadline,
+            log_planned_time,
+            make_plans,
+            with_plan,
+        )
         from skippipe_jax.training.setup import require_inputs
 
     run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
@@ -166,12 +171,12 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
     case = plan.case
     hosts_of_nodes(len(case.nodes), hosts, host_of_node)
     require_meshes(config, case)
-    tell_time(config, schedule, done)
+    log_planned_time(config, schedule, done)
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
     log.output(
         f"\n{table(config, case, memory, traffic(config, case, sum(map(len, plan.microbatches))))}"
     )
-    for sentence in differing_sizes(config, case) + short_of_memory(config, case, plan.stage_of):
+    for sentence in size_mismatches(config, case) + memory_warnings(config, case, plan.stage_of):
         log.warning(sentence)
 
 
@@ -194,7 +199,7 @@ def _print_result(config: Config, host: Membership, result: RunResult) -> None:
     if result.stopped_by is not None:
         stopped = f"stopped by {result.stopped_by.name}"
         if host.count > 1:
-            stopped = f"{result.who_was_stopped}: all hosts stop"
+            stopped = f"{result.stop_message}: all hosts stop"
         log.output(f"{stopped} after step {result.step}. {resume_hint(config)}")
     elif not host.leads:
         early = f"stopped early (validation.patience = {config.validation.patience}) after"

@@ -21,7 +21,7 @@ NOBODY = -1
 """Generation of a host that is in none, while others continue."""
 
 
-class Board:
+class Mailboxes:
     """Values by host and key, each of which is read once; thread-safe.
 
     Attributes:

@@ -15,17 +15,17 @@ import jax
 from skippipe_sched.errors import (
     INPUT_ERROR_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
-    TRY_AGAIN_EXIT_CODE,
+    TEMPORARY_EXIT_CODE,
     InputError,
     Terminated,
     as_input_error,
-    code_of_interrupt,
+    interrupt_exit_code,
 )
 
 from skippipe_jax import log
 from skippipe_jax.errors import PeerFailed, PeerTimeout
 
-LOST_HOST_EXIT_CODE = TRY_AGAIN_EXIT_CODE
+LOST_HOST_EXIT_CODE = TEMPORARY_EXIT_CODE
 """Exit code after another host was lost, or a wait has timed out (run it again)."""
 
 CODES_OF_PEERS = (INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, LOST_HOST_EXIT_CODE)
@@ -38,7 +38,7 @@ LINGER_S = 2.0
 """Seconds that an ending process waits for the others to receive the reason."""
 
 
-class Verdict(NamedTuple):
+class ExitReason(NamedTuple):
     """Reason and exit code of a host that ends because of another one."""
 
     reason: str
@@ -82,7 +82,7 @@ def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecis
     input_error = as_input_error(error)
     code, sentence = 1, ""
     if isinstance(error, KeyboardInterrupt):
-        code = code_of_interrupt(error)
+        code = interrupt_exit_code(error)
         by = "SIGTERM: " if isinstance(error, Terminated) else ""
         sentence = f"{by}interrupted at once."
     elif isinstance(error, PeerTimeout):
@@ -99,8 +99,8 @@ def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecis
     return ExitDecision(code, code if ends_all and not joined else LOST_HOST_EXIT_CODE, sentence)
 
 
-async def say_and_exit(
-    verdict: Verdict,
+async def log_and_exit(
+    verdict: ExitReason,
     name: str,
     last_words: Callable[[], str],
     drained: Callable[[float], Awaitable[None]] | None,
@@ -111,7 +111,7 @@ async def say_and_exit(
     given seconds until messages to other hosts are sent; None without other hosts.
     """
     reason, code = verdict
-    words = await asyncio.to_thread(told_in_time, last_words, code)
+    words = await asyncio.to_thread(resume_hint_in_time, last_words, code)
     ending = f"{name} exits with code {code}."
     try:
         log.error("\n".join([f"{reason.removesuffix('.')}.", f"{ending} {words}".strip()]))
@@ -121,15 +121,15 @@ async def say_and_exit(
         exit_at_once(code)
 
 
-def exit_by_fault(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
+def exit_on_error(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
     """End the host of this name after an error of its own; log a traceback if unexpected."""
     code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
     log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
-    log.last_words(f"{name} exits with code {code}. {told_in_time(last_words, 1)}".strip())
+    log.final_error(f"{name} exits with code {code}. {resume_hint_in_time(last_words, 1)}".strip())
     exit_at_once(code)
 
 
-def told_in_time(last_words: Callable[[], str], code: int) -> str:
+def resume_hint_in_time(last_words: Callable[[], str], code: int) -> str:
     """Return `last_words()`, or a note if it fails or takes too long; empty after wrong input."""
     if code == INPUT_ERROR_EXIT_CODE:
         return ""  # A restart would end in the same way.
@@ -165,7 +165,7 @@ _BETWEEN_DEVICES = re.compile(r"NCCL|RCCL|Gloo|collective", re.IGNORECASE)
 """Names of failures that the other end may have caused, whatever else a message names."""
 
 
-def may_stem_from_a_peer(error: BaseException) -> bool:
+def may_be_caused_by_peer(error: BaseException) -> bool:
     """Return whether the loss of another host can have caused this error or one in its chain."""
     if isinstance(error, KeyboardInterrupt):  # Even if it interrupted such an error.
         return False

@@ -103,7 +103,7 @@ class Group(ABC):
         """True if the hosts have continued as another generation."""
         return False
 
-    def require_goes_on(self) -> None:
+    def require_current(self) -> None:
         """Raise `GenerationEnded` if the generation has ended."""
         if self.has_ended:
             raise GenerationEnded

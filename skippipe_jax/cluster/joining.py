@@ -15,7 +15,7 @@ from skippipe_jax import log
 from skippipe_jax.cluster.ending import (
     exit_at_once,
     exit_decision,
-    told_in_time,
+    resume_hint_in_time,
 )
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
@@ -155,7 +155,7 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
         return
     membership.explain(error)
     decision = exit_decision(error, membership.phase, joined=is_newcomer)
-    words = told_in_time(membership.last_words, decision.code)
+    words = resume_hint_in_time(membership.last_words, decision.code)
     if decision.sentence:
         log.error(f"{decision.sentence} {words}".strip())
     else:

@@ -17,18 +17,18 @@ from typing import Any, NoReturn
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.attendance import Attendance
-from skippipe_jax.cluster.board import NOBODY, Board
+from skippipe_jax.cluster.board import NOBODY, Mailboxes
+from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.ending import (
     LINGER_S,
     LOST_HOST_EXIT_CODE,
     REASON_CHARACTERS,
     Phase,
-    may_stem_from_a_peer,
+    may_be_caused_by_peer,
 )
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.place import Place
-from skippipe_jax.cluster.succession import Counted, Succession
+from skippipe_jax.cluster.succession import Counted, GenerationQueue
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock, jax_runtime
@@ -62,34 +62,34 @@ class Membership(Group):
         self.hosts, self.timeout_s = range(count), config.connect_timeout_s
         self.phase = Phase.SETUP
         self._config = config
-        self._board = Board()
-        self.succession = Succession(self._board)
-        self._attendance = Attendance(config, index, count, self._board)
+        self._board = Mailboxes()
+        self.succession = GenerationQueue(self._board)
+        self._control_loop = ControlLoop(config, index, count, self._board)
         self.last_words: Callable[[], str] = str
-        self._attendance.last_words = lambda: self.last_words()
-        self.reception = self._attendance.reception
+        self._control_loop.last_words = lambda: self.last_words()
+        self.reception = self._control_loop.reception
 
     @property
     def is_outside(self) -> bool:
         """True if the run continues without this host, which it has lost."""
-        return self._attendance.is_outside
+        return self._control_loop.is_outside
 
     @property
     def process(self) -> int:
         """Random number of this process; that of host 0 identifies the start of the run."""
-        return self._attendance.process
+        return self._control_loop.process
 
     @property
     def address(self) -> str:
         """IP address at which the others reach this host, and on which it listens."""
-        return self._attendance.address
+        return self._control_loop.address
 
     def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
         """Connect to the other hosts and watch them from now on; return when all are connected.
 
         With `last_addresses`, connect to the hosts that still listen there, if any.
         """
-        self._attendance.enter(place, sockets, last_addresses)
+        self._control_loop.enter(place, sockets, last_addresses)
 
     @property
     def generation_number(self) -> int:
@@ -106,7 +106,7 @@ class Membership(Group):
             raise ValueError(f"put({key!r}): {len(value)} characters exceed {MESSAGE_CHARACTERS}")
         self._board.post(self.index, key, value)
         if self.count > 1:
-            self._attendance.broadcast("put", key, value)
+            self._control_loop.broadcast("put", key, value)
 
     def get(
         self, key: str, timeout_s: float, source: int | None = None, generation: int = 0
@@ -127,11 +127,11 @@ class Membership(Group):
 
     def show(self, training: TrainingStatus) -> None:
         """Set the training status for observers of the run."""
-        before = self._attendance.training
+        before = self._control_loop.training
         if before is not None:  # Keep the locations of lost hosts.
             known = {**before.locations, **training.locations}
             training = replace(training, locations=known)
-        self._attendance.training = training
+        self._control_loop.training = training
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Do nothing: a group with fixed hosts ends as a whole."""
@@ -160,14 +160,14 @@ class Membership(Group):
         first = Generation(1, hosts, processes, 0, step, placement=placement, start=start)
         self.succession.follow(Enter(first))
         state = first_state(self.index, rules, first, step)
-        self._attendance.begin_control(state, self.succession.follow, store)
+        self._control_loop.begin_control(state, self.succession.follow, store)
         return Team(self, first)
 
-    def ask_in(self, rules: Rules, store: Store) -> None:
+    def request_admission(self, rules: Rules, store: Store) -> None:
         """Ask the hosts of a running job to admit this host; `next_team` waits for that."""
         self.phase = Phase.TRAINING
-        state = State(self.index, self._attendance.process, rules)
-        self._attendance.begin_control(state, self.succession.follow, store)
+        state = State(self.index, self._control_loop.process, rules)
+        self._control_loop.begin_control(state, self.succession.follow, store)
 
     def next_team(self, after: int, timeout_s: float) -> Team | None:
         """Wait for this host's next team after the generation number `after`; 0 is for the first.
@@ -179,7 +179,7 @@ class Membership(Group):
 
     def misses(self, hosts: Collection[int]) -> bool:
         """Return whether one of these hosts is gone or silent, or its new process waits to join."""
-        return not self._attendance.missed.isdisjoint(hosts)
+        return not self._control_loop.missed.isdisjoint(hosts)
 
     def give_up(self) -> None:
         """Stop waiting for another team: all waits in the last one raise `GenerationEnded`."""
@@ -196,7 +196,7 @@ class Membership(Group):
         """Name of the leader with its address, if known."""
         last = self.succession.entered
         leader = 0 if last is None else last.leader
-        address = self._attendance.address_of(leader)
+        address = self._control_loop.address_of(leader)
         return f"host {leader}" + (f" ({address})" if address else "")
 
     def here(self) -> dict[str, Any]:
@@ -206,12 +206,12 @@ class Membership(Group):
     @property
     def control_address(self) -> str:
         """Address at which this host listens for the others."""
-        return self._attendance.control_address
+        return self._control_loop.control_address
 
     @property
     def control(self) -> Control:
         """This host's part in the consensus of an elastic run."""
-        control = self._attendance.control
+        control = self._control_loop.control
         assert control is not None, "outlives its hosts"
         return control
 
@@ -250,7 +250,7 @@ class Membership(Group):
         def answer() -> str:
             return self.get(clock.key(of), self._config.connect_timeout_s, of, generation)
 
-        return clock.offset_s(partial(self._attendance.send, of, "clock"), answer)
+        return clock.offset_s(partial(self._control_loop.send, of, "clock"), answer)
 
     def leave(self) -> None:
         """Disconnect: at the end of a run, once all hosts have reached it, or if they continue.
@@ -267,7 +267,7 @@ class Membership(Group):
             # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients.
             # If a host is lost meanwhile, the verdict about it ends this process.
             jax_runtime.stop()
-        self._attendance.part(LINGER_S if has_left else self._config.heartbeat_timeout_s)
+        self._control_loop.part(LINGER_S if has_left else self._config.heartbeat_timeout_s)
 
     def _wait_for_all_to_leave(self) -> None:
         """Wait until all remaining hosts have reached the end of the run."""
@@ -293,7 +293,7 @@ class Membership(Group):
         `joined` does: a normal exit waits for hosts that are gone.
         """
         if self.count > 1:
-            self._attendance.tell_failure(what[:REASON_CHARACTERS], code)
+            self._control_loop.tell_failure(what[:REASON_CHARACTERS], code)
 
     def stop(self, reason: str) -> NoReturn:
         """End this process with `LOST_HOST_EXIT_CODE` and one message with this host's reason.
@@ -301,7 +301,7 @@ class Membership(Group):
         The others stop too and name this host. If they stop because of another host, so does it.
         """
         self.fail(f"failed: {reason}")
-        self._attendance.end(reason)
+        self._control_loop.end(reason)
 
     def explain(self, error: BaseException) -> None:
         """Wait to see whether the loss of another host caused an error of this host.
@@ -310,13 +310,13 @@ class Membership(Group):
         take the whole heartbeat timeout. It returns if no host was lost, and at once for an error
         that no other host can cause; the caller must then raise the error.
         """
-        if self.count == 1 or not may_stem_from_a_peer(error):
+        if self.count == 1 or not may_be_caused_by_peer(error):
             return
         # A dead process is detected at once; only a host that hangs takes the whole timeout.
         time.sleep(LINGER_S)
-        if self._attendance.control is not None:
+        if self._control_loop.control is not None:
             return  # A lost host does not end an elastic run, whose callers have waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
-        own = self._attendance.name
+        own = self._control_loop.name
         log.info(f"{own}: checking whether a failed host caused this error: {summary}")
         time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))

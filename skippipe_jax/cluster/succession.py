@@ -5,22 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from skippipe_jax.cluster.board import NOBODY, Board
-from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generation, LeftOut
+from skippipe_jax.cluster.board import NOBODY, Mailboxes
+from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generation, NotMember
 
 Totals = tuple[float, ...]
 Counted = Callable[[Totals], None]
 """Function that is called with the totals of all hosts when a step commits."""
 
 
-class Succession:
+class GenerationQueue:
     """Hand-over of decisions from `Control` on the event loop to the training thread.
 
     Attributes:
         entered: the newest generation that this host has entered, or None.
     """
 
-    def __init__(self, board: Board):
+    def __init__(self, board: Mailboxes):
         """Start outside of all generations, whose numbers `board` follows."""
         self.entered: Generation | None = None
         self._following: tuple[Generation, ...] = ()
@@ -69,7 +69,7 @@ class Succession:
                     self.entered = generation
                     self._following += (generation,)
                 self._end(generation.number)
-            case LeftOut():
+            case NotMember():
                 with self._lock:
                     # This host rejoins without a state, or all roll back: pending ones are void.
                     self._following = ()

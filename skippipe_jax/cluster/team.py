@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skippipe_jax.cluster.board import named
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.succession import Counted
-from skippipe_jax.consensus.generations import Copies, Generation, Held, Saved, WentBack
+from skippipe_jax.consensus.generations import Copies, Generation, Held, RolledBack, Saved
 
 if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
@@ -71,7 +71,7 @@ class Team(Group):
 
     def gone_back(self, step: int) -> Team:
         """Report the rollback of all members to an earlier step; return the team after it."""
-        self._membership.control.tell(WentBack(self.generation.number, step))
+        self._membership.control.tell(RolledBack(self.generation.number, step))
         return Team(self._membership, replace(self.generation, step=step))
 
     @property

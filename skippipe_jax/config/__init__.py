@@ -3,7 +3,7 @@
 from skippipe_jax.config.cluster import ClusterConfig
 from skippipe_jax.config.data import DataConfig, DocumentSource, MixtureConfig
 from skippipe_jax.config.hardware import NetworkConfig, NodeConfig, NodeMesh
-from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling, StageCut
+from skippipe_jax.config.model import PRESETS, ModelConfig, RopeScaling, StagePartition
 from skippipe_jax.config.optimizer import AveragingConfig, OptimizerConfig
 from skippipe_jax.config.parsing import load_config, parse_config, to_tree, to_yaml
 from skippipe_jax.config.resume import require_same_run
@@ -39,7 +39,7 @@ __all__ = [
     "PlanConfig",
     "RecipeConfig",
     "RopeScaling",
-    "StageCut",
+    "StagePartition",
     "TrainConfig",
     "ValidationConfig",
     "load_config",

@@ -22,7 +22,7 @@ class Whole(NamedTuple):
     """Smallest and largest whole number of a key, in ``Annotated[int, ...]``."""
 
     least: int
-    most: int = fields.LARGEST_WHOLE
+    most: int = fields.INT32_MAX
 
 
 class Real(NamedTuple):
@@ -37,7 +37,7 @@ class Real(NamedTuple):
 Bounds = Choice | Whole | Real
 DTYPES = Choice(("float32", "bfloat16"))
 Count = Annotated[int, Whole(1)]
-Seed = Annotated[int, Whole(0, fields.LARGEST_SEED)]
+Seed = Annotated[int, Whole(0, fields.MAX_SEED)]
 NonNegative = Annotated[float, Real()]
 Positive = Annotated[float, Real(above=True)]
 

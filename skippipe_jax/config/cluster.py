@@ -79,7 +79,7 @@ class ClusterConfig(Section, name="cluster"):
                 problem, remedy = "must be a positive time", "Write seconds above 0"
                 raise InputError(f"cluster.{field}", value, problem, remedy)
         if self.bind_address is not None:
-            require_one_interface(self.bind_address, "cluster.bind_address")
+            require_specific_address(self.bind_address, "cluster.bind_address")
         if self.secret is not None and self.insecure:
             problem = "cannot be combined with cluster.secret"
             raise InputError("cluster.insecure", True, problem, "Remove one of the two")
@@ -112,7 +112,7 @@ class ClusterConfig(Section, name="cluster"):
         return max(0, min(spare, most - hosts))
 
 
-def require_one_interface(address: str, field: str) -> None:
+def require_specific_address(address: str, field: str) -> None:
     """Reject an address that is not an IP address, or stands for every interface."""
     remedy = "Write an IP address of this host, such as 10.0.0.1"
     try:

@@ -42,7 +42,7 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / TOKENIZER).is_file()
 
 
-def named_tokenizer(path: Path) -> Path:
+def tokenizer_path(path: Path) -> Path:
     """Return the tokenizer.json for a path: the file itself, or the one in the folder.
 
     For a tokenizer.model of SentencePiece it is the tokenizer.json beside it.
@@ -63,7 +63,7 @@ def vocabulary_size_of(data: Mapping[str, Any]) -> int | None:
         if named is not None:
             if named == BYTES:
                 return None
-            return _vocabulary_size_of_file(named_tokenizer(Path(named).expanduser()))
+            return _vocabulary_size_of_file(tokenizer_path(Path(named).expanduser()))
         for source in (data, *(data.get("mixture") or ())):
             if source.get("source") == "tokens":
                 index = Path(source["path"]).expanduser() / TOKENS_INDEX
@@ -129,7 +129,7 @@ class DocumentSource:
         return f"{self.field}.path", self.path
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """Name of the text, for messages."""
         return self.path or "Python's standard library"
 

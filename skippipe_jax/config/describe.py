@@ -100,7 +100,7 @@ def parts(hint: Any) -> tuple[Any, ...]:
     return tuple(part for part in typing.get_args(hint) if part is not Ellipsis)
 
 
-def keys_in_words() -> str:
+def describe_keys() -> str:
     """Return all keys as text, each with type, default and description."""
     lines = []
     for key in (key for section in sections() for key in section.keys):

@@ -29,12 +29,14 @@ def holds_all_scores(attention: str, length: int) -> bool:
     return attention == XLA or (attention == AUTO and length <= SHORT)
 
 
-def turns_by_constants(length: int, head_width: int) -> bool:
+def rotations_as_constants(length: int, head_width: int) -> bool:
     """Return whether the rotations of such sequences are constants of a program."""
     return length * head_width <= MOST_CONSTANTS
 
 
-def why_unfit(implementation: str, *, length: int, head_width: int, compute_dtype: str) -> str:
+def unsupported_reason(
+    implementation: str, *, length: int, head_width: int, compute_dtype: str
+) -> str:
     """Return why a kernel does not support such sequences and heads; "" if it does.
 
     The reason is part of a sentence. The kernels raise errors themselves, but only when they are
@@ -74,10 +76,10 @@ RECOMPUTE = Choice(
 PRECISIONS = Choice(("default", "high", "highest"))
 
 # Stage partition of a model without a plan: for inference at most `MOST_STAGES` stages, as far as
-# the layers divide; for a run, which is converted stage by stage, one stage per `LAYERS_OF_STAGE`
+# the layers divide; for a run, which is converted stage by stage, one stage per `LAYERS_PER_STAGE`
 # layers.
 MOST_STAGES = 6
-LAYERS_OF_STAGE = 4
+LAYERS_PER_STAGE = 4
 
 # tiny is the quickstart's model, 3.3 million parameters. Published shapes: 500m and 1.5b are the
 # paper's models, 8b is Llama 3 8B.
@@ -151,7 +153,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
         )
 
 
-class StageCut(tuple[int, ...]):
+class StagePartition(tuple[int, ...]):
     """Stage partition: the number of blocks of each stage, the data stage first."""
 
     __slots__ = ()
@@ -247,16 +249,16 @@ class ModelConfig(Section, name="model"):
         """Width of one attention head."""
         return self.width // self.heads
 
-    def why_unfit(self, attention: str, length: int) -> str:
+    def unsupported_reason(self, attention: str, length: int) -> str:
         """Return why an attention kernel does not support `length` tokens; "" if it does."""
-        return why_unfit(
+        return unsupported_reason(
             attention,
             length=length,
             head_width=self.head_width,
             compute_dtype=self.compute_dtype,
         )
 
-    def layers_of_stages(self, stages: int) -> StageCut:
+    def stage_partition(self, stages: int) -> StagePartition:
         """Return the number of blocks of each of `stages` stages.
 
         Raises:
@@ -270,7 +272,7 @@ class ModelConfig(Section, name="model"):
                     f"is not a multiple of the plan's {stages} stages",
                     "Choose a multiple, or set model.stage_layers",
                 )
-            return StageCut((self.layers // stages,) * stages)
+            return StagePartition((self.layers // stages,) * stages)
         if len(self.stage_layers) != stages or min(self.stage_layers) < 1:
             raise InputError(
                 "model.stage_layers",
@@ -285,4 +287,4 @@ class ModelConfig(Section, name="model"):
                 f"adds up to {sum(self.stage_layers)}, but model.layers is {self.layers}",
                 "Make the two agree",
             )
-        return StageCut(self.stage_layers)
+        return StagePartition(self.stage_layers)

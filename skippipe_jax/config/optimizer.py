@@ -115,7 +115,7 @@ class AveragingConfig(Section, name="averaging"):
         return self.delay + TOTALS_LAG if self.is_outer else 1
 
     @property
-    def least_steps(self) -> int:
+    def min_steps(self) -> int:
         """Number of steps after which every fragment has been applied once."""
         return self.exact_steps + self.every + self.delay if self.is_outer else 0
 

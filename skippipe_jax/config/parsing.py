@@ -25,7 +25,7 @@ from skippipe_jax.config.pretrained import (
     MODEL_CONFIG,
     RUN,
     SHAPES,
-    origin_of,
+    parse_init_from,
     read_model,
     require_no_window,
     require_shapes,
@@ -126,7 +126,7 @@ class ConfigFiles:
             named = f"{files[-1]}: {error.field}"
             raise type(error)(named, error.value, error.problem, error.remedy) from error
 
-    def told(self, text: str) -> str:
+    def annotated(self, text: str) -> str:
         """Return the YAML of the whole configuration, each value with its file as a comment."""
         import yaml  # Slow to load; see `fields.parse_yaml`.
 
@@ -326,7 +326,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
     """
     if all(key in model for key in SHAPES):
         return model
-    origin, hints = origin_of(init_from), typing.get_type_hints(ModelConfig)
+    origin, hints = parse_init_from(init_from), typing.get_type_hints(ModelConfig)
     folder = origin.folder
     if origin.kind == RUN:
         # A run saves all shapes, so its own `init_from`, which may be deleted, is not read.
@@ -347,7 +347,7 @@ def _with_shapes(model: dict[str, Any], init_from: str) -> dict[str, Any]:
 
 def _with_tokenizer(data: dict[str, Any], init_from: str) -> dict[str, Any]:
     """Return the data section; its default tokenizer is the one that came with the weights."""
-    folder = origin_of(init_from).tokenizer
+    folder = parse_init_from(init_from).tokenizer
     is_given = data.get("tokenizer") is not None or data.get("source") == "tokens"
     if is_given or not has_tokenizer(folder):
         return data
@@ -465,7 +465,7 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
     if kind is float and name.endswith("_s"):
         return fields.duration(value, name)
     # Sections check the bounds of sizes and counts.
-    integer = functools.partial(fields.integer, maximum=fields.LARGEST_SEED)
+    integer = functools.partial(fields.integer, maximum=fields.MAX_SEED)
     readers = {int: integer, float: fields.number, str: fields.text}
     return readers[kind](value, name)
 

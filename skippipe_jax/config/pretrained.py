@@ -53,7 +53,7 @@ class Origin:
         return self.folder / TOKENIZER_FOLDER if self.kind == RUN else self.folder
 
 
-def origin_of(init_from: str) -> Origin:
+def parse_init_from(init_from: str) -> Origin:
     """Parse `init_from`: `hf:DIR`, `run:DIR` or `run:DIR@STEP`.
 
     Raises:
@@ -111,7 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 # Values of keys of config.json that the model supports; a missing key is accepted too.
-EXPRESSIBLE = {
+SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -138,7 +138,7 @@ LLAMA3_ROPE = {
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def how_to_fetch(name: str, *patterns: str) -> str:
+def download_remedy(name: str, *patterns: str) -> str:
     """Return a remedy that downloads `name` from the Hub; "" if it is not such a name.
 
     The remedy is the end of a sentence. `patterns` select the files, all of them by default.
@@ -166,10 +166,10 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
     if not folder.is_dir():
         problem = "is not a local folder, and nothing is downloaded"
         remedy = f"Name a local folder with {MODEL_CONFIG} and safetensors files"
-        raise InputError(field, str(folder), problem, remedy + how_to_fetch(str(folder)))
+        raise InputError(field, str(folder), problem, remedy + download_remedy(str(folder)))
     content = _load(folder)
     family = FAMILIES[content["model_type"]]
-    for key, value in (EXPRESSIBLE | {"architectures": family["architectures"]}).items():
+    for key, value in (SUPPORTED_VALUES | {"architectures": family["architectures"]}).items():
         if content.get(key) not in (None, value):
             raise _not_supported(path, key, content[key], value)
 

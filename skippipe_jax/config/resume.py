@@ -68,7 +68,7 @@ def require_same_run(config: Config, saved: Config) -> list[tuple[str, Any, Any]
     return changes
 
 
-def require_same_for_all(config: Config, of_run: Config) -> None:
+def require_same_on_all_hosts(config: Config, of_run: Config) -> None:
     """Reject settings of a joining host that differ from the run's, where hosts may not differ.
 
     Raises:

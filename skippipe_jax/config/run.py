@@ -30,7 +30,7 @@ from skippipe_jax.config.data import DataConfig
 from skippipe_jax.config.hardware import NetworkConfig, NodeConfig
 from skippipe_jax.config.model import ModelConfig
 from skippipe_jax.config.optimizer import AveragingConfig, OptimizerConfig
-from skippipe_jax.config.pretrained import RUN, origin_of
+from skippipe_jax.config.pretrained import RUN, parse_init_from
 
 
 @dataclass(frozen=True)
@@ -224,21 +224,21 @@ class RecipeConfig(Section, name="recipe"):
         return replace(self, preset=None, phases=tuple(counted))
 
     @property
-    def begins_with_own(self) -> bool:
+    def starts_with_own_plan(self) -> bool:
         """True if the run's own plan is used before the first phase begins."""
         return not self.phases or self.phases[0].from_step > 0
 
     @property
-    def has_full_iterations(self) -> bool:
+    def has_full_steps(self) -> bool:
         """True if all microbatches visit all stages in some iterations."""
         return self.full_every is not None or any(phase.skipping < 1 for phase in self.phases or ())
 
     @property
-    def most_searches(self) -> int:
+    def max_searches(self) -> int:
         """Maximum number of plans to search in addition to the run's own."""
         skipping = sum(phase.skipping > 0 for phase in self.phases or ())
-        of_phases = (self.begins_with_own + skipping) * self.redraws
-        return of_phases - self.begins_with_own + self.has_full_iterations
+        of_phases = (self.starts_with_own_plan + skipping) * self.redraws
+        return of_phases - self.starts_with_own_plan + self.has_full_steps
 
 
 def _require_phase(phase: Phase, field: str) -> None:
@@ -440,7 +440,7 @@ class Config(Section, name=""):
         """Reject values out of range, and sections that contradict each other."""
         super().__post_init__()
         if self.init_from is not None:
-            origin = origin_of(self.init_from)
+            origin = parse_init_from(self.init_from)
             same = os.path.realpath(origin.folder) == os.path.realpath(self.run_dir)
             if origin.kind == RUN and same:
                 raise InputError(
@@ -479,7 +479,7 @@ class Config(Section, name=""):
 
         if self.node.mesh is not None:
             self.node.mesh.require_divides(self.model, self.data)
-        unfit = self.model.why_unfit(self.model.attention, self.data.sequence_length)
+        unfit = self.model.unsupported_reason(self.model.attention, self.data.sequence_length)
         if unfit:
             raise InputError("model.attention", self.model.attention, unfit, "Write auto")
 
@@ -542,10 +542,10 @@ class Config(Section, name=""):
             ),
             (
                 "train.steps",
-                self.train.steps < averaging.least_steps,
-                f"must be at least {averaging.least_steps}, the sum of averaging.exact_steps, "
+                self.train.steps < averaging.min_steps,
+                f"must be at least {averaging.min_steps}, the sum of averaging.exact_steps, "
                 "every and delay, to apply every fragment once",
-                f"Write {averaging.least_steps} or more, or lower averaging.every",
+                f"Write {averaging.min_steps} or more, or lower averaging.every",
             ),
         ):
             if is_invalid:

@@ -42,7 +42,7 @@ class Sampling:
     def __post_init__(self):
         """Reject values that leave nothing to draw."""
         fields.number(self.temperature, "--temperature", 0.0)
-        fields.integer(self.seed, "--seed", 0, fields.LARGEST_SEED)
+        fields.integer(self.seed, "--seed", 0, fields.MAX_SEED)
         if not 0 < self.top_p <= 1:
             problem, remedy = "must be greater than 0 and at most 1", "Write a number such as 0.95"
             raise InputError("--top-p", self.top_p, problem, remedy)

@@ -6,9 +6,9 @@ import ipaddress
 import os
 import socket
 
-from skippipe_sched.errors import InputError, TemporaryError, kind_of
+from skippipe_sched.errors import InputError, TemporaryError, error_class
 
-from skippipe_jax.config.cluster import require_one_interface
+from skippipe_jax.config.cluster import require_specific_address
 
 BIND_VARIABLE = "SKIPPIPE_BIND_ADDRESS"
 """Environment variable with the address on which all servers of this host listen."""
@@ -55,7 +55,7 @@ def chosen_address(configured: str | None) -> str | None:
     if address is None:
         return None
     field = BIND_VARIABLE if os.environ.get(BIND_VARIABLE) else "cluster.bind_address"
-    require_one_interface(address, field)
+    require_specific_address(address, field)
     try:
         socket.create_server((address, 0), family=_family(address)).close()
     except OSError as error:
@@ -126,7 +126,7 @@ def listening_socket(host: str, port: int, field: str = "--coordinator") -> sock
     try:
         return listen_without_delay(host, port)
     except OSError as error:
-        raise kind_of(error)(
+        raise error_class(error)(
             field,
             join_address(host, port),
             f"this host cannot listen on this address ({error})",
@@ -144,7 +144,7 @@ def require_free(field: str, host: str, port: int) -> None:
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
         problem = f"this host cannot listen on {join_address(host, port)} ({error})"
-        raise kind_of(error)(field, port, problem, "Set free ports, or null for any") from error
+        raise error_class(error)(field, port, problem, "Set free ports, or null for any") from error
 
 
 def _family(address: str) -> socket.AddressFamily:

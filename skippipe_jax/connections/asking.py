@@ -14,13 +14,19 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
-from skippipe_jax.connections.invitation import File, Invitation, decode_piece
+from skippipe_jax.connections.invitation import File, JoinOffer, decode_piece
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.links import HELLO_S, REQUIRES_SECRET, SENT_NONSENSE, Link, open_link
+from skippipe_jax.connections.link_probe import MeasuredLink, measured
+from skippipe_jax.connections.links import (
+    HELLO_S,
+    INVALID_MESSAGE,
+    REQUIRES_SECRET,
+    Link,
+    open_link,
+)
 from skippipe_jax.connections.reception import ASKS_S, JOINING, NEWCOMER, OBSERVED, OBSERVER
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.waiting import why_unreachable
-from skippipe_jax.connections.ways import Way, measured
 
 T = TypeVar("T")
 
@@ -32,7 +38,7 @@ GIVE_SECRET = (
 )
 
 
-class NobodyListens(TemporaryError):
+class NoListener(TemporaryError):
     """Connection refused by the machines at all of the addresses: nothing listens there."""
 
 
@@ -43,7 +49,7 @@ async def first_answer(
 
     Raises:
         InputError: if a host refuses this machine permanently.
-        NobodyListens: if the machines at all of these addresses refuse a connection.
+        NoListener: if the machines at all of these addresses refuse a connection.
         TemporaryError: if no host answers.
     """
     errors: list[TemporaryError] = []
@@ -52,7 +58,7 @@ async def first_answer(
             return address, await ask(address)
         except TemporaryError as error:
             errors.append(error)
-    raise next((error for error in errors if not isinstance(error, NobodyListens)), errors[0])
+    raise next((error for error in errors if not isinstance(error, NoListener)), errors[0])
 
 
 @asynccontextmanager
@@ -71,7 +77,7 @@ async def asking(
 
     Raises:
         InputError: if the host refuses this machine permanently.
-        NobodyListens: if the machine there refuses the connection.
+        NoListener: if the machine there refuses the connection.
         TemporaryError: if no host answers within `timeout_s`, or the answer or a later one is not
             valid.
     """
@@ -85,7 +91,7 @@ async def asking(
         link = await open_link(parse_address("ADDRESS", address), keys=keys)
     except ConnectionRefusedError as error:
         problem = "connection refused: no process listens at this address"
-        raise NobodyListens(field, address, problem, GIVE_ANOTHER) from error
+        raise NoListener(field, address, problem, GIVE_ANOTHER) from error
     except OSError as error:
         raise unanswered(why_unreachable(error)) from error
     except InputError as error:
@@ -103,7 +109,7 @@ async def asking(
                 error = keys.is_one_sided(parse_address("ADDRESS", address))
                 raise _with_own_remedy(error, keys)
             case _:
-                raise ValueError(link.ending if message is None else SENT_NONSENSE)
+                raise ValueError(link.ending if message is None else INVALID_MESSAGE)
     except InputError:
         raise
     except (ValueError, OSError) as error:
@@ -124,7 +130,7 @@ async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple
 
     Raises:
         InputError: if a host refuses this machine permanently.
-        NobodyListens: if the machines at all of these addresses refuse a connection.
+        NoListener: if the machines at all of these addresses refuse a connection.
         TemporaryError: if no host answers.
     """
     question = OBSERVER, {part: versions()[part] for part in OBSERVED}
@@ -153,7 +159,7 @@ class Newcomer:
 
     async def ask(
         self, addresses: Sequence[str], wanted: Collection[str] | None = None
-    ) -> tuple[str, Invitation]:
+    ) -> tuple[str, JoinOffer]:
         """Request an invitation and its files; return the first address that answers, and it.
 
         Fetches the `wanted` files, by default all of the invitation, and drops `contents` that the
@@ -161,28 +167,28 @@ class Newcomer:
 
         Raises:
             InputError: if a host refuses this machine permanently.
-            NobodyListens: if the machines at all of these addresses refuse a connection.
+            NoListener: if the machines at all of these addresses refuse a connection.
             TemporaryError: if no host answers, or its answers are not valid.
         """
 
-        async def ask(address: str) -> Invitation:
+        async def ask(address: str) -> JoinOffer:
             async with self._invited(address) as (link, invitation):
                 await self._fetch(link, invitation.files, wanted)
             return invitation
 
         return await first_answer(addresses, ask)
 
-    async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, Way]:
+    async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, MeasuredLink]:
         """Measure the links to the hosts that answer, for about `most_s` seconds in total."""
-        ways: dict[int, Way] = {}
+        ways: dict[int, MeasuredLink] = {}
         for host, address in addresses.items():
             with suppress(TemporaryError):  # A lost host; others will detect it soon.
                 async with self._invited(address) as (link, _):
                     ways[host] = await measured(link, most_s / len(addresses))
         return ways
 
-    def _invited(self, address: str) -> AbstractAsyncContextManager[tuple[Link, Invitation]]:
-        question, answer = (NEWCOMER, versions()), ("invitation", Invitation.parse)
+    def _invited(self, address: str) -> AbstractAsyncContextManager[tuple[Link, JoinOffer]]:
+        question, answer = (NEWCOMER, versions()), ("invitation", JoinOffer.parse)
         return asking(JOINING, address, self._keys, question, answer, ASKS_S)
 
     async def _fetch(

@@ -34,7 +34,7 @@ MAX_LOGGED_REJECTIONS = 100
 """Maximum number of refusals that are logged."""
 
 
-class Door:
+class HostListener:
     """Listener that accepts connections from hosts of the run and its guests, and no others."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Join offers: messages from a host of a run to machines that want to join it.
 
-A newcomer sends `["newcomer", protocol, versions]` and receives an `Invitation`: the free places,
+A newcomer sends `["newcomer", protocol, versions]` and receives an `JoinOffer`: the free places,
 the addresses of all hosts, and the files that it needs, each with its size and digest. It then
 requests the files piece by piece: the answer to `["piece", file, number]` is
 `["piece", file, number, content]`. The content is in base64, so that the limits of messages
@@ -89,7 +89,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     pause_s: Annotated[float, Meta(ge=0, le=LONGEST_PAUSE_S)] = 0.0
 
 
-class Invitation(msgspec.Struct, frozen=True):
+class JoinOffer(msgspec.Struct, frozen=True):
     """Join offer that a newcomer receives.
 
     Attributes:
@@ -119,7 +119,7 @@ class Invitation(msgspec.Struct, frozen=True):
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
-    def parse(cls, raw: Any) -> Invitation:
+    def parse(cls, raw: Any) -> JoinOffer:
         """Parse and validate an invitation.
 
         Raises:

@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError, kind_of
+from skippipe_sched.errors import InputError, error_class
 
 from skippipe_jax import log
 from skippipe_jax.config import ClusterConfig
@@ -75,7 +75,9 @@ def make_secret(path: Path) -> None:
         raise InputError("FILE", str(path), problem, "Choose another name") from error
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise kind_of(error)("FILE", str(path), problem, "Use a path that you can write") from error
+        raise error_class(error)(
+            "FILE", str(path), problem, "Use a path that you can write"
+        ) from error
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(f"{secrets.token_urlsafe(_BYTES)}\n")
 

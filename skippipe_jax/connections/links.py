@@ -30,7 +30,7 @@ IN_CLEAR = b"\n"
 _MOST_AT_ONCE = 1 << 16
 
 
-class Seal:
+class TlsCodec:
     """TLS codec for one end of a connection; it does no input or output itself."""
 
     def __init__(self, context: ssl.SSLContext):
@@ -88,7 +88,7 @@ with `MORE`. A message has at most `MESSAGE_BYTES`: JSON may write a character i
 ANSWER_S = 3.0
 """Timeout of a connection attempt to a host's last known address, in seconds."""
 
-SENT_NONSENSE = "it sent an invalid message"
+INVALID_MESSAGE = "it sent an invalid message"
 """`Link.ending` after an invalid message."""
 
 REQUIRES_SECRET = "it requires a secret"
@@ -123,7 +123,7 @@ class Link:
         self.writer = writer
         self.ending = "its connection closed unexpectedly"
         self._unread = bytearray()  # Received and decrypted, not read yet.
-        self._seal: Seal | None = None
+        self._seal: TlsCodec | None = None
 
     async def seal(self, context: ssl.SSLContext) -> None:
         """Switch to TLS by a handshake; nothing may have been sent in clear before.
@@ -133,7 +133,7 @@ class Link:
             ssl.SSLError: if the handshake fails, such as for a wrong certificate.
             ConnectionError: if the peer closes the connection.
         """
-        seal, is_through = Seal(context), False
+        seal, is_through = TlsCodec(context), False
         if context.protocol == ssl.PROTOCOL_TLS_CLIENT:
             seal.shake(b"")
             self.writer.write(seal.waiting())
@@ -218,7 +218,7 @@ class Link:
         except OSError as error:
             self.ending = f"its connection broke ({error})"
         except (ValueError, RecursionError):  # Too long, not JSON, or nested too deep.
-            self.ending = SENT_NONSENSE
+            self.ending = INVALID_MESSAGE
         return None
 
     async def exactly(self, size: int) -> bytes | None:

@@ -34,13 +34,13 @@ from skippipe_jax.connections.addresses import (
 )
 from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.directory import HOST_ID, Directory
-from skippipe_jax.connections.door import Door
+from skippipe_jax.connections.door import HostListener
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
 from skippipe_jax.connections.jax_relay import listen_for_jax
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
     HELLO_S,
-    SENT_NONSENSE,
+    INVALID_MESSAGE,
     STOPPED_READING,
     Link,
     Tasks,
@@ -48,8 +48,8 @@ from skippipe_jax.connections.links import (
     open_link,
     reach,
 )
-from skippipe_jax.connections.pulse import BEATS, Pulse
-from skippipe_jax.connections.reception import OBSERVER, Reception
+from skippipe_jax.connections.pulse import BEATS, FailureDetector
+from skippipe_jax.connections.reception import OBSERVER, JoinServer
 from skippipe_jax.connections.waiting import telling
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
@@ -112,7 +112,7 @@ class Mesh:
         lost: Callable[[int, str], None],
         found: Callable[[int], None],
         goes_on_without: Callable[[int], bool],
-        reception: Reception,
+        reception: JoinServer,
         service: str | None,
         keys: Keys = LOOPBACK_ONLY,
     ):
@@ -129,9 +129,11 @@ class Mesh:
         self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
         self._received, self._lost, self._found = received, lost, found
         self._goes_on_without, self._reception, self._keys = goes_on_without, reception, keys
-        self._links, self._pulse, self._tasks = dict[int, Link](), Pulse(), Tasks()
+        self._links, self._pulse, self._tasks = dict[int, Link](), FailureDetector(), Tasks()
         self._channels, self._calls = dict[int, Channel](), Calls(self._call, heartbeat_timeout_s)
-        self._door = Door(hello, self._refusal, self._serve_host, self._receive, service, keys)
+        self._door = HostListener(
+            hello, self._refusal, self._serve_host, self._receive, service, keys
+        )
         self._parted, self._is_closed = set[int](), False
         self._all_connected, self._all_parted = asyncio.Event(), asyncio.Event()
 
@@ -409,7 +411,7 @@ class Mesh:
                 case [*content] if self._received(host, content):
                     continue
                 case _:
-                    link.ending = SENT_NONSENSE
+                    link.ending = INVALID_MESSAGE
                     return
 
     async def _call(self, host: int, comes_back: bool) -> bool:
@@ -482,7 +484,7 @@ async def retry_admission(
         await asyncio.sleep(heartbeat_timeout_s / BEATS)
 
 
-class Meeting:
+class ConnectionSetup:
     """Start-up of a host: chooses the address on which it listens, and connects to the others.
 
     Attributes:

@@ -15,7 +15,7 @@ BEATS_OF_LINK = BEATS // 3
 """A host that misses more heartbeats is called over a new connection: the old one may be dead."""
 
 
-class Pulse:
+class FailureDetector:
     """Failure detector of one host.
 
     Attributes:

@@ -19,11 +19,11 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, texts
-from skippipe_jax.connections.invitation import Files, Invitation, Place
+from skippipe_jax.connections.invitation import Files, JoinOffer, Place
+from skippipe_jax.connections.link_probe import MOST_BYTES, MOST_QUESTIONS, answer
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.threads import DaemonThreads
-from skippipe_jax.connections.ways import MOST_BYTES, MOST_QUESTIONS, answer
 
 QUICKLY_S = 60.0
 LONGEST_S = 60.0
@@ -87,7 +87,7 @@ OBSERVED = ("skippipe-jax",)
 """Packages of which an observer needs the run's version; not JAX, as it computes nothing."""
 
 
-class Inviting(Protocol):
+class JoinOffers(Protocol):
     """Places and files that the run offers to newcomers."""
 
     @property
@@ -109,7 +109,7 @@ class Inviting(Protocol):
         ...
 
 
-class Reception:
+class JoinServer:
     """Server for newcomers, once the run is elastic, and for observers at any time.
 
     Attributes:
@@ -119,7 +119,7 @@ class Reception:
 
     def __init__(self, status: Callable[[], RunStatus]):
         """Start without offers for newcomers; `status` returns the status for observers."""
-        self.inviting: Inviting | None = None
+        self.inviting: JoinOffers | None = None
         self.has_ended = False
         self._status = status
         self._served: dict[Link, None] = {}
@@ -164,7 +164,7 @@ class Reception:
 
 
 async def _serve_newcomer(
-    inviting: Inviting, directory: Directory, away: Collection[int], link: Link
+    inviting: JoinOffers, directory: Directory, away: Collection[int], link: Link
 ) -> InputError | None:
     try:
         loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ async def _serve_newcomer(
     addresses = directory.addresses | {own.host: own.address}
     text = inviting.text
     members, placement = inviting.standing
-    invitation = Invitation(
+    invitation = JoinOffer(
         own.host,
         own.hosts,
         addresses,

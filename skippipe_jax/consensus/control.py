@@ -92,7 +92,7 @@ class Control:
         for event in events:
             self._loop.call_soon_threadsafe(self._process, event)
 
-    def told_to_leave(self, grace_s: float, late: Callable[[], None]) -> None:
+    def start_leaving(self, grace_s: float, late: Callable[[], None]) -> None:
         """Start to leave the run; call `late` after `grace_s` seconds.
 
         Any thread may call this. `late` is called on the event loop's thread.

@@ -26,8 +26,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from skippipe_jax.consensus.apart import asks_store, can_decide, reading_without_text
 from skippipe_jax.consensus.complaints import after_beat
+from skippipe_jax.consensus.diskless import asks_store, can_decide, reading_without_text
 from skippipe_jax.consensus.generations import (
     NO_BALLOT,
     Abandoned,
@@ -43,12 +43,14 @@ from skippipe_jax.consensus.generations import (
     Event,
     Generation,
     Held,
-    LeftOut,
     Message,
+    NotMember,
+    PlanRequest,
     Presence,
     Promise,
     Proposal,
     Received,
+    RolledBack,
     Rules,
     Saved,
     Send,
@@ -58,8 +60,6 @@ from skippipe_jax.consensus.generations import (
     TextMissing,
     Tick,
     Told,
-    WentBack,
-    Wish,
     Writes,
 )
 from skippipe_jax.consensus.holders import entered_with, served
@@ -96,7 +96,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
         case Saved(step):
             saved = max(step, state.standing.saved)
             return replace(state, standing=replace(state.standing, saved=saved)), []
-        case WentBack(number, step):
+        case RolledBack(number, step):
             if number != state.number or not state.takes_part:
                 return state, []  # The next generation detects it again.
             assert state.generation is not None, "a member's"
@@ -117,7 +117,7 @@ def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
             return replace(state, textless=state.textless | {state.host}), []
         case Told():
             return replace(state, leaving={state.host: 0} | dict(state.leaving)), []
-        case Wish():
+        case PlanRequest():
             return replace(state, wish=event), []
 
 
@@ -386,11 +386,11 @@ def _decided(state: State, generation: Generation) -> tuple[State, list[Effect]]
     takes_state = state.host in generation.fresh or generation.is_rewound or generation.is_last
     is_member = generation.has(state.host, state.process) and (has_state or takes_state)
     effects: list[Effect] = []
-    # Without an outcome, this host had already gone back (`WentBack`), and does so again with all.
+    # Without an outcome, this host has rolled back (`RolledBack`), and does so again with all.
     lacks_step = state.standing.applied < generation.step and generation.outcome is not None
     if is_member and not takes_state and lacks_step:
         effects.append(Apply(generation.step, generation.outcome))
-    effects.append(Enter(generation) if is_member else LeftOut(generation))
+    effects.append(Enter(generation) if is_member else NotMember(generation))
     members = generation.members
     if not is_member and state.host in state.leaving:
         # It exits at once, so it announces the generation that excludes it first.

@@ -34,7 +34,7 @@ Copies = Annotated[tuple[tuple[Number, Number], ...], Meta(max_length=MOST_NUMBE
 
 
 @dataclass(frozen=True)
-class Remade:
+class RebuiltStage:
     """Lost stage that is rebuilt, and the data from which its members rebuild it.
 
     Attributes:
@@ -93,7 +93,7 @@ class Generation:
     holders: NumbersOfStages = ()
     plan: Text = ""
     lost: Numbers = field(default=(), kw_only=True)
-    remade: tuple[Remade, ...] = field(default=(), kw_only=True)
+    remade: tuple[RebuiltStage, ...] = field(default=(), kw_only=True)
     apart: Numbers = field(default=(), kw_only=True)
     left_out: Numbers = field(default=(), kw_only=True)
     saved: Number = field(default=0, kw_only=True)
@@ -254,7 +254,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class WentBack:
+class RolledBack:
     """Report that all members of generation `number` go back to a `step` before its own.
 
     They have detected together, before its first step, that a later checkpoint is damaged.
@@ -294,7 +294,7 @@ class TextMissing:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanRequest:
     """Request to follow generation `number` by a placement, with the plan of digest `plan`.
 
     The leader proposes it after a committed step.
@@ -314,9 +314,9 @@ Event = (
     | Tick
     | Told
     | TextMissing
-    | WentBack
+    | RolledBack
     | Abandoned
-    | Wish
+    | PlanRequest
 )
 
 
@@ -347,7 +347,7 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class NotMember:
     """Generation of which this host is not a member; it asks to join the next one."""
 
     generation: Generation
@@ -360,12 +360,14 @@ class Writes:
     generation: Generation
 
 
-Decision = Apply | Enter | LeftOut
+Decision = Apply | Enter | NotMember
 """Effects that the run has to follow."""
 
 Effect = Send | Writes | Decision
 
-Remakes = Callable[[Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[Remade, ...]]
+Remakes = Callable[
+    [Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[RebuiltStage, ...]
+]
 """Function (stages that each host holds, copies that each keeps, last committed step) -> how the
 lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
 
@@ -469,7 +471,7 @@ class State:
     textless: frozenset[int] = frozenset()
     complaints: Complaints = field(default_factory=dict)
     leaving: Mapping[int, int] = field(default_factory=dict)
-    wish: Wish | None = None
+    wish: PlanRequest | None = None
 
     @property
     def number(self) -> int:

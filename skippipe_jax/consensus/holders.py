@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from skippipe_jax.consensus.apart import is_readable
-from skippipe_jax.consensus.generations import Generation, Rules, Standing, State, Wish
+from skippipe_jax.consensus.diskless import is_readable
+from skippipe_jax.consensus.generations import Generation, PlanRequest, Rules, Standing, State
 
 Held = Mapping[int, Collection[int]]
 """Stages whose state each host holds, by host."""
@@ -33,7 +33,7 @@ def chosen(
     members: frozenset[int],
     going: frozenset[int],
     apart: Collection[int],
-    wish: Wish | None,
+    wish: PlanRequest | None,
     left_out: Collection[int] = (),
 ) -> Choice | None:
     """Choose the placement and members of the next generation; return None if a stage is lost.

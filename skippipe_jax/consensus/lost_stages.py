@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from skippipe_jax.config.cluster import SKIP
-from skippipe_jax.consensus.apart import DATA_STAGE
-from skippipe_jax.consensus.generations import Generation, Promise, Remade, Rules
+from skippipe_jax.consensus.diskless import DATA_STAGE
+from skippipe_jax.consensus.generations import Generation, Promise, RebuiltStage, Rules
 from skippipe_jax.consensus.holders import Held, covers, holders_of, serving_under
 from skippipe_jax.errors import RebuildImpossible
 
@@ -85,7 +85,7 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
             raise RebuildImpossible("; too few hosts remain to serve the other stages")
     served = _served(rules, placement, members)
     made = tuple(
-        Remade(stage, SKIP, following.saved, (_reader(rules, following, stage),))
+        RebuiltStage(stage, SKIP, following.saved, (_reader(rules, following, stage),))
         for stage in lost
         if stage in served
     )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from skippipe_jax.consensus import lost_stages
-from skippipe_jax.consensus.apart import apart_of, leader_of, reading_without_text
+from skippipe_jax.consensus.diskless import apart_of, leader_of, reading_without_text
 from skippipe_jax.consensus.generations import Generation, Promise, State
 from skippipe_jax.consensus.holders import (
     chosen,

@@ -26,7 +26,7 @@ from skippipe_jax.config.data import BYTES, HELD_OUT_PARTS, TOKENIZER_FOLDER
 from skippipe_jax.data.corpus import Corpus, part_of, read_corpus
 from skippipe_jax.data.documents import local_path, require_disjoint
 from skippipe_jax.data.rows import (
-    NOT_COUNTED,
+    IGNORED_TARGET,
     Interleaving,
     PackedDocuments,
     Pieces,
@@ -64,7 +64,7 @@ def check_vocabulary(vocabulary_size: int, tokenizer: Tokenizer) -> None:
 
 
 class Batch(TypedDict):
-    """Arrays of one microbatch; the loss ignores targets that are `NOT_COUNTED`.
+    """Arrays of one microbatch; the loss ignores targets that are `IGNORED_TARGET`.
 
     With `packing: documents`, `begins` marks the first token of each document.
     """
@@ -117,7 +117,7 @@ class TrainingBatches:
     Attributes:
         fingerprint: hash that identifies the text.
         sequences: number of sequences of all sources.
-        too_long: lines of `what_is_too_long`.
+        too_long: lines of `too_long_lines`.
     """
 
     def __init__(self, config: DataConfig):
@@ -132,7 +132,7 @@ class TrainingBatches:
         self._padding = load_tokenizer(tokenizer_of(config)).padding
         both = list(zip(config.sources(), corpora, strict=True))
         self._rows = [_rows(config, source, "training", corpus.training) for source, corpus in both]
-        self.too_long = what_is_too_long(config)
+        self.too_long = too_long_lines(config)
         self.sequences = sum(len(rows) for rows in self._rows)
         if self.sequences < config.microbatch_size:
             origins = [source.origin for source in config.sources()]
@@ -197,7 +197,7 @@ class TrainingBatches:
         return fields.integer(state.get("microbatches"), "data_state.microbatches", 0)
 
 
-def fewer_than_asked(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
+def shortage_warning(config: DataConfig, sequences: int, part: str = "all") -> list[str]:
     """Return a warning if fewer than `sequences` sequences are held out.
 
     Raises:
@@ -239,7 +239,7 @@ def held_out_batches(
     """Return the held-out rows of all sources once, as batches in a fixed shuffled order.
 
     At most `sequences` rows are read. The last batch is padded to `batch_size` by rows whose
-    targets are all `NOT_COUNTED`. `part` is one of `HELD_OUT_PARTS`, and `domain`, if given, the
+    targets are all `IGNORED_TARGET`. `part` is one of `HELD_OUT_PARTS`, and `domain`, if given, the
     only source that is read. Raises `InputError` as `load_corpora` does, or if all documents of a
     source are too long, a part of a domain is shorter than one row, or there is no such part or
     domain.
@@ -277,7 +277,7 @@ def _fingerprint(corpora: Sequence[Corpus], shares: Sequence[int]) -> str:
     return hashlib.blake2b("+".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def what_is_too_long(config: DataConfig) -> list[str]:
+def too_long_lines(config: DataConfig) -> list[str]:
     """Return, for sources with documents longer than a sequence, their number and treatment.
 
     Text that is split without loss is left out. Raises `InputError` as `load_corpora` does.
@@ -364,7 +364,7 @@ def _too_long_line(config: DataConfig, source: DocumentSource, corpus: Corpus) -
 def _batch(config: DataConfig, padding: int, size: int, rows: Iterable[tuple[Rows, int]]) -> Batch:
     """Return the rows as one batch, padded to `size` sequences."""
     tokens = np.full((size, config.sequence_length), padding, np.int32)
-    targets = np.full_like(tokens, NOT_COUNTED)
+    targets = np.full_like(tokens, IGNORED_TARGET)
     begins = np.zeros(tokens.shape, bool)
     for place, (source, row) in enumerate(rows):
         source.fill(row, tokens[place], targets[place], begins[place])

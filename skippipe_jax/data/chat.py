@@ -84,7 +84,7 @@ def template_text(name: str, field: str) -> str:
         return TEMPLATES[name]
     path = Path(name)
     if not path.is_file():
-        remedy = f"{fields.guess(name, TEMPLATES)}Write {', '.join(TEMPLATES)}, or name a file"
+        remedy = f"{fields.suggestion(name, TEMPLATES)}Write {', '.join(TEMPLATES)}, or name a file"
         raise InputError(field, name, "is neither a file nor the name of a template", remedy)
     return fields.read_text(path, field)
 
@@ -242,7 +242,7 @@ def template_warning(chats: Sequence[DocumentSource], tokenizer: Tokenizer) -> l
     ]
 
 
-def learns_answers(config: DataConfig) -> bool:
+def trains_on_answers(config: DataConfig) -> bool:
     """Return whether the data has conversations, tokenized or not, with answers to train on.
 
     If tokens are no longer there, this is unknown, and the result is False.
@@ -317,7 +317,7 @@ def _formatted(
     return "".join(text for text, _ in pieces)
 
 
-def spoken(document: Document, source: DocumentSource) -> str:
+def message_texts(document: Document, source: DocumentSource) -> str:
     """Return the contents of all messages of a conversation, without their roles.
 
     Raises:

@@ -20,7 +20,7 @@ from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.data import token_shards
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document, local_path, read_documents
-from skippipe_jax.data.rows import Learnt, TokenizedDocuments
+from skippipe_jax.data.rows import LossMask, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, token_dtype
 
 GROUP_BYTES = 1 << 20
@@ -157,7 +157,7 @@ def _tokenize(
     return TokenizedDocuments(
         all_tokens,
         np.cumsum(np.concatenate(lengths)),
-        Learnt.where(np.concatenate(learnt)) if source.kind == "chat" else None,
+        LossMask.where(np.concatenate(learnt)) if source.kind == "chat" else None,
     )
 
 
@@ -218,6 +218,6 @@ def _spans(
     each = list(zip(starts.tolist(), ends.tolist(), strict=True))
     learnt = None
     if documents.learnt is not None:
-        learnt = Learnt.where(np.concatenate([documents.learnt.of(*span) for span in each]))
+        learnt = LossMask.where(np.concatenate([documents.learnt.of(*span) for span in each]))
     tokens = np.concatenate([documents.tokens[start:end] for start, end in each])
     return TokenizedDocuments(tokens, np.cumsum(ends - starts), learnt)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 
 @dataclass(frozen=True, eq=False)
-class Learnt:
+class LossMask:
     """Loss mask: disjoint spans of tokens, in order; all other tokens are not trained on.
 
     Attributes:
@@ -28,7 +28,7 @@ class Learnt:
     ends: Int64[np.ndarray, " stretch"]
 
     @classmethod
-    def where(cls, is_learnt: Bool[np.ndarray, " token"]) -> Learnt:
+    def where(cls, is_learnt: Bool[np.ndarray, " token"]) -> LossMask:
         """Return the spans of the tokens for which `is_learnt` is true."""
         switches = np.diff(is_learnt.astype(np.int8), prepend=0, append=0)
         return cls(np.flatnonzero(switches == 1), np.flatnonzero(switches == -1))
@@ -60,7 +60,7 @@ class Learnt:
 
 
 # Target of a position that the loss ignores.
-NOT_COUNTED = -1
+IGNORED_TARGET = -1
 
 
 class TokenArray(Protocol):
@@ -85,7 +85,7 @@ class TokenizedDocuments:
 
     tokens: TokenArray
     ends: Int64[np.ndarray, " document"]
-    learnt: Learnt | None = None
+    learnt: LossMask | None = None
 
 
 class Rows(Protocol):
@@ -220,7 +220,7 @@ class PackedDocuments:
             span = self._tokens[start:last]
             next_tokens = span[1:].astype(np.int32)
             if self._learnt is not None:
-                next_tokens[~self._learnt.of(start + 1, last)] = NOT_COUNTED
+                next_tokens[~self._learnt.of(start + 1, last)] = IGNORED_TARGET
             tokens[position : position + end - start] = span[: end - start]
             targets[position : position + len(next_tokens)] = next_tokens
             begins[position] = True

@@ -22,7 +22,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.data import TOKENS_INDEX
-from skippipe_jax.data.rows import Learnt, TokenizedDocuments
+from skippipe_jax.data.rows import LossMask, TokenizedDocuments
 
 PARTS = ("training", "held_out")
 FORMAT, VERSION = "skippipe-tokens", 1
@@ -84,7 +84,7 @@ class PartWriter:
     ) -> None:
         """Write documents, which end at `ends`; `learnt` is given for all or for none."""
         if learnt is not None:
-            mask = Learnt.where(learnt)
+            mask = LossMask.where(learnt)
             spans = np.stack([mask.starts, mask.ends], axis=1)
             self._learnt = array.array("q") if self._learnt is None else self._learnt
             self._learnt.frombytes((spans + self._tokens).astype(np.int64).tobytes())
@@ -113,7 +113,7 @@ class PartWriter:
         # All starts and then all ends, so that each can be searched in the mapped file.
         spans = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
         np.save(_learnt_file(self._folder, self._part), spans)
-        learnt = Learnt(*spans)
+        learnt = LossMask(*spans)
         for start in range(0, self._tokens, _HASHED):
             self._digest.update(learnt.of(start, min(start + _HASHED, self._tokens)).data)
         return learnt.count
@@ -203,7 +203,7 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     try:
         ends = np.load(ends_file, mmap_mode="r")
         if part_index.learnt is not None:
-            learnt = Learnt(*np.load(learnt_file, mmap_mode="r"))
+            learnt = LossMask(*np.load(learnt_file, mmap_mode="r"))
         if not files:
             return TokenizedDocuments(np.empty(0, index.dtype), ends, learnt)
         tokens = ShardedTokens(files, part_index.tokens, index.dtype)

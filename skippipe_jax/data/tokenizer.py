@@ -22,10 +22,10 @@ from skippipe_jax.config.data import (
     BYTES,
     CHAT_TEMPLATE,
     TOKENIZER,
-    named_tokenizer,
+    tokenizer_path,
 )
 from skippipe_jax.config.extras import require
-from skippipe_jax.config.pretrained import how_to_fetch
+from skippipe_jax.config.pretrained import download_remedy
 
 CONFIG = "tokenizer_config.json"
 SETTINGS = (CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
@@ -242,7 +242,7 @@ def tokenizer_file(name: str, field: str) -> Path:
         InputError: naming `field`, if there is none.
     """
     path = Path(name).expanduser()
-    file = named_tokenizer(path)
+    file = tokenizer_path(path)
     if not file.is_file():
         problem = f"{file} does not exist"
         remedy = f"Write bytes, or name a local {TOKENIZER} or its folder"
@@ -255,7 +255,7 @@ def tokenizer_file(name: str, field: str) -> Path:
             )
         elif not path.is_dir():
             problem += ", and nothing is downloaded"
-            remedy += how_to_fetch(name, "*token*", "*.jinja")
+            remedy += download_remedy(name, "*token*", "*.jinja")
         raise InputError(field, name, problem, remedy)
     return file
 

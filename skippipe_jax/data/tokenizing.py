@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
-from skippipe_jax.data.chat import spoken
+from skippipe_jax.data.chat import message_texts
 from skippipe_jax.data.corpus import Encoded, cut_in_two, encode, groups, place_of
 from skippipe_jax.data.documents import Document, read_documents, require_disjoint
 from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
@@ -61,7 +61,7 @@ def train_bpe(
 
 
 def _text(document: Document, source: DocumentSource) -> str:
-    return spoken(document, source) if source.kind == "chat" else document.decoded(source)
+    return message_texts(document, source) if source.kind == "chat" else document.decoded(source)
 
 
 def write_tokens(

@@ -11,7 +11,7 @@ from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config.data import FOR_PRIORS
 from skippipe_jax.experts.config import MEASURED, ArmConfig, ExpertsConfig
-from skippipe_jax.experts.members import Members
+from skippipe_jax.experts.members import MemberFactory
 from skippipe_jax.experts.tasks import Place, Scored
 
 
@@ -21,7 +21,7 @@ def measured(place: Place) -> dict[str, float]:
     The loss is on the text for priors, so that no choice depends on the text of the reported
     perplexities.
     """
-    probes = Members(place.config).probes()
+    probes = MemberFactory(place.config).probes()
     return {
         domain: Scored(place, (own,), own.name).scores(domain, FOR_PRIORS).loss
         for domain, own in probes.items()
@@ -35,7 +35,7 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
     `steps`. If there is a size for each lane, the sizes are assigned in order, the first to the
     easiest lane.
     """
-    lanes = Members(config, difficulty).lanes(ArmConfig(lanes=MEASURED))
+    lanes = MemberFactory(config, difficulty).lanes(ArmConfig(lanes=MEASURED))
     hard = {lane: float(np.mean([difficulty[own] for own in of])) for lane, of in lanes.items()}
     mean = float(np.mean([difficulty[own] for of in lanes.values() for own in of]))
     proposed: dict[str, Any] = {

@@ -103,7 +103,7 @@ class Arm:
     averages: bool = False
 
 
-class Members:
+class MemberFactory:
     """Factory of the runs of an ensemble, from its configuration."""
 
     def __init__(self, config: ExpertsConfig, difficulty: Mapping[str, float] | None = None):

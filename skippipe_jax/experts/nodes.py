@@ -18,11 +18,11 @@ from skippipe_sched.search.budget import Search
 
 from skippipe_jax.campaign.running import digest_of
 from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
-from skippipe_jax.experts.members import Arm, Member, Members
+from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
 from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.models.planned_case import candidates_of
+from skippipe_jax.models.planned_case import candidate_cases
 from skippipe_jax.storage.files import atomic_write
 
 DIVISION = "division"
@@ -35,7 +35,7 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
     The case is for the size of the probes. For another size, times are multiplied by the ratio of
     operations, and bytes of averaging by the ratio of parameters.
     """
-    of_case = _cost(next(iter(Members(config).probes().values())))
+    of_case = _cost(next(iter(MemberFactory(config).probes().values())))
 
     def training(domain: str) -> Training:
         compute, size = _cost(arm.members[domain])
@@ -94,11 +94,11 @@ def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
 
 def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
     """Return the case with its link table; missing values follow from the probes' model."""
-    run_config = next(iter(Members(config).probes().values())).config()
+    run_config = next(iter(MemberFactory(config).probes().values())).config()
     case, folder = nodes.case, Path()
     if isinstance(case, str):
         case, folder = fields.load_yaml(Path(case), "nodes.case"), Path(case).parent
-    return candidates_of(run_config, case, folder)[0].source
+    return candidate_cases(run_config, case, folder)[0].source
 
 
 def on_nodes(place: Place, arm: Arm) -> Arm:

@@ -15,7 +15,7 @@ from skippipe_jax.experts.tasks import DONE, asked_of, data_of
 from skippipe_jax.inference.ensemble import averaged
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import score
-from skippipe_jax.runtime.compilation import keep_programs
+from skippipe_jax.runtime.compilation import enable_compilation_cache
 from skippipe_jax.storage.files import atomic_write
 
 
@@ -24,7 +24,7 @@ def score_asked(path: Path) -> int:
     folder, asked = path.parent, asked_of(path)
     read = [read_run(Path(run)) for run in asked["runs"]]
     models, configs = [model for model, _, _ in read], [config for _, config, _ in read]
-    keep_programs(configs[0].compilation_cache)
+    enable_compilation_cache(configs[0].compilation_cache)
     model = models[0] if len(models) == 1 else averaged(models)
     data = data_of(configs[0].data, asked)
     for domain, part, sequences in asked["parts"]:

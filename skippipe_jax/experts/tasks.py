@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from skippipe_sched import fields
 
-from skippipe_jax.campaign.running import Command, digest_of, threads_each
+from skippipe_jax.campaign.running import Command, digest_of, thread_environment
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts.config import ExpertsConfig
@@ -106,7 +106,7 @@ class Scored:
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables for its share of the cores."""
-        return threads_each(self.place.config.at_once)
+        return thread_environment(self.place.config.at_once)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
         """Return the scoring."""
@@ -172,7 +172,7 @@ class Training:
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables for its share of the cores."""
-        return threads_each(self.place.config.at_once * self.member.hosts)
+        return thread_environment(self.place.config.at_once * self.member.hosts)
 
     def commands(self) -> Sequence[Callable[[], Command]]:
         """Return the training, unless it is complete, and the scoring."""

@@ -22,14 +22,14 @@ from skippipe_jax.data.batches import (
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
 from skippipe_jax.experts.evaluation import averaged_model
-from skippipe_jax.experts.members import EXPERT, Arm, Member, Members, naming
+from skippipe_jax.experts.members import EXPERT, Arm, Member, MemberFactory, naming
 from skippipe_jax.experts.nodes import division_path, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
+from skippipe_jax.experts.stale_results import Texts, require_same_inputs
 from skippipe_jax.experts.tasks import Place, Scored, Training, data_of
-from skippipe_jax.experts.unchanged import Texts, require_unchanged
 from skippipe_jax.inference.scores import text_of
 from skippipe_jax.interop.conversion import to_huggingface
-from skippipe_jax.models.estimate import what_is_planned
+from skippipe_jax.models.estimate import planned_case_and_visits
 from skippipe_jax.storage.files import atomic_write
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.initial_weights import open_initial_weights
@@ -55,11 +55,11 @@ def train(place: Place) -> dict[str, Any]:
         probes = probings(place) if place.config.is_probed else []
         if not all(task.is_done() for task in probes):
             # The other runs depend on the results of the probes.
-            require_unchanged(place, probes, texts)
+            require_same_inputs(place, probes, texts)
         hard = probed(place) if place.config.is_probed else None
         arms = arms_of(place, hard)
         tasks = [*trainings(place, arms), *averagings(place, arms)]
-        require_unchanged(place, [*probes, *tasks], texts)
+        require_same_inputs(place, [*probes, *tasks], texts)
         for arm in arms if place.config.nodes else []:
             own = side_by_side(place, arm)
             _run(own, trainings(own, [arm]))
@@ -78,7 +78,7 @@ def probe(place: Place) -> dict[str, float]:
     with RunLock(place.folder, "folder") as lock:
         lock.acquire()
         prepare(place)
-        require_unchanged(place, probings(place), require_usable(place))
+        require_same_inputs(place, probings(place), require_usable(place))
         return probed(place)
 
 
@@ -128,10 +128,10 @@ def require_usable(place: Place) -> Texts:
     config = place.config
     # Assume equal difficulties: these checks do not depend on the lanes.
     assumed = {name: 1.0 for name in config.inside}
-    arms = Members(config, assumed).arms()
+    arms = MemberFactory(config, assumed).arms()
     members = [run for arm in arms for own in arm.members.values() for run in own.lineage()]
     if config.is_probed:
-        members += Members(config).probes().values()
+        members += MemberFactory(config).probes().values()
     each = {own.digest: own for own in members}.values()
     tokenizers: dict[str, str] = {}
     # Check one member of each kind and size: the others differ only in text and steps.
@@ -143,8 +143,8 @@ def require_usable(place: Place) -> Texts:
         check_vocabulary(run_config.model.vocabulary_size, tokenizer)
         open_initial_weights(run_config, anew=True)
         if not run_config.plan.measure and not (config.nodes and member.kind == EXPERT):
-            case, _ = what_is_planned(run_config, place.configs)
-            run_config.model.layers_of_stages(len(case.stages))
+            case, _ = planned_case_and_visits(run_config, place.configs)
+            run_config.model.stage_partition(len(case.stages))
     if len(tokenizers) > 1:
         problem = "tokenizers differ, so the predictions of experts cannot be mixed"
         remedy = "Set the same data.tokenizer for all sizes"
@@ -181,7 +181,7 @@ def probed(place: Place) -> dict[str, float]:
 
 def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     """Return all arms; with shared nodes, experts train by the plans of a division."""
-    arms = Members(place.config, hard).arms()
+    arms = MemberFactory(place.config, hard).arms()
     if place.config.nodes is None:
         return arms
     return [on_nodes(place, arm) if arm.lanes else arm for arm in arms]
@@ -193,7 +193,7 @@ def divisible_arms(place: Place) -> list[Arm]:
     Raises:
         InputError: if lanes need the measured difficulty, and it has not been measured.
     """
-    arms = Members(place.config, _known_difficulty(place)).arms()
+    arms = MemberFactory(place.config, _known_difficulty(place)).arms()
     return [arm for arm in arms if arm.lanes and not arm.averages]
 
 
@@ -212,7 +212,7 @@ def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
 
 def probings(place: Place) -> list[Training]:
     """Return the training of the probes, and of their seed."""
-    return trainings_of(place, Members(place.config).probes().values())
+    return trainings_of(place, MemberFactory(place.config).probes().values())
 
 
 def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
@@ -273,7 +273,7 @@ def _known_arms(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
     Raises:
         InputError: if they have not.
     """
-    for arm in Members(place.config, hard).arms() if place.config.nodes else []:
+    for arm in MemberFactory(place.config, hard).arms() if place.config.nodes else []:
         if arm.lanes and not division_path(place, arm).exists():
             problem = "has no division of nodes yet"
             raise InputError("arms", arm.name, problem, "Run skippipe experts CONFIG")

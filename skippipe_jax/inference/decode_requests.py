@@ -9,7 +9,7 @@ from typing import NamedTuple
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.partial import Order
 
-MOST_LIKELIEST = 20
+MAX_TOP_TOKENS = 20
 """Largest number of likeliest tokens that a request may ask for at each position."""
 
 

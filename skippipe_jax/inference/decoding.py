@@ -23,16 +23,16 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.inference.drawing import (
+from skippipe_jax.inference.partial import Order
+from skippipe_jax.inference.token_sampling import (
     Penalties,
     SamplingRows,
     Scores,
-    draw_tokens,
     penalized,
+    sample_tokens,
     score,
     scores_of,
 )
-from skippipe_jax.inference.partial import Order
 from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import (
     Block,
@@ -97,7 +97,7 @@ class Decoder(Protocol):
         ...
 
     @property
-    def is_one_model(self) -> bool:
+    def is_single_model(self) -> bool:
         """Tell whether it scores prompts, and lets sequences run along some stages."""
         ...
 
@@ -173,8 +173,8 @@ class StageExecutor:
         return self.model.config.vocabulary_size
 
     @property
-    def is_one_model(self) -> bool:
-        """Return what `Decoder.is_one_model` says."""
+    def is_single_model(self) -> bool:
+        """Return what `Decoder.is_single_model` says."""
         return True
 
     @property
@@ -267,7 +267,7 @@ class StageExecutor:
         """Return what `Decoder.next_logits` says."""
         return _logits(self.model.structures[0], self.model.parameters[0], self.run(step))
 
-    def steps_of_all_sizes(self) -> Iterator[Step]:
+    def warm_up_steps(self) -> Iterator[Step]:
         """Yield a step for each program that sequences may need."""
         last = {min(attended, self.length) - 1 for attended in _powers(MIN_ATTENDED, self.length)}
         for position in sorted(last):
@@ -275,14 +275,14 @@ class StageExecutor:
                 positions = np.full((1, time), self.length, np.int32)
                 positions[0, 0] = position
                 yield Step(np.zeros((1, time), np.int32), positions, 0)
-            for rows in rows_for(self.slots):
+            for rows in batch_sizes(self.slots):
                 positions = np.full((rows, 1), self.length, np.int32)
                 positions[0] = position
                 yield Step(np.zeros((rows, 1), np.int32), positions)
 
     def warm_up(self) -> None:
         """Compile whatever sequences may need, while all slots are empty."""
-        for step in self.steps_of_all_sizes():
+        for step in self.warm_up_steps():
             if step.slot is not None:
                 self.prefill(step, step.tokens)
                 continue
@@ -299,7 +299,7 @@ def span_of(tokens: Sequence[int], start: int, slot: int, length: int) -> Step:
     return Step(padded, positions, slot)
 
 
-def rows_for(slots: int) -> list[int]:
+def batch_sizes(slots: int) -> list[int]:
     """Return how many of so many slots may run together."""
     rows = [1]
     while rows[-1] < slots:
@@ -485,7 +485,7 @@ class Generator:
             )
             raise InputError("max_new_tokens", count, problem, remedy)
         needs_one = request.scores_prompt or request.stages is not None
-        if needs_one and not self.decoder.is_one_model:
+        if needs_one and not self.decoder.is_single_model:
             problem = "need a single model, not an ensemble"
             raise InputError("scores_prompt, stages", needs_one, problem, "Leave them out")
         self._waiting.append((self._submitted, request))
@@ -570,8 +570,8 @@ class Generator:
         self, prompts: Mapping[int, tuple[ScoredToken, ...]], on_wait: Callable[[], None]
     ) -> list[Decoded]:
         """Draw a token for each request that runs; those of `prompts` have theirs told first."""
-        needed = max(self._running) + 1 if self.decoder.is_one_model else self.slots
-        rows = next(rows for rows in rows_for(self.slots) if rows >= needed)
+        needed = max(self._running) + 1 if self.decoder.is_single_model else self.slots
+        rows = next(rows for rows in batch_sizes(self.slots) if rows >= needed)
         step = Step(self._tokens[:rows], self._positions[:rows])
         if self.decoder.waits:
             on_wait()
@@ -581,7 +581,7 @@ class Generator:
             assert self._penalties is not None
             logits = penalized(logits, *(own[:rows] for own in self._penalties))
         sampling = (own[:rows] for own in self._rows)
-        drawing = draw_tokens(logits, step.positions[:, 0], *sampling)
+        drawing = sample_tokens(logits, step.positions[:, 0], *sampling)
         if not self.decoder.waits:
             on_wait()
         drawn = np.asarray(drawing)
@@ -615,12 +615,12 @@ class Generator:
     def warm_up(self) -> None:
         """Compile what draws tokens, before the first request."""
         penalties = Penalties.empty(self.slots, self.decoder.vocabulary_size)
-        for rows in rows_for(self.slots):
+        for rows in batch_sizes(self.slots):
             step = Step(self._tokens[:rows], self._positions[:rows])
             logits = self.decoder.next_logits(step)
             for own in (logits, penalized(logits, *(one[:rows] for one in penalties))):
                 sampling = (one[:rows] for one in self._rows)
-                drawn = np.asarray(draw_tokens(own, step.positions[:, 0], *sampling))
+                drawn = np.asarray(sample_tokens(own, step.positions[:, 0], *sampling))
             score(logits, drawn)
 
 

@@ -16,11 +16,11 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.pretrained import SHAPES
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.ensemble import mixing, posterior, priors
 from skippipe_jax.inference.decoding import continued, generate_tokens
-from skippipe_jax.inference.mixed_tokens import MixtureExecutor, mixed_scores
+from skippipe_jax.inference.mixture_executor import MixtureExecutor, mixed_scores
 from skippipe_jax.inference.staged_model import StagedModel
 
 
@@ -101,9 +101,9 @@ class Ensemble:
         They are those of the mixture, whose likeliest token need not be that of any expert.
         """
         tokens, targets = batch["tokens"], batch["targets"]
-        after_last = np.full_like(tokens[:, :1], NOT_COUNTED)
+        after_last = np.full_like(tokens[:, :1], IGNORED_TARGET)
         next_tokens = np.concatenate([tokens[:, 1:], after_last], axis=1)
-        next_tokens = np.where(targets == NOT_COUNTED, next_tokens, targets)
+        next_tokens = np.where(targets == IGNORED_TARGET, next_tokens, targets)
         streams = [expert.run(expert.default_order, batch) for expert in self.experts]
         nats = [
             expert.scores(x, jnp.asarray(next_tokens))[0]

@@ -14,7 +14,7 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.ensemble import mixing, priors
-from skippipe_jax.inference.by_domain import DomainLoss, DomainLosses, domain_loss
+from skippipe_jax.inference.domain_losses import DomainLoss, DomainLosses, domain_loss
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 

@@ -17,7 +17,7 @@ from skippipe_sched.figures.tables import aligned
 from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, held_out_batches
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
 from skippipe_jax.inference.language_model import PartialScorer
 from skippipe_jax.inference.partial import Order, Question, Variant, full
 from skippipe_jax.inference.scaling import Scaling
@@ -25,7 +25,7 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales
 
 # The exponential of a greater loss is no float any more.
-MOST_NATS = 700.0
+MAX_LOSS_NATS = 700.0
 # The columns of a table that hold numbers.
 FIGURES = (2, 3, 5, 6)
 
@@ -144,9 +144,9 @@ def evaluate(
         full_order,
         *(variant.stages for question in questions for variant in question.variants),
     }
-    losses, tokens = losses_along(model, orders, data, sequences, part)
+    losses, tokens = losses_by_order(model, orders, data, sequences, part)
     for order, loss in losses.items():
-        if not loss < MOST_NATS:
+        if not loss < MAX_LOSS_NATS:
             without_step = "--hf" if isinstance(model, StagedModel) else "--url"
             raise InputError(
                 without_step if step is None else "--step",
@@ -160,9 +160,9 @@ def evaluate(
     counts = sorted({len(order) for order in orders})
     for kept in counts:
         same_length = [order for order in orders if len(order) == kept]
-        losses |= losses_along(scaling.scaled(kept), same_length, data, sequences, part)[0]
+        losses |= losses_by_order(scaling.scaled(kept), same_length, data, sequences, part)[0]
     for order, loss in losses.items():
-        if not loss < MOST_NATS:
+        if not loss < MAX_LOSS_NATS:
             problem = f"the scaled loss along stages {list(order)} is {loss}"
             raise InputError("--scale", scaling.scale, problem, "Write a number closer to 1")
     scaled = _evaluation(step, questions, losses, full_order, tokens)
@@ -186,7 +186,7 @@ def _evaluation(
     return Evaluation(step, loss, math.exp(loss), tokens, answers)
 
 
-def losses_along(
+def losses_by_order(
     model: PartialScorer,
     orders: Collection[Order],
     data: DataConfig,
@@ -213,7 +213,7 @@ def _sums(
         embedded, targets = model.embed(batch), jnp.asarray(batch["targets"])
         losses = _losses_along(model, orders, 1, embedded, targets)
         return np.stack(jax.device_get(list(losses)))
-    counted = np.count_nonzero(batch["targets"] != NOT_COUNTED)
+    counted = np.count_nonzero(batch["targets"] != IGNORED_TARGET)
     return np.array([(-model.log_probabilities(batch, own).sum(), counted) for own in orders])
 
 
@@ -254,7 +254,7 @@ def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
     The first line names the text of `data`. What is scaled stands beside what is not.
     """
     of_step = "" if found.step is None else f"step {found.step}: "
-    text = ", ".join(source.told for source in data.sources())
+    text = ", ".join(source.label for source in data.sources())
     lines = [
         f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
         f"{found.perplexity:.3f}, over {found.tokens:,} tokens of the held-out part of {text}, "
@@ -266,7 +266,7 @@ def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
         cut = model.cut
         lines.append(f"scaled: loss {scaled.loss:.4f}, perplexity {scaled.perplexity:.3f}")
         lines += [
-            f"scales where {kept} of {len(cut)} stages run: {scales.told(cut)}"
+            f"scales where {kept} of {len(cut)} stages run: {scales.scales_text(cut)}"
             for kept, scales in sorted((scaled.scales or {}).items(), reverse=True)
         ]
     if not found.answers:

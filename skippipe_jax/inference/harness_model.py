@@ -15,11 +15,11 @@ from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
 from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
-from skippipe_jax.data.batches import NOT_COUNTED
+from skippipe_jax.data.batches import IGNORED_TARGET
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, padded_length
 from skippipe_jax.inference.language_model import LanguageModel
-from skippipe_jax.inference.text_stream import StopTexts, TextStream
+from skippipe_jax.inference.text_stream import StopSequences, TextStream
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256
@@ -129,7 +129,7 @@ class HarnessModel(LM):
         context = self.model.context
         length = padded_length(max(sum(map(len, pair)) for pair in pairs) - 1, context)
         tokens = np.full((rows, length), self.tokenizer.padding, np.int32)
-        targets = np.full_like(tokens, NOT_COUNTED)
+        targets = np.full_like(tokens, IGNORED_TARGET)
         for row, (context_tokens, continuation) in enumerate(pairs):
             if len(continuation) > context:
                 raise InputError(
@@ -157,7 +157,7 @@ class HarnessModel(LM):
             seed=seed,
         )
         prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
-        text = _Text(TextStream(self.tokenizer.decode, prompt), StopTexts(stops))
+        text = _Text(TextStream(self.tokenizer.decode, prompt), StopSequences(stops))
         return DecodeRequest(prompt, count, sampling, frozenset([self.tokenizer.end])), text
 
 
@@ -166,7 +166,7 @@ class _Text:
     """The text of a request so far, which ends before the first of its stops."""
 
     stream: TextStream
-    stops: StopTexts
+    stops: StopSequences
     text: str = ""
 
     def add(self, piece: str) -> None:

@@ -114,7 +114,7 @@ def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> 
     require_no_window(folder, config.model.context)
     if cut is None:
         cut = next(n for n in range(MOST_STAGES, 0, -1) if config.model.layers % n == 0)
-    layers = config.model.layers_of_stages(fields.integer(cut, "--num-stages", 1))
+    layers = config.model.stage_partition(fields.integer(cut, "--num-stages", 1))
     shapes = stage_shapes(config.model, cut)
 
     def load(stage: int) -> Any:
@@ -149,7 +149,7 @@ def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> M
     is_as_saved = not any(one.startswith(("data.path=", "data.mixture")) for one in overrides)
     data = run.with_tokenizer(run.located(config.data) if is_as_saved else config.data)
     if overrides:
-        require_same_held_out(data, run.located(run.config("--run").data))
+        require_same_split(data, run.located(run.config("--run").data))
     checkpoint = latest_intact(folder, run.step_named(step))
     # The run may have cut its model otherwise since.
     cut = checkpoint.record.stage_layers
@@ -167,7 +167,7 @@ def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> M
     return ModelSource(config, len(cut), load, checkpoint.step, checkpoint.record.files)
 
 
-def require_same_held_out(data: DataConfig, of_run: DataConfig) -> None:
+def require_same_split(data: DataConfig, of_run: DataConfig) -> None:
     """Refuse to divide the text of a run otherwise than it did."""
     if not _divided_by_seed(data) & _divided_by_seed(of_run):
         return

@@ -78,7 +78,7 @@ def kept(stages: int, share: float, limit: int, seed: int) -> Question:
     return Question("keep", variants, possible, share)
 
 
-def along_paths(plan: Plan, stages: int) -> Question:
+def path_variants(plan: Plan, stages: int) -> Question:
     """Return the different paths of a plan, each with the number of microbatches that take it.
 
     Raises:
@@ -114,7 +114,7 @@ def swapped(stages: int) -> Question:
     return Question("swaps", variants, len(variants))
 
 
-def without_each(stages: int) -> Question:
+def leave_one_out_variants(stages: int) -> Question:
     """Every stage but one, each inner stage left out in turn.
 
     Raises:
@@ -129,7 +129,7 @@ def without_each(stages: int) -> Question:
     return Question("importance", variants, len(variants))
 
 
-def chosen_order(named: str | None, share: float | None, stages: int, seed: int) -> Order:
+def parse_stage_order(named: str | None, share: float | None, stages: int, seed: int) -> Order:
     """Return the stages that a user names (``0,2,1``), a share drawn by the seed, or all.
 
     Raises:
@@ -147,10 +147,10 @@ def chosen_order(named: str | None, share: float | None, stages: int, seed: int)
         raise InputError(
             "--stage-order", named, "is not a list of stages", "Write 0,1,3"
         ) from error
-    return order_of(order, stages, "--stage-order", named)
+    return checked_order(order, stages, "--stage-order", named)
 
 
-def order_of(order: Sequence[int], stages: int, field: str, value: Any) -> Order:
+def checked_order(order: Sequence[int], stages: int, field: str, value: Any) -> Order:
     """Return the order, if it is of different stages of the model, the data stage first.
 
     Raises:

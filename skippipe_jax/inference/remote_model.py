@@ -23,7 +23,7 @@ from skippipe_sched.figures.tables import aligned
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.api_keys import header_with
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, load_corpora, tokenizer_of
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, load_corpora, tokenizer_of
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.inference.partial import Order, full
 
@@ -151,7 +151,7 @@ class RemoteModel:
                     self.used[requested, tuple(answer.skippipe.stages)] += 1
             finally:
                 cancelled.set()
-        return np.where(batch["targets"] == NOT_COUNTED, 0.0, log_probabilities)
+        return np.where(batch["targets"] == IGNORED_TARGET, 0.0, log_probabilities)
 
     def to_json(self) -> dict[str, Any]:
         """List under `used` which stages were asked for and used, and by how many requests."""
@@ -310,12 +310,12 @@ def texts_of(batch: Batch) -> Iterator[tuple[int, int, list[int]]]:
     for row, (tokens, targets) in enumerate(zip(batch["tokens"], batch["targets"], strict=True)):
         starts = np.union1d([0], np.flatnonzero(begins[row])).tolist()
         for start, stop in itertools.pairwise([*starts, len(tokens)]):
-            counted = np.flatnonzero(targets[start:stop] != NOT_COUNTED)
+            counted = np.flatnonzero(targets[start:stop] != IGNORED_TARGET)
             if counted.size:
                 last = start + int(counted[-1])
                 yield row, start, [*tokens[start : last + 1].tolist(), int(targets[last])]
 
 
-def in_large_batches(data: DataConfig) -> DataConfig:
+def with_large_batches(data: DataConfig) -> DataConfig:
     """Return data in batches that give a service enough to do at a time."""
     return replace(data, microbatch_size=max(data.microbatch_size, BATCH_SEQUENCES))

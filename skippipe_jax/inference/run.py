@@ -14,7 +14,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.inference.model_source import read_run
-from skippipe_jax.inference.scaling import Scale, Scaling, scaling_of
+from skippipe_jax.inference.scaling import Scale, Scaling, create_scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.reporting.line_chart import Chart
 from skippipe_jax.reporting.metrics import load_metrics
@@ -106,7 +106,7 @@ class Run:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
         model, config, found = read_run(self.folder, step)
-        return scaling_of(scale, model, config.data, self.folder, found)
+        return create_scaling(scale, model, config.data, self.folder, found)
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
-from skippipe_jax.config.model import StageCut
+from skippipe_jax.config.model import StagePartition
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.inference.model_source import ModelSource, read_run
 from skippipe_jax.inference.staged_model import StagedModel
@@ -112,7 +112,7 @@ class Scaling:
         return _unfitted(self.scale, self._shares, cut, kept)
 
 
-def scaling_of(
+def create_scaling(
     scale: Scale,
     model: StagedModel,
     data: DataConfig,
@@ -130,34 +130,34 @@ def scaling_of(
     return Scaling(scale, model, data, _shares_for(scale, model.stages, run, step))
 
 
-def table_of(scale: Scale, source: ModelSource, run: Path | None) -> ScaleTable:
+def scale_table(scale: Scale, source: ModelSource, run: Path | None) -> ScaleTable:
     """Return the scales of a model for each number of stages that may run.
 
     The model itself is read only where they are fitted.
 
     Raises:
-        InputError: as `scaling_of` and `Scaling.scales` do.
+        InputError: as `create_scaling` and `Scaling.scales` do.
     """
     model = source.model(None if parse_scale(scale) == FIT else ())
-    return scaling_of(scale, model, source.config.data, run, source.step).table()
+    return create_scaling(scale, model, source.config.data, run, source.step).table()
 
 
 def scales_of_run(
     scale: Scale, run: Path, step: int | None = None
-) -> tuple[BranchScales, StageCut, int]:
+) -> tuple[BranchScales, StagePartition, int]:
     """Return the scales where all stages of a checkpoint run, its cut and its step.
 
     The model itself is read only where they are fitted.
 
     Raises:
-        InputError: as `read_run`, `scaling_of` and `Scaling.scales` do.
+        InputError: as `read_run`, `create_scaling` and `Scaling.scales` do.
     """
     scale = parse_scale(scale)
     if scale == FIT:
         model, config, step = read_run(run, step)
-        return scaling_of(scale, model, config.data, run, step).scales(), model.cut, step
+        return create_scaling(scale, model, config.data, run, step).scales(), model.cut, step
     checkpoint = latest_intact(run, step)
-    cut = StageCut(checkpoint.record.stage_layers)
+    cut = StagePartition(checkpoint.record.stage_layers)
     shares = _shares_for(scale, len(cut), run, checkpoint.step)
     return _unfitted(scale, shares, cut, len(cut)), cut, checkpoint.step
 
@@ -191,7 +191,7 @@ def _shares_for(
 
 
 def _unfitted(
-    scale: Scale, shares: Sequence[float] | None, cut: StageCut, kept: int
+    scale: Scale, shares: Sequence[float] | None, cut: StagePartition, kept: int
 ) -> BranchScales:
     """Return the scales of a number, or of shares where `kept` stages run, the data stage included.
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.batches import (
-    NOT_COUNTED,
+    IGNORED_TARGET,
     Batch,
     document_starts,
     held_out_batches,
@@ -111,7 +111,7 @@ def score(model: Scorer, data: DataConfig, domain: str, part: str, sequences: in
     for batch, scored, resets in tqdm(
         batches, unit="batch", disable=None, leave=False, desc=domain
     ):
-        counted = batch["targets"] != NOT_COUNTED
+        counted = batch["targets"] != IGNORED_TARGET
         parts.append((model.log_probabilities(batch)[scored], counted[scored], resets[scored]))
     log_probabilities, counted, resets = map(np.concatenate, zip(*parts, strict=True))
     return Scores(
@@ -140,7 +140,7 @@ def _batches(
     size = min(data.microbatch_size, sequences)
     for batch in held_out_batches(data, size, sequences, part=part, domain=domain):
         # Rows without a target only fill up the last batch.
-        scored = np.flatnonzero((batch["targets"] != NOT_COUNTED).any(axis=1))
+        scored = np.flatnonzero((batch["targets"] != IGNORED_TARGET).any(axis=1))
         resets = document_starts(batch, begin)
         for row in scored:
             for array in (batch["tokens"], batch["targets"], resets):

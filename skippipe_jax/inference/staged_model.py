@@ -21,10 +21,10 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.data import BYTES
-from skippipe_jax.config.model import AUTO, PLATFORM_OF, StageCut
+from skippipe_jax.config.model import AUTO, PLATFORM_OF, StagePartition
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import (
-    NOT_COUNTED,
+    IGNORED_TARGET,
     Batch,
     check_vocabulary,
 )
@@ -35,7 +35,7 @@ from skippipe_jax.inference.decoding import (
     generate_tokens,
     padded_length,
 )
-from skippipe_jax.inference.partial import Order, full, kept, order_of
+from skippipe_jax.inference.partial import Order, checked_order, full, kept
 from skippipe_jax.models.branch_scales import BranchScales, ScaleTable
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import StageStructure, create_stage
@@ -71,9 +71,9 @@ class StagedModel:
         return len(self.parameters)
 
     @property
-    def cut(self) -> StageCut:
+    def cut(self) -> StagePartition:
         """Number of blocks of each stage."""
-        return self.config.layers_of_stages(self.stages)
+        return self.config.stage_partition(self.stages)
 
     @property
     def default_order(self) -> Order:
@@ -214,7 +214,7 @@ class StagedModel:
     def _order(self, order: Sequence[int] | None) -> Order:
         if order is None:
             return self.default_order
-        return order_of(order, self.stages, "order", order)
+        return checked_order(order, self.stages, "order", order)
 
     def _batch(self, tokens: Int[np.ndarray, "*sequence position"], predicted: int = 1) -> Batch:
         """Sequences to run, padded; in each, the last so many tokens are only predicted."""
@@ -228,7 +228,7 @@ class StagedModel:
                 "Shorten the sequences" if length > 0 else "Give longer sequences",
             )
         shape = len(rows), padded_length(length, context)
-        inputs, targets = np.zeros(shape, np.int32), np.full(shape, NOT_COUNTED, np.int32)
+        inputs, targets = np.zeros(shape, np.int32), np.full(shape, IGNORED_TARGET, np.int32)
         inputs[:, :length] = rows[:, :length]
         targets[:, : rows.shape[1] - 1] = rows[:, 1:]
         return {"tokens": inputs, "targets": targets}
@@ -270,7 +270,7 @@ def _structures(config: ModelConfig, stages: int) -> tuple[StageStructure, ...]:
     """Return what `StagedModel.structures` says."""
     if PLATFORM_OF.get(config.attention) not in (None, jax.default_backend()):
         config = replace(config, attention=AUTO)
-    layers = config.layers_of_stages(stages)
+    layers = config.stage_partition(stages)
 
     def structure(stage: int) -> StageStructure:
         return StageStructure(

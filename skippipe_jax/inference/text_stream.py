@@ -59,7 +59,7 @@ def _complete(text: str) -> str:
     return text[:end]
 
 
-class StopTexts:
+class StopSequences:
     """Looks for texts that end an answer, and holds back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]):

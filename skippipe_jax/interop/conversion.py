@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, to_yaml
 from skippipe_jax.config.data import TOKENIZER_FOLDER, has_tokenizer
-from skippipe_jax.config.model import LAYERS_OF_STAGE, StageCut
+from skippipe_jax.config.model import LAYERS_PER_STAGE, StagePartition
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.config.pretrained import require_no_window
 from skippipe_jax.data.chat import end_of_turn
@@ -39,11 +39,11 @@ def from_huggingface(source: Path, run: Path, stages: int | None = None) -> Conf
     model = weights.model
     require_no_window(source, model.context)
     if stages is None:
-        stages = max(1, model.layers // LAYERS_OF_STAGE)
+        stages = max(1, model.layers // LAYERS_PER_STAGE)
     model = _cut(model, fields.integer(stages, "--num-stages", 1, model.layers))
     length = min(DataConfig.sequence_length, model.context)
     config = Config(run_dir=str(run), model=model, data=DataConfig(sequence_length=length))
-    layers, shapes = model.layers_of_stages(stages), stage_shapes(model, stages)
+    layers, shapes = model.stage_partition(stages), stage_shapes(model, stages)
 
     with (
         new_directory(run, "--output") as folder,
@@ -94,7 +94,7 @@ def to_huggingface(
     config = RunDir(run).config("RUN")
     model = config.model
     checkpoint = latest_intact(run, step)
-    cut = StageCut(checkpoint.record.stage_layers)
+    cut = StagePartition(checkpoint.record.stage_layers)
     # The run may have cut its model otherwise since.
     model = replace(model, stage_layers=cut)
     shapes = stage_shapes(model, len(cut))

@@ -30,9 +30,9 @@ from skippipe_jax.config import DataConfig, ModelConfig
 from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.pretrained import (
-    EXPRESSIBLE,
     FAMILIES,
     LLAMA3_ROPE,
+    SUPPORTED_VALUES,
     read_model,
     require_no_window,
     require_shapes,
@@ -138,7 +138,7 @@ def config_json(
         # A Mistral that can be trained here is a Llama.
         "model_type": "llama",
         **FAMILIES["llama"],
-        **{key: value for key, value in EXPRESSIBLE.items() if value is not None},
+        **{key: value for key, value in SUPPORTED_VALUES.items() if value is not None},
         "vocab_size": model.vocabulary_size,
         "hidden_size": model.width,
         "num_hidden_layers": model.layers,
@@ -362,7 +362,7 @@ def write_weights(
     """
     safetensors = _safetensors()
     width = np.dtype(dtype).itemsize
-    layers = model.layers_of_stages(stages)
+    layers = model.stage_partition(stages)
     shards = [
         _shards(tensors_of_stage(shapes, sum(layers[:stage])), width)
         for stage, shapes in enumerate(stage_shapes(model, stages))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from skippipe_jax.campaign.tries import HAS_LEFT, Tries, shell_exit_code
+from skippipe_jax.campaign.restart_policy import HAS_LEFT, RestartPolicy, shell_exit_code
 
 if TYPE_CHECKING:
     from skippipe_jax.config.cluster import ClusterConfig
@@ -79,7 +79,7 @@ class LocalHosts:
         """
         self._hosts = [LocalHost(index, words) for index in indices]
         most = max_restarts
-        self._tries = None if most is None else {index: Tries(most) for index in indices}
+        self._tries = None if most is None else {index: RestartPolicy(most) for index in indices}
         self._grace_s, self._outlives_hosts = grace_s, outlives_hosts
         self._pending_signals: list[int] = []
         self._forwarded: int | None = None

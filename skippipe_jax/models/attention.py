@@ -58,7 +58,7 @@ def implementation_of(model: ModelConfig, length: int, platform: str) -> str:
     if model.attention != AUTO:
         return model.attention
     for kernel, own in PLATFORM_OF.items():
-        if own == platform and not model.why_unfit(kernel, length):
+        if own == platform and not model.unsupported_reason(kernel, length):
             return kernel
     return BLOCKWISE
 
@@ -87,7 +87,7 @@ def flat(attended: Queries) -> Attended:
     return attended.reshape(*attended.shape[:2], -1)
 
 
-def fault_of(kernel: str, model: ModelConfig, *, is_packed: bool) -> str:
+def kernel_fault(kernel: str, model: ModelConfig, *, is_packed: bool) -> str:
     """Return the fault of a kernel on this device, as a part of a sentence; "" if it has none.
 
     A small attention and its gradient are compared with those of `xla`.

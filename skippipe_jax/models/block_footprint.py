@@ -6,7 +6,7 @@ docs/memory_formulas.md derives every formula. Bytes kept are exact.
 from __future__ import annotations
 
 from skippipe_jax.config import DataConfig, ModelConfig
-from skippipe_jax.config.model import CPU_BLOCK, holds_all_scores, turns_by_constants
+from skippipe_jax.config.model import CPU_BLOCK, holds_all_scores, rotations_as_constants
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number in each dtype that a configuration may name."""
@@ -29,7 +29,7 @@ def arrays_of_block(model: ModelConfig) -> list[int]:
     return [width**2] * 2 + [width * kv_width] * 2 + [width * model.ffn_width] * 3 + [width] * 2
 
 
-def kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
+def bytes_saved_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
     """Return the bytes that `layers` blocks keep if only elementwise results are recomputed."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
@@ -76,7 +76,7 @@ def bytes_of_places(model: ModelConfig, data: DataConfig) -> int:
     """Return the bytes of positions for recomputation: of packed tokens, else constants if any."""
     if data.packing == "documents":
         return TOKEN_BYTES * tokens_of(data)
-    are_constants = turns_by_constants(data.sequence_length, model.head_width)
+    are_constants = rotations_as_constants(data.sequence_length, model.head_width)
     return are_constants * bytes_of_rotations(model, data)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from skippipe_jax.config.model import StageCut
+from skippipe_jax.config.model import StagePartition
 
 SHOWN_DIGITS = 3
 
@@ -30,7 +30,7 @@ class BranchScales:
     feed_forward: tuple[float, ...]
 
     @classmethod
-    def of_stages(cls, scales: Sequence[float], cut: StageCut) -> BranchScales:
+    def of_stages(cls, scales: Sequence[float], cut: StagePartition) -> BranchScales:
         """Return scales that are the same for all branches of a stage."""
         of_blocks = [
             float(scale) for scale, count in zip(scales, cut, strict=True) for _ in range(count)
@@ -42,12 +42,12 @@ class BranchScales:
         both = np.array([self.attention, self.feed_forward], np.float32)
         return both[:, blocks.start : blocks.stop].T
 
-    def folded(self, parameters: Any, cut: StageCut, stage: int) -> Any:
+    def folded(self, parameters: Any, cut: StagePartition, stage: int) -> Any:
         """Return the parameters of a stage with its scales folded in."""
         scales = self.of_blocks(cut.blocks(stage))
         return parameters if np.all(scales == 1) else folded(parameters, jnp.asarray(scales))
 
-    def told(self, cut: StageCut) -> str:
+    def scales_text(self, cut: StagePartition) -> str:
         """Format the scales: one for each stage if its branches agree, else all of them."""
         of_stages = [self.of_blocks(cut.blocks(stage)) for stage in range(len(cut))]
         if all(np.ptp(scales) == 0 for scales in of_stages):

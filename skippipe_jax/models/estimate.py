@@ -20,12 +20,12 @@ from skippipe_jax.models.footprint import (
     NodeMemory,
     Traffic,
     averaged_bytes,
-    copied_bytes,
+    buddy_checkpoint_bytes,
     sizes_of_hops,
     stage_parameters,
 )
 from skippipe_jax.models.in_flight import Room, holding, names, rooms
-from skippipe_jax.models.planned_case import cases_of
+from skippipe_jax.models.planned_case import configured_cases
 
 # Methods whose paths visit every stage, whatever the case says.
 FULL_PATHS = ("full", "full-joint")
@@ -46,12 +46,12 @@ ONE_NODE = {
 
 
 def is_for_one_host(config: Config) -> bool:
-    """Return whether `what_is_planned` is for one host, because the rest is yet to be measured."""
+    """Return whether the planned case is for one host, because the rest is yet to be measured."""
     plan = config.plan
     return plan.is_missing or (plan.measure and plan.case is None and plan.file is None)
 
 
-def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
+def planned_case_and_visits(config: Config, config_folder: Path) -> tuple[Case, int]:
     """Return the case that a configuration is planned for, and the visits to stages per iteration.
 
     No plan is searched. If hosts are measured when the run starts, the case has one host with one
@@ -62,7 +62,7 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
     """
     if is_for_one_host(config):
         of_one = replace(config, plan=PlanConfig(case=dict(ONE_NODE)))
-        return cases_of(of_one, config_folder)[0], 0
+        return configured_cases(of_one, config_folder)[0], 0
     if config.plan.measure:
         raise InputError(
             "plan",
@@ -73,9 +73,9 @@ def what_is_planned(config: Config, config_folder: Path) -> tuple[Case, int]:
         )
     if config.plan.file is not None:
         plan = load_plan(Path(config.plan.file))
-        config.averaging.require_blocks(config.model.layers_of_stages(len(plan.stages)))
+        config.averaging.require_blocks(config.model.stage_partition(len(plan.stages)))
         return plan.case, sum(len(path) for path in plan.microbatches)
-    case, *_ = cases_of(config, config_folder)
+    case, *_ = configured_cases(config, config_folder)
     length = len(case.stages) if config.plan.method in FULL_PATHS else case.path_length
     return case, length * sum(case.microbatches)
 
@@ -84,7 +84,7 @@ def to_json(
     config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic
 ) -> dict[str, Any]:
     """Return all figures by name, in bytes."""
-    layers = config.model.layers_of_stages(len(case.stages))
+    layers = config.model.stage_partition(len(case.stages))
     copies = {"copies": _copies(config, case)} if _has_copies(config) else {}
     return copies | {
         "stages": [
@@ -141,7 +141,7 @@ def _copies(config: Config, case: Case) -> list[dict[str, int]]:
     """Return the bytes of buddy checkpoints of each stage, in the memory of hosts."""
     return [
         {"stage": stage, "bytes": size, "first_host": size, "buddy": COPIES_OF_BUDDY * size}
-        for stage, size in enumerate(copied_bytes(config, len(case.stages)))
+        for stage, size in enumerate(buddy_checkpoint_bytes(config, len(case.stages)))
     ]
 
 
@@ -189,7 +189,7 @@ MESH_COLUMNS = ("gathered",)
 
 def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffic) -> str:
     """Format the figures as text: a line for each stage, nodes, traffic, and sizes for a case."""
-    layers = config.model.layers_of_stages(len(case.stages))
+    layers = config.model.stage_partition(len(case.stages))
     is_outer = config.averaging.is_outer
     hidden = () if is_outer else OUTER_COLUMNS
     hidden += () if any(own.gathered for own in memory) else MESH_COLUMNS

@@ -35,7 +35,7 @@ def iteration_flops(
         flops_per_token(shapes, layers=layers, width=model.width, sequence_length=sequence_length)
         for shapes, layers in zip(
             stage_shapes(model, len(plan.stages)),
-            model.layers_of_stages(len(plan.stages)),
+            model.stage_partition(len(plan.stages)),
             strict=True,
         )
     ]

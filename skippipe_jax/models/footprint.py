@@ -25,7 +25,7 @@ from skippipe_jax.models.block_footprint import (
     block_parameters,
     blocks_at_once,
     bytes_of_places,
-    kept_by_blocks,
+    bytes_saved_by_blocks,
     offloadable_bytes,
     passing_bytes,
     saved_by_block,
@@ -136,7 +136,7 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
 
 def hop_bytes(config: Config) -> HopBytes:
     """Return the bytes that one microbatch sends between stages, in the transfer dtypes."""
-    forward, back = travelling_dtypes(config)
+    forward, back = transfer_dtypes(config)
     return HopBytes(
         activation_bytes(config.model, config.data, forward),
         activation_bytes(config.model, config.data, back),
@@ -150,7 +150,7 @@ def sizes_of_hops(config: Config) -> dict[str, int]:
     return sizes if hop.gradient == hop.activation else sizes | {"gradient_bytes": hop.gradient}
 
 
-def travelling_dtypes(config: Config) -> tuple[str, str]:
+def transfer_dtypes(config: Config) -> tuple[str, str]:
     """Return the transfer dtypes of activations and of their gradients."""
     forward = config.network.activation_dtype or config.model.compute_dtype
     return forward, config.network.gradient_dtype or forward
@@ -168,7 +168,7 @@ def averaged_bytes(config: Config, stages: int) -> list[int]:
     width = DTYPE_BYTES[of_gradients or "float32"]
     return [
         width * stage_parameters(config.model, count, is_data_stage=stage == 0)
-        for stage, count in enumerate(config.model.layers_of_stages(stages))
+        for stage, count in enumerate(config.model.stage_partition(stages))
     ]
 
 
@@ -196,7 +196,7 @@ def block_matrices(model: ModelConfig, layers: int) -> int:
     return layers * (block_parameters(model) - 2 * model.width)
 
 
-def copied_bytes(config: Config, stages: int) -> list[int]:
+def buddy_checkpoint_bytes(config: Config, stages: int) -> list[int]:
     """Return the bytes of a buddy checkpoint of each stage: parameters and optimizer state.
 
     Raises:
@@ -206,7 +206,7 @@ def copied_bytes(config: Config, stages: int) -> list[int]:
     width = DTYPE_BYTES[model.parameter_dtype]
     numbers = [
         (stage_parameters(model, layers, is_data_stage=stage == 0), block_matrices(model, layers))
-        for stage, layers in enumerate(model.layers_of_stages(stages))
+        for stage, layers in enumerate(model.stage_partition(stages))
     ]
     return [width * count + optimizer_bytes(config, count, own) for count, own in numbers]
 
@@ -233,7 +233,7 @@ def memory_of_node(
     # Either a backward pass or a loss runs: both make a gradient of every parameter before it is
     # accumulated, a backward pass none of the head. Or, after all microbatches, the ring of
     # gradients runs, or a fragment is applied.
-    blocks = kept_by_blocks(model, data, blocks_at_once(model, layers))
+    blocks = bytes_saved_by_blocks(model, data, blocks_at_once(model, layers))
     blocks += passing_bytes(model, data) - is_data_stage * head_bytes(model)
     operation = unpacked_bytes(config) + max(
         blocks, bytes_of_loss(model, data) if is_data_stage else 0
@@ -252,7 +252,7 @@ def memory_of_node(
         kept=kept_bytes(config, layers, is_data_stage=is_data_stage) + targets,
         in_flight=in_flight,
         waiting=under_way * max(hop.activation, hop.gradient),
-        changes=changes_under_way(config, layers, replicas, is_data_stage=is_data_stage)
+        changes=fragment_bytes_in_transit(config, layers, replicas, is_data_stage=is_data_stage)
         if is_outer
         else 0,
         working=max(
@@ -265,7 +265,9 @@ def memory_of_node(
     )
 
 
-def changes_under_way(config: Config, layers: int, replicas: int, *, is_data_stage: bool) -> int:
+def fragment_bytes_in_transit(
+    config: Config, layers: int, replicas: int, *, is_data_stage: bool
+) -> int:
     """Return the most bytes of fragments in transit, with `averaging.mode: outer`.
 
     For each, a replica keeps the parameters at the sending, and the messages of all replicas.
@@ -344,7 +346,7 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
 
 def _averaging_traffic(config: Config, case: Case) -> int:
     """Return the mean bytes that the rings of all stages send in an iteration."""
-    layers = config.model.layers_of_stages(len(case.stages))
+    layers = config.model.stage_partition(len(case.stages))
     return sum(
         round(n * bytes_passed(config, layers[stage], n, is_data_stage=stage == 0))
         for stage, n in enumerate(case.stages)
@@ -382,7 +384,7 @@ def bytes_per_link(config: Config, plan: Plan, step: int) -> dict[tuple[int, int
             if before.node != after.node:
                 is_gradient = after.kind == "B"
                 sent[before.node, after.node] += size.gradient if is_gradient else size.activation
-    layers = config.model.layers_of_stages(len(plan.stages))
+    layers = config.model.stage_partition(len(plan.stages))
     for stage in range(len(plan.stages)):
         ring = best_ring(plan.case, stage, plan.stages[stage])
         passed = int(bytes_passed(config, layers[stage], len(ring), is_data_stage=stage == 0))
@@ -398,7 +400,7 @@ def unpacked_bytes(config: Config) -> int:
     These are its inputs, the gradient of its outputs, and that of its inputs before it is sent.
     """
     computed = config.model.compute_dtype
-    forward, back = travelling_dtypes(config)
+    forward, back = transfer_dtypes(config)
     own = activation_bytes(config.model, config.data, computed)
     return own * ((forward != computed) + 2 * (back != computed))
 
@@ -420,4 +422,4 @@ def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
         inputs = compute * tokens * model.width
         own = layers * (inputs + saved_by_block(model, data))
         return own + bytes_of_places(model, data) + around
-    return kept_by_blocks(model, data, layers) + around
+    return bytes_saved_by_blocks(model, data, layers) + around

@@ -115,7 +115,7 @@ def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> 
     ]
 
 
-def short_of_memory(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[str]:
+def memory_warnings(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[str]:
     """Return a sentence for each kind of node whose `memory` is more than its bytes allow.
 
     `stage_of` is the stage that each node serves, if a plan has decided it.

@@ -26,7 +26,7 @@ from jax.extend.core.primitives import (
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Real
 
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.config.model import turns_by_constants
+from skippipe_jax.config.model import rotations_as_constants
 from skippipe_jax.models.attention import ATTENDED, attend, implementation_of
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.document_mask import (
@@ -182,7 +182,7 @@ class Block(nnx.Module):
         """
         length = x.shape[1]
         if positions is None:
-            are_constants = turns_by_constants(length, self.config.head_width)
+            are_constants = rotations_as_constants(length, self.config.head_width)
             by = rotations(self.config, (np if are_constants else jnp).arange(length)[None])
             documents = None
         else:
@@ -350,7 +350,7 @@ def create_stage(
 @functools.cache
 def stage_shapes(config: ModelConfig, stages: int) -> Sequence[Any]:
     """Return shape and dtype of every parameter of every stage, without creating any."""
-    layers = config.layers_of_stages(stages)
+    layers = config.stage_partition(stages)
 
     def create() -> tuple[Any, ...]:
         key = jax.random.key(0)

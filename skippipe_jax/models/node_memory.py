@@ -6,7 +6,7 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config, NodeMesh
 from skippipe_jax.config.hardware import AUTO, ITERATION
-from skippipe_jax.models.device_share import of_each_device
+from skippipe_jax.models.device_memory import per_device_memory
 from skippipe_jax.models.footprint import NodeMemory, memory_of_node
 
 USABLE_SHARE = 0.9
@@ -41,7 +41,7 @@ def memory_of_stages(
     Raises:
         InputError: if the layers cannot be divided among the stages.
     """
-    layers = config.model.layers_of_stages(len(case.stages))
+    layers = config.model.stage_partition(len(case.stages))
     all_of_them = sum(case.microbatches)
     most = min(max(node.memory for node in case.nodes), all_of_them)
     in_flight = most if in_flight is None else in_flight
@@ -57,7 +57,7 @@ def memory_of_stages(
             in_flight=in_flight,
             under_way=under_way,
         )
-        return of_each_device(
+        return per_device_memory(
             config,
             layers[stage],
             whole,

@@ -31,7 +31,7 @@ LEFT_OPEN = ("activation_bytes", "gradient_bytes", "stage_bytes", "averaging", "
 """Keys of a case that follow from the configuration if they are missing or `auto`."""
 
 
-def cases_of(config: Config, config_folder: Path) -> Sequence[Case]:
+def configured_cases(config: Config, config_folder: Path) -> Sequence[Case]:
     """Return the candidates of the case in `plan.case`, with open keys filled in.
 
     `config_folder` is the folder of the link table of a case inside the configuration.
@@ -39,19 +39,19 @@ def cases_of(config: Config, config_folder: Path) -> Sequence[Case]:
     Raises:
         InputError: if there is no case, or it is invalid.
     """
-    return candidates_of(config, *_given(config, config_folder))
+    return candidate_cases(config, *_given(config, config_folder))
 
 
-def is_of_case(config: Config, config_folder: Path, case: Case) -> bool:
-    """Return whether a case is one of `cases_of`, apart from the keys that are open there.
+def matches_configured_case(config: Config, config_folder: Path, case: Case) -> bool:
+    """Return whether a case is one of `configured_cases`, apart from the keys that are open there.
 
     Another version of this program may have filled these in differently.
 
     Raises:
-        InputError: as `cases_of` does.
+        InputError: as `configured_cases` does.
     """
     given, folder = _given(config, config_folder)
-    cases = candidates_of(config, given, folder)
+    cases = candidate_cases(config, given, folder)
     left_open = {key for key in LEFT_OPEN if given.get(key, AUTO) == AUTO}
     if _nodes_without_memory(given, len(cases[0].nodes)):
         left_open.add("memory")
@@ -82,7 +82,7 @@ def _given(config: Config, config_folder: Path) -> tuple[Any, Path]:
     return given, config_folder
 
 
-def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence[Case]:
+def candidate_cases(config: Config, given: Any, folder: Path = Path()) -> Sequence[Case]:
     """Return the candidates of a case given as a mapping, with open keys filled in.
 
     Candidates in which a node cannot hold a single microbatch are left out. `folder` is the folder
@@ -95,7 +95,7 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
         return candidates(given, folder)
     cases = candidates(_with_sizes(config, given), folder)
     if config.averaging.is_outer:
-        config.averaging.require_blocks(config.model.layers_of_stages(len(cases[0].stages)))
+        config.averaging.require_blocks(config.model.stage_partition(len(cases[0].stages)))
     left_open = _nodes_without_memory(given, len(cases[0].nodes))
     if not left_open:
         return cases
@@ -119,7 +119,7 @@ def candidates_of(config: Config, given: Any, folder: Path = Path()) -> Sequence
     return possible
 
 
-def differing_sizes(config: Config, case: Case) -> list[str]:
+def size_mismatches(config: Config, case: Case) -> list[str]:
     """Return a sentence for each key of a case that differs from the configuration.
 
     Sizes without effect, such as that of a stage with one replica, are not compared.

@@ -42,7 +42,7 @@ from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, to_tree
 from skippipe_jax.models.footprint import averaged_bytes, sizes_of_hops
-from skippipe_jax.models.in_flight import USABLE_SHARE, most_in_flight, short_of_memory
+from skippipe_jax.models.in_flight import USABLE_SHARE, memory_warnings, most_in_flight
 from skippipe_jax.profiling.links import MeasuredLink
 from skippipe_jax.profiling.stages import (
     BACKWARD,
@@ -167,7 +167,9 @@ def read_measured(path: Path) -> dict[str, Any] | None:
     )
 
 
-def profile_again(config: Config, measured: Mapping[str, Any], hosts: int) -> Profile | None:
+def profile_from_measured(
+    config: Config, measured: Mapping[str, Any], hosts: int
+) -> Profile | None:
     """Make a profile from earlier measurements, as `read_measured` returns them.
 
     Returns None if they are for other hosts, nodes, models or stages. Other keys of `plan.case`,
@@ -211,7 +213,7 @@ def profile_of(
         "largest_error_of_costs": _costs(reports, host_of).largest_error,
         "hosts": [asdict(report) for report in reports],
     }
-    return Profile(case, measured, short_of_memory(config, with_any_memory))
+    return Profile(case, measured, memory_warnings(config, with_any_memory))
 
 
 def check_template(config: Config, hosts: int) -> tuple[int, ...]:
@@ -231,7 +233,7 @@ def check_template(config: Config, hosts: int) -> tuple[int, ...]:
             name="",
             links=[MeasuredLink(o, host, 0.0, 1.0, None, [], []) for o in range(hosts)],
             copy_s=None,
-            memory_bytes=[fields.LARGEST] * host_of.count(host),
+            memory_bytes=[fields.MAX_NUMBER] * host_of.count(host),
             processors=[""] * host_of.count(host),
             timings={"": timings},
         )

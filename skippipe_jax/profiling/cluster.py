@@ -26,7 +26,7 @@ from skippipe_jax.profiling.case import (
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.profiling.links import measure_copy, measure_links
 from skippipe_jax.profiling.stages import StageTimings, measure_stage, shapes_of_stages
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.topology import spreads_of_nodes
 from skippipe_jax.runtime.transport import HostLink
 
@@ -118,7 +118,7 @@ def _receive(host: Host, what: str, others: Iterable[int], deadline_s: float) ->
     return [hear(host, f"measure/{what}", [other], deadline_s)[other] for other in others]
 
 
-def _hardware_of(host: int, nodes: Sequence[Spread]) -> HostHardware:
+def _hardware_of(host: int, nodes: Sequence[NodeSharding]) -> HostHardware:
     """Return the hardware of this host.
 
     Nodes with the same devices have the same processor. On a CPU, so have hosts with the same cores
@@ -131,7 +131,7 @@ def _hardware_of(host: int, nodes: Sequence[Spread]) -> HostHardware:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every_core
     on_cpu = f"cores {','.join(map(str, sorted(cores)))} of {machine}, {name}"
 
-    def processor(here: Spread) -> str:
+    def processor(here: NodeSharding) -> str:
         if here.devices[0].platform == "cpu":
             return on_cpu
         numbers = "+".join(f"{device.id}" for device in here.devices)
@@ -141,7 +141,7 @@ def _hardware_of(host: int, nodes: Sequence[Spread]) -> HostHardware:
 
 
 def _time_stages(
-    config: Config, nodes: Sequence[Spread], of_hosts: Sequence[HostHardware], host: Host
+    config: Config, nodes: Sequence[NodeSharding], of_hosts: Sequence[HostHardware], host: Host
 ) -> dict[str, list[StageTimings]]:
     """Time all stages on each processor that no earlier host has.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.config import Config
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     TOKENS,
     TOTALS,
@@ -68,11 +68,13 @@ class Costs:
 
 def shapes_of_stages(config: Config, stages: int) -> list[Shape]:
     """Return the shape of each stage of a model with `stages` stages."""
-    layers = config.model.layers_of_stages(stages)
+    layers = config.model.stage_partition(stages)
     return [(stage == 0, count) for stage, count in enumerate(layers)]
 
 
-def measure_stage(config: Config, shape: Shape, here: Spread, budget_s: float) -> dict[str, Timing]:
+def measure_stage(
+    config: Config, shape: Shape, here: NodeSharding, budget_s: float
+) -> dict[str, Timing]:
     """Time forward, loss (of a data stage), backward and update on one node.
 
     Microbatches are repeated for `budget_s` seconds. The first call for a shape and a device
@@ -151,7 +153,7 @@ def _matrix(
     return np.array([[of[operation].median_s for of in of_node] for of_node in timings])
 
 
-def _functions(config: Config, shape: Shape, here: Spread) -> StageFunctions:
+def _functions(config: Config, shape: Shape, here: NodeSharding) -> StageFunctions:
     tokens = config.data.microbatch_size * config.data.sequence_length
     steps, wire = config.train.steps, wire_of_run(config)
     return stage_functions(config.model, config.optimizer, steps, *shape, tokens, wire, here.mesh)

@@ -33,13 +33,13 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class SumReplicas:
+class SumGradients:
     """Instruction to sum the gradients of a stage over its replicas."""
 
     stage: int
 
 
-Instruction = Compute | SumReplicas
+Instruction = Compute | SumGradients
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruc
         for run in timeline.runs
     ]
     timed += [
-        (averaging.start_s, SumReplicas(averaging.stage)) for averaging in timeline.averagings
+        (averaging.start_s, SumGradients(averaging.stage)) for averaging in timeline.averagings
     ]
     # The sort is stable and both lists are in start order: instructions that start at the same
     # moment keep their order, and a sum comes after the operations that it waits for.

@@ -130,8 +130,8 @@ def make_schedule(
     Raises:
         InputError: naming the part of the recipe for which there is no plan.
     """
-    if recipe.most_searches:
-        say(f"planning for the recipe: {recipe.most_searches} plans, at most {budget_s:g} s each")
+    if recipe.max_searches:
+        say(f"planning for the recipe: {recipe.max_searches} plans, at most {budget_s:g} s each")
     plans = {OWN: own}
     for part in _parts(recipe, own.case):
         drawn = [own] if not part.changes else []
@@ -159,7 +159,7 @@ class _Part(NamedTuple):
 
 
 def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
-    if recipe.begins_with_own:
+    if recipe.starts_with_own_plan:
         yield _Part(OWN, "recipe.redraws", recipe.redraws, recipe.redraws, {})
     for number, phase in enumerate(recipe.phases or ()):
         if phase.skipping == 0:
@@ -169,7 +169,7 @@ def _parts(recipe: RecipeConfig, case: Case) -> Iterator[_Part]:
         now = {"path_length": case.path_length, "max_swaps": case.rules.max_swaps}
         changes = {key: n for key, n in asked.items() if n is not None and n != now[key]}
         yield _Part(phase.name, f"recipe.phases[{number}]", asdict(phase), recipe.redraws, changes)
-    if recipe.has_full_iterations:
+    if recipe.has_full_steps:
         in_order = {"path_length": len(case.stages), "max_swaps": 0, "max_jump": 0}
         asked = "phases" if recipe.full_every is None else "full_every"
         yield _Part(FULL, f"recipe.{asked}", getattr(recipe, asked), 1, in_order)

@@ -28,7 +28,7 @@ from skippipe_jax.reporting.metrics import Metrics, load_metrics
 from skippipe_jax.reporting.timelines import measured_title
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
-    kept_plan,
+    load_recorded_plan,
     measured_timeline,
     recorded_steps,
 )
@@ -61,7 +61,7 @@ def report(folder: Path) -> str:
     shown = [
         step
         for step in recorded
-        if schedule.name(step - 1) == name and kept_plan(folder, step) is None
+        if schedule.name(step - 1) == name and load_recorded_plan(folder, step) is None
     ]
     measured, notes = load_timelines(folder, plan, shown)
     if len(shown) < len(recorded):
@@ -114,11 +114,11 @@ def conversations(run: RunDir, config: Config) -> str:
         return ""
     # These imports load JAX, which a page about other text does not need.
     from skippipe_jax.data.batches import load_corpora, tokenizer_of
-    from skippipe_jax.data.chat import learns_answers
+    from skippipe_jax.data.chat import trains_on_answers
     from skippipe_jax.data.tokenizer import load_tokenizer
 
     data = run.located(run.with_tokenizer(config.data))
-    if not learns_answers(data):
+    if not trains_on_answers(data):
         return ""
     try:
         tokenizer = load_tokenizer(tokenizer_of(data))

@@ -12,7 +12,7 @@ from skippipe_jax import log
 from skippipe_jax.program.schedule import timeline_of
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
-    kept_plan,
+    load_recorded_plan,
     measured_timeline,
     recorded_steps,
     recording_path,
@@ -33,7 +33,7 @@ def draw_recorded(run_dir: Path) -> list[Path]:
     schedule, averaging = run.schedule(), run.config("RUN").averaging
     written = []
     for step in recorded_steps(run_dir):
-        plan = kept_plan(run_dir, step) or schedule.plan(step - 1)
+        plan = load_recorded_plan(run_dir, step) or schedule.plan(step - 1)
         predicted = timeline_of(plan, averaging, step)
         try:
             measured = measured_timeline(run_dir, plan, step)

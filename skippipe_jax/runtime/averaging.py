@@ -15,7 +15,7 @@ from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import RingPart
 
 
-class LiveAveraging:
+class GradientAveraging:
     """Gradient averaging of all stages in one iteration, each stage begun separately.
 
     Attributes:

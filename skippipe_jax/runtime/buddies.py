@@ -22,7 +22,7 @@ import numpy as np
 
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Copies
-from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.copied import Bytes, Copy, packed, pieces, pieces_of_copies
 from skippipe_jax.runtime.exchange import Exchange
@@ -57,7 +57,7 @@ class CopyRoute:
 def copy_routes(topology: Topology, config: Config) -> list[CopyRoute]:
     """Return the routes of all stages with a buddy: a stage that all hosts serve has none."""
     plan, host_of = topology.plan, topology.host_of
-    sizes = copied_bytes(config, len(plan.stages))
+    sizes = buddy_checkpoint_bytes(config, len(plan.stages))
     numbers = iter(topology.copies)
     routes = []
     for stage, own in enumerate(pieces_of_copies(config, len(plan.stages))):
@@ -74,7 +74,7 @@ def copy_routes(topology: Topology, config: Config) -> list[CopyRoute]:
     return routes
 
 
-class Buddies:
+class BuddyCheckpoints:
     """Sender and keeper of this host's buddy checkpoints, iteration by iteration.
 
     Attributes:
@@ -98,8 +98,8 @@ class Buddies:
         self._exchange, self._replicas = exchange, replicas
         self._first, self._every = first, every
         topology = exchange.topology
-        self._sent_routes = [route for route in routes if topology.is_here(route.source)]
-        self._received_routes = [route for route in routes if topology.is_here(route.target)]
+        self._sent_routes = [route for route in routes if topology.is_local_node(route.source)]
+        self._received_routes = [route for route in routes if topology.is_local_node(route.target)]
         self._reported: Copies = tuple(copy.name for copy in self.copies)
         self._packed: dict[int, Bytes] = {}
         self._incoming: dict[int, Copy] = {}

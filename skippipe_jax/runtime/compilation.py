@@ -10,7 +10,7 @@ import jax
 from skippipe_jax import log
 
 
-def keep_programs(cache: str | None) -> None:
+def enable_compilation_cache(cache: str | None) -> None:
     """Make JAX cache compiled programs in a folder; warn if the folder cannot be used."""
     if cache is None:
         return

@@ -28,7 +28,7 @@ from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps
 from skippipe_jax.runtime.reduction import sum_of_trees
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import RingPart
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     activation,
@@ -41,7 +41,7 @@ from skippipe_jax.runtime.totals import add_up, apart
 from skippipe_jax.runtime.wire_format import with_targets, without_targets
 
 
-class Ahead:
+class AheadOfTimeCompiler:
     """Compiler of jitted functions for arrays or their shapes.
 
     Attributes:
@@ -116,11 +116,11 @@ class _Replica:
     stage: int
     of_stages: int
     state: StageState
-    here: Spread
+    here: NodeSharding
     kinds: frozenset[Kind]
     count: int | None = None
 
-    def compile(self, ahead: Ahead) -> None:
+    def compile(self, ahead: AheadOfTimeCompiler) -> None:
         """Compile the functions of training and validation, except those that sum gradients."""
         state, functions = self.state, self.state.functions
         self._compile_operations(ahead)
@@ -153,7 +153,7 @@ class _Replica:
         is_marked = are_inputs and self.config.data.packing == "documents"
         return self._replicated((*self._computed.shape[:2], *(2,) * is_marked), jnp.int32)
 
-    def _compile_operations(self, ahead: Ahead) -> None:
+    def _compile_operations(self, ahead: AheadOfTimeCompiler) -> None:
         wire, state, functions = wire_of_run(self.config), self.state, self.state.functions
         parameters, gradients = state.parameters, state.gradients
         if state.gathers:
@@ -182,20 +182,20 @@ class _Replica:
                     arguments = gradients, gauge, saved, value, draw
                     ahead(functions.backward, parameters, *arguments, leaves=leaves)
 
-    def _compile_counts(self, ahead: Ahead, outputs: Any) -> None:
+    def _compile_counts(self, ahead: AheadOfTimeCompiler, outputs: Any) -> None:
         """Compile the functions that send the number of targets along with these outputs."""
         wire_format, targets = wire_of_run(self.config).activations, self._replicated((), jnp.int32)
         ahead(with_targets, outputs, targets)
         ahead(without_targets, self._arriving(wire_format.with_targets), wire_format.travelling)
         ahead(add_targets, targets, targets)
 
-    def _compile_own_steps(self, ahead: Ahead) -> None:
+    def _compile_own_steps(self, ahead: AheadOfTimeCompiler) -> None:
         """Compile the functions of `outer` mode at the end of iterations.
 
         `apply` depends on the number of replicas, so it is compiled only if that is known.
         """
         config, state = self.config, self.state
-        cut = config.model.layers_of_stages(self.of_stages)
+        cut = config.model.stage_partition(self.of_stages)
         arguments = state.parameters, state.optimizer_state, state.gradients
         own_step = inner_steps(config, self.of_stages)[self.stage]
         parameters, _, _, norm = ahead(own_step, *arguments, self._replicated((), jnp.int32))
@@ -215,7 +215,7 @@ def compile_ahead(
     config: Config,
     stages: Collection[int],
     of_stages: int,
-    nodes: Collection[Spread],
+    nodes: Collection[NodeSharding],
     case: Case | None = None,
 ) -> int:
     """Compile the functions of some of a run's stages for some nodes; return their number.
@@ -223,7 +223,7 @@ def compile_ahead(
     `case` is the plan's; it decides whether weights are gathered on meshes. Functions that depend
     on the other hosts are left to `compile_session`.
     """
-    functions, ahead = functions_of_run(config, of_stages), Ahead()
+    functions, ahead = functions_of_run(config, of_stages), AheadOfTimeCompiler()
     distinct = {functions[stage]: stage for stage in sorted(stages)}
     for here in nodes:
         for own, stage in distinct.items():
@@ -256,7 +256,7 @@ def compile_session(
     `counts_by_consensus`, hosts exchange totals as numbers, not as device arrays.
     """
     replicas, topology, averaging = operations.replicas, operations.topology, config.averaging
-    ahead, compiled = Ahead(), set()
+    ahead, compiled = AheadOfTimeCompiler(), set()
     for replica, state in replicas.states.items():
         stage, here = topology.stage_of[replica], topology.spread(replica)
         nodes = [node for node in topology.nodes if topology.replica_of[node] == replica]
@@ -299,7 +299,7 @@ def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
     """Gather messages about each fragment of a replica, with zeros from the others."""
     topology, parameters = replicas.topology, replicas.states[replica].parameters
     stage, here = topology.stage_of[replica], topology.spread(replica)
-    layers = config.model.layers_of_stages(len(topology.replicas))[stage]
+    layers = config.model.stage_partition(len(topology.replicas))[stage]
     if stage not in topology.gatherings:
         return
     for fragment in fragments_of(config.averaging, layers):
@@ -327,5 +327,5 @@ def _add_up_zeros(
     apart(local, len(topology.devices))
 
 
-def _zeros(shape: jax.ShapeDtypeStruct, here: Spread) -> jax.Array:
+def _zeros(shape: jax.ShapeDtypeStruct, here: NodeSharding) -> jax.Array:
     return jax.device_put(np.zeros(shape.shape, shape.dtype), here.of_hop(shape.shape))

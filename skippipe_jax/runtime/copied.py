@@ -11,7 +11,7 @@ from jaxtyping import PyTree, UInt8
 
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import BUDDY
-from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 
 Bytes = UInt8[np.ndarray, " bytes"]
 
@@ -74,4 +74,6 @@ def pieces_of_copies(config: Config, stages: int) -> Sequence[range]:
     if config.recovery.lost_stage != BUDDY:
         return []
     every = config.recovery.buddy_every
-    return [range(len([*pieces(-(-size // every))])) for size in copied_bytes(config, stages)]
+    return [
+        range(len([*pieces(-(-size // every))])) for size in buddy_checkpoint_bytes(config, stages)
+    ]

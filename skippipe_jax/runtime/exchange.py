@@ -65,7 +65,7 @@ class Exchange:
 
     def give(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Send an array, or pass it on to a node of this host."""
-        if not self.topology.is_here(hop.target):
+        if not self.topology.is_local_node(hop.target):
             sent = array if self._keeps_sharding(hop) else whole(array)
             self.links[self.topology.host_of[hop.target]].send(hop, iteration, sent)
             return
@@ -79,7 +79,7 @@ class Exchange:
     def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
         """Request the array of a hop; call `then` with its time of arrival and the array."""
         name = iteration, hop
-        if not self.topology.is_here(hop.source):
+        if not self.topology.is_local_node(hop.source):
             link = self.links[self.topology.host_of[hop.source]]
             there = self.topology.spread(hop.target).of_hop(like.shape)
             if self._keeps_sharding(hop):

@@ -25,7 +25,7 @@ from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import Then
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.operations import Operations
-from skippipe_jax.runtime.turns import Turns
+from skippipe_jax.runtime.turns import ReadyQueue
 
 # Inputs that a node requests in advance: enough that the sender always has a request, and few
 # enough to bound the memory of arrays that have arrived.
@@ -36,7 +36,7 @@ INPUTS_REQUESTED_AHEAD = 8
 class NodeProgress:
     """Progress of a node. `requested` counts inputs that are requested and have not arrived."""
 
-    turns: Turns
+    turns: ReadyQueue
     unrequested: deque[Compute]
     idle_since_s: float | None
     requested: int = 0
@@ -95,7 +95,7 @@ class Flow:
             by_node[compute.operation.node].append(compute)
         self.nodes = {
             node: NodeProgress(
-                Turns([c.operation for c in own], memory(node), ready_first=ready_first),
+                ReadyQueue([c.operation for c in own], memory(node), ready_first=ready_first),
                 deque(compute for compute in own if compute.arrives is not None),
                 idle_since_s=self.loop.last_event_s,
             )
@@ -183,7 +183,7 @@ class Flow:
     def _may_be_offered_early(self, hop: Hop) -> bool:
         """Return whether a hop may be offered while its array is still being computed."""
         is_late = self.emulation is not None or self.connections is not None
-        return not is_late and not self.exchange.topology.is_here(hop.target)
+        return not is_late and not self.exchange.topology.is_local_node(hop.target)
 
     def _computed(self, run: Run, result: jax.Array | None) -> None:
         end_s = run.end_s
@@ -214,9 +214,15 @@ class Flow:
         elif self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
             # The loop receives local hops before it stops, so its own timer is enough for them.
-            at = self.loop.at if self.exchange.topology.is_here(leaves.target) else self.send_at
+            at = (
+                self.loop.at
+                if self.exchange.topology.is_local_node(leaves.target)
+                else self.send_at
+            )
             at(arrival_s, lambda _: self.exchange.give(leaves, self.iteration, result))
-        elif self.connections is not None and not self.exchange.topology.is_here(leaves.target):
+        elif self.connections is not None and not self.exchange.topology.is_local_node(
+            leaves.target
+        ):
             hop = following.kind, operation.node, following.node
             offer_s = self.connections.offer_s(*hop, end_s)
             self.send_at(offer_s, lambda _: self.exchange.give(leaves, self.iteration, result))

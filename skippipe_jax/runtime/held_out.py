@@ -47,7 +47,7 @@ class HeldOut:
         self.microbatches = [
             microbatch
             for microbatch in range(count)
-            if topology.is_here(data_nodes[microbatch % len(data_nodes)])
+            if topology.is_local_node(data_nodes[microbatch % len(data_nodes)])
         ]
 
     def sums(self, step: int, batches: Mapping[int, Batch]) -> dict[int, Float[np.ndarray, " 2"]]:

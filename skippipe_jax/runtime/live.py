@@ -15,14 +15,14 @@ from skippipe_sched.timing.timeline import Averaging
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.program.compiler import Compute
 from skippipe_jax.program.hops import Hop
-from skippipe_jax.runtime.averaging import LiveAveraging
-from skippipe_jax.runtime.buddies import Buddies
+from skippipe_jax.runtime.averaging import GradientAveraging
+from skippipe_jax.runtime.buddies import BuddyCheckpoints
 from skippipe_jax.runtime.iteration import Iteration, IterationSetup
 from skippipe_jax.runtime.reduction import sum_of_trees
 from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collective
 
 
-class LiveIteration(Iteration):
+class ExactIteration(Iteration):
     """Iteration in which replicas average gradients, synchronous over all hosts.
 
     It returns when the totals of all hosts have arrived, and the updates are dispatched.
@@ -32,7 +32,7 @@ class LiveIteration(Iteration):
         self,
         setup: IterationSetup,
         *,
-        buddies: Buddies,
+        buddies: BuddyCheckpoints,
         group: Group,
         averaging_dtype: str | None = None,
     ):
@@ -44,7 +44,7 @@ class LiveIteration(Iteration):
         super().__init__(setup)
         self.group = group
         self.buddies = buddies
-        self.averaging = LiveAveraging(
+        self.averaging = GradientAveraging(
             self.exchange,
             self.replicas,
             self.iteration,

@@ -18,7 +18,7 @@ def offered(topology: Topology, programs: Iterable[Program]) -> Mapping[int, set
     numbers: defaultdict[int, set[int]] = defaultdict(set)
 
     def add(hop: Hop) -> None:
-        if topology.is_here(hop.source) and not topology.is_here(hop.target):
+        if topology.is_local_node(hop.source) and not topology.is_local_node(hop.target):
             numbers[topology.host_of[hop.target]].add(hop.number)
 
     for program in programs:

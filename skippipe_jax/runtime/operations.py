@@ -12,7 +12,7 @@ from skippipe_sched.problem.plan import Operation
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.runtime.replicas import Replicas
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import TOTALS, Totals
 from skippipe_jax.runtime.state import StageState, make_nodes
 from skippipe_jax.runtime.wire_format import Wire, with_targets, without_targets
@@ -87,7 +87,7 @@ class TrainingOperations(Operations):
         self.targets: dict[int, jax.Array] = {}
         self.iteration = 0
         self.nodes = make_nodes(replicas.topology)
-        self.totals: dict[Spread, Totals] = {}
+        self.totals: dict[NodeSharding, Totals] = {}
 
     def begin(self, iteration: int) -> None:
         """Reset totals and targets for an iteration."""

@@ -14,7 +14,7 @@ import jax
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.runtime.behind import Behind
+from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.events import seconds_since
 from skippipe_jax.runtime.iteration import Iteration, IterationSetup
 from skippipe_jax.runtime.outer_steps import OuterSteps
@@ -25,7 +25,7 @@ from skippipe_jax.runtime.totals import Outcome, add_up, apart
 class OuterIteration(Iteration):
     """Iteration of `outer` mode on the nodes of this host, each with a separate replica."""
 
-    def __init__(self, setup: IterationSetup, *, steps: OuterSteps, behind: Behind):
+    def __init__(self, setup: IterationSetup, *, steps: OuterSteps, behind: BackgroundSync):
         """Begin without batches; `steps` makes local and outer steps, `behind` sends."""
         super().__init__(setup, send_at=behind.at)
         self.steps, self.behind = steps, behind

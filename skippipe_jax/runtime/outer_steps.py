@@ -34,7 +34,7 @@ from skippipe_jax.runtime.stage_functions import (
     Totals,
     functions_of_run,
 )
-from skippipe_jax.runtime.state import MOMENTUM, OwnOrigin, StageState, State, UnderWay
+from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, OwnOrigin, StageState, State
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.checkpoint import Checkpoint
 from skippipe_jax.storage.loading import load_replica
@@ -58,7 +58,7 @@ class OuterSteps:
         self.averaging = config.averaging
         self._topology = topology
         self._states = states
-        cut = config.model.layers_of_stages(len(topology.plan.stages))
+        cut = config.model.stage_partition(len(topology.plan.stages))
         self._inner = inner_steps(config, len(topology.plan.stages))
         self._fragments = [functions_of_fragments(config, layers) for layers in cut]
         self.begin(step)
@@ -83,14 +83,14 @@ class OuterSteps:
         )
         return share_of_norm(norm, len(self._topology.replicas[stage]))
 
-    def send(self, replica: int, step: int) -> UnderWay | None:
+    def send(self, replica: int, step: int) -> FragmentInTransit | None:
         """Return the fragment that a replica sends after a step, or None."""
         fragment, state = self.averaging.sent_after(step), self._states[replica]
         if fragment is None or state.outer is None:
             return None
         functions = self._functions(replica, fragment)
         message, sent, state.outer = functions.send(state.parameters, state.outer)
-        state.under_way[step] = UnderWay(fragment, sent, message, committed_with=step)
+        state.under_way[step] = FragmentInTransit(fragment, sent, message, committed_with=step)
         return state.under_way[step]
 
     def due(self, replica: int, step: int) -> int | None:

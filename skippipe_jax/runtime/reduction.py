@@ -12,13 +12,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from skippipe_jax.models.sharding import AXES
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 
 Tree = TypeVar("Tree")
 AXIS = "replica"
 
 
-def sum_over_nodes(spreads: Sequence[Spread], local: Mapping[Spread, Tree]) -> dict[Spread, Tree]:
+def sum_over_nodes(
+    spreads: Sequence[NodeSharding], local: Mapping[NodeSharding, Tree]
+) -> dict[NodeSharding, Tree]:
     """Sum one tree per node, on every node, by a jitted collective.
 
     `local` has the trees of this process's nodes, sharded over their meshes; they may be donated.
@@ -44,8 +46,8 @@ def sum_of_trees(trees: Sequence[Tree]) -> Tree:
 
 
 def _sum_over_meshes(
-    spreads: tuple[Spread, ...], local: Mapping[Spread, Tree]
-) -> dict[Spread, Tree]:
+    spreads: tuple[NodeSharding, ...], local: Mapping[NodeSharding, Tree]
+) -> dict[NodeSharding, Tree]:
     mesh = _mesh_of_meshes(spreads)
     [like, *_] = local.values()
     leaves, structure = jax.tree.flatten(like)
@@ -61,7 +63,7 @@ def _sum_over_meshes(
 
     summed = _sum_of_rows(mesh, specs)(list(map(joined, specs, *trees)))
 
-    def part_on(spread: Spread, leaf: jax.Array, array: jax.Array) -> jax.Array:
+    def part_on(spread: NodeSharding, leaf: jax.Array, array: jax.Array) -> jax.Array:
         own = [s.data for s in array.addressable_shards if s.device in spread.devices]
         if spread.mesh is None or not isinstance(leaf.sharding, NamedSharding):
             return own[0]
@@ -90,7 +92,7 @@ def _of_all(spec: PartitionSpec) -> PartitionSpec:
 
 
 @functools.cache
-def _mesh_of_meshes(spreads: tuple[Spread, ...]) -> Mesh:
+def _mesh_of_meshes(spreads: tuple[NodeSharding, ...]) -> Mesh:
     grids = [np.array(spread.devices).reshape(astuple(spread.shape)) for spread in spreads]
     return Mesh(np.stack(grids), (AXIS, *AXES))
 

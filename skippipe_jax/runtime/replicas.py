@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from skippipe_jax.runtime.reduction import sum_of_trees, sum_over_nodes
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import Totals, sum_of_squares
 from skippipe_jax.runtime.state import StageState
 from skippipe_jax.runtime.topology import Topology
@@ -61,7 +61,7 @@ class Replicas:
         if len(self.topology.replicas[stage]) == 1:
             return
         own = [replica for replica in self.topology.replicas[stage] if replica in self.states]
-        given: dict[Spread, list[PyTree]] = {}
+        given: dict[NodeSharding, list[PyTree]] = {}
         for replica in own:
             given.setdefault(self.topology.spread(replica), []).append(self.to_sum(replica))
         local = {
@@ -69,7 +69,7 @@ class Replicas:
             for here, trees in given.items()
         }
         summed = sum_over_nodes(self.topology.spreads_of_stage(stage), local)
-        taken: set[Spread] = set()
+        taken: set[NodeSharding] = set()
         for replica in own:
             here = self.topology.spread(replica)
             # Each replica needs its own array, as its update donates it.

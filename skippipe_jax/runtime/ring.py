@@ -25,7 +25,7 @@ from skippipe_sched.problem.case import Case
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
 from skippipe_jax.runtime.rows import blocks_of, cut_rows, joined_blocks, joined_rows
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 
 # Chunks of a segment, so that adding overlaps with sending: the fewest for small gradients, and
 # enough for large ones, even if a link is so fast that chunks could be larger.
@@ -121,7 +121,7 @@ class RingPart:
         node: int,
         gradients: PyTree,
         dtype: jnp.dtype,
-        here: Spread | None = None,
+        here: NodeSharding | None = None,
     ):
         """Begin with the gradients of the replica on `node`; hops carry sums as `dtype`.
 

@@ -17,19 +17,19 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, PyTree
 
 from skippipe_jax.models.sharding import specs
-from skippipe_jax.runtime.spread import ROWS, Spread, named
+from skippipe_jax.runtime.spread import ROWS, NodeSharding, named
 
 Rows = Float[Array, "devices numbers"]
 
 
-def cut_rows(tree: PyTree, here: Spread, blocks: int, length: int) -> list[Rows]:
+def cut_rows(tree: PyTree, here: NodeSharding, blocks: int, length: int) -> list[Rows]:
     """Cut a tree sharded over `here` into blocks of `length` columns and a row for each device."""
     assert here.mesh is not None, "the node has no mesh"
     leaves, structure = jax.tree.flatten(_described(tree))
     return _cutting(here.mesh, structure, tuple(leaves), blocks, length)(tree)
 
 
-def joined_rows(blocks: Sequence[Rows], here: Spread, like: PyTree) -> PyTree:
+def joined_rows(blocks: Sequence[Rows], here: NodeSharding, like: PyTree) -> PyTree:
     """Join the blocks of rows to a tree with the shapes of `like`, in float32."""
     assert here.mesh is not None, "the node has no mesh"
     leaves, structure = jax.tree.flatten(_described(like))

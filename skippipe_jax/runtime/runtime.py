@@ -25,27 +25,27 @@ from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.program.compiler import Program
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
-from skippipe_jax.runtime.behind import Behind
-from skippipe_jax.runtime.buddies import Buddies, copy_routes
+from skippipe_jax.runtime.background_sync import BackgroundSync
+from skippipe_jax.runtime.buddies import BuddyCheckpoints, copy_routes
 from skippipe_jax.runtime.compiled_ahead import compile_session
 from skippipe_jax.runtime.copied import Copy
+from skippipe_jax.runtime.diskless_stages import DisklessStages
 from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.given_stages import GivenStages
-from skippipe_jax.runtime.handover import Handovers, transfer_states
 from skippipe_jax.runtime.held_out import HeldOut
 from skippipe_jax.runtime.iteration import Clock, IterationSetup
-from skippipe_jax.runtime.live import LiveIteration
+from skippipe_jax.runtime.live import ExactIteration
 from skippipe_jax.runtime.offered import offered
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps, settle
-from skippipe_jax.runtime.remaking import NO_REMAINS, Remains, Remaking
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, functions_of_run, wire_of_run
+from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources, StageRebuild
 from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
+from skippipe_jax.runtime.state_transfer import StateTransfers, transfer_states
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.totals import Outcome, Sums, add_up, apart, sum_by_collective
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
@@ -121,12 +121,12 @@ class Runtime:
             or group.is_elastic
             or config.averaging.is_outer
         )
-        self.given = GivenStages(topology, config, group)
+        self.given = DisklessStages(topology, config, group)
         for link in links.values():
             link.expect(self.given.numbers, after=AFTER_A_STEP)
         routes = copy_routes(topology, config) if group.is_elastic else []
         first, every = group.generation.step, config.recovery.buddy_every
-        self.buddies = Buddies(self.exchange, self.replicas, routes, every, first, copies)
+        self.buddies = BuddyCheckpoints(self.exchange, self.replicas, routes, every, first, copies)
         self._outer_steps = self._background = None
         if config.averaging.is_outer:
             self._begin_local_steps(step)
@@ -140,7 +140,7 @@ class Runtime:
     def _begin_local_steps(self, step: int) -> None:
         """Begin local steps of the replicas after `step`."""
         self._outer_steps = OuterSteps(self.config, self.topology, self.states, step)
-        self._background = Behind(self.exchange, self.group, step)
+        self._background = BackgroundSync(self.exchange, self.group, step)
         # In a resumed run, messages in transit at the checkpoint are sent again.
         for replica, state in self.states.items():
             for sent_after, own in state.under_way.items():
@@ -251,7 +251,7 @@ class Runtime:
             assert self._background is not None, "averaging.mode is not outer"
             outer = OuterIteration(setup, steps=self._outer_steps, behind=self._background)
             return outer.run(batches, stop, clock)
-        live = LiveIteration(
+        live = ExactIteration(
             setup,
             buddies=self.buddies,
             group=self.group,
@@ -291,7 +291,7 @@ def _states_of_run(
     return make_states(
         topology,
         functions_of_run(config, count),
-        config.model.layers_of_stages(count),
+        config.model.stage_partition(count),
         config.seed,
         origin,
         kept,
@@ -319,7 +319,7 @@ def open_runtime(
     transfers: Transfers,
     origin: Origin | None,
     kept: Kept | None = None,
-    remains: Remains = NO_REMAINS,
+    remains: RecoverySources = NO_RECOVERY_SOURCES,
     own_origin: OwnOrigin | None = None,
     step: int = 0,
     ready: Ready | None = None,
@@ -332,7 +332,7 @@ def open_runtime(
     continue after `step`. At the end, hosts exchange and compare `ready`.
     """
     plan = schedule.plans[OWN]
-    cut = config.model.layers_of_stages(len(plan.stages))
+    cut = config.model.stage_partition(len(plan.stages))
     for (stage, _), state in (kept or {}).items():
         settle(config, cut[stage], state, step)
     meshes = config.node.meshes(plan.case)
@@ -347,11 +347,11 @@ def open_runtime(
     for other, numbers in offered(topology, programs.values()).items():
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None
-    handovers = Handovers(topology, config, group.holders)
+    handovers = StateTransfers(topology, config, group.holders)
     make = partial(_states_of_run, config, topology)
     if handovers.handovers or group.generation.remade:
         given = handovers.shapes, handovers.numbers, kept or {}, remains
-        remaking = Remaking(topology, group, *given)
+        remaking = StageRebuild(topology, group, *given)
         for link in links.values():
             link.expect(range(topology.first_free_hop, handovers.numbers.free), once=True)
         # Send before the first wait, so that two hosts cannot wait for each other.

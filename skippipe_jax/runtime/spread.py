@@ -25,7 +25,7 @@ from skippipe_jax.models.sharding import AXES, FSDP, activation_spec, specs
 
 
 @dataclass(frozen=True)
-class Spread:
+class NodeSharding:
     """Devices of a node of this host, in the order of its mesh.
 
     Attributes:
@@ -37,7 +37,7 @@ class Spread:
     mesh: Mesh | None = None
 
     @classmethod
-    def over(cls, devices: Sequence[jax.Device], mesh: NodeMesh) -> Spread:
+    def over(cls, devices: Sequence[jax.Device], mesh: NodeMesh) -> NodeSharding:
         """Make the spread over the devices of a mesh."""
         if len(devices) == 1:
             return cls(tuple(devices))
@@ -138,6 +138,6 @@ def whole(array: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def single(device: jax.Device) -> Spread:
+def single(device: jax.Device) -> NodeSharding:
     """Make the spread of a single device."""
-    return Spread((device,))
+    return NodeSharding((device,))

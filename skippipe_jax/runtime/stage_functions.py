@@ -26,14 +26,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from skippipe_jax.models.footprint import travelling_dtypes
+from skippipe_jax.models.footprint import transfer_dtypes
 from skippipe_jax.models.llama import DataStage, Stage
 from skippipe_jax.models.sharding import in_use
 from skippipe_jax.optim import rounding
 from skippipe_jax.optim.rounding import Draw as RoundingDraw
 from skippipe_jax.optim.update_rule import update_count, update_rule
 from skippipe_jax.runtime.on_mesh import Results, jitted, within
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
 
 Parameters = dict[str, Any]
@@ -364,7 +364,7 @@ def functions_of_stages(
     """Jit the functions of each of `stages` stages; stages of one shape share them."""
     return [
         stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens, wire)
-        for stage, count in enumerate(model.layers_of_stages(stages))
+        for stage, count in enumerate(model.stage_partition(stages))
     ]
 
 
@@ -375,7 +375,9 @@ def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
 
 
-def state_shardings(functions: StageFunctions, optimizer_state: PyTree, here: Spread) -> PyTree:
+def state_shardings(
+    functions: StageFunctions, optimizer_state: PyTree, here: NodeSharding
+) -> PyTree:
     """Return the shardings of the optimizer's state between updates on the node `here`."""
     return here.of_tree(optimizer_state, functions.state_memory)
 
@@ -383,7 +385,7 @@ def state_shardings(functions: StageFunctions, optimizer_state: PyTree, here: Sp
 def wire_of_run(config: Config) -> Wire:
     """Return the encodings of a run's activations and of their gradients."""
     computed, width = activation(config.model, config.data), config.model.width
-    forward, back = travelling_dtypes(config)
+    forward, back = transfer_dtypes(config)
     return Wire(
         WireFormat(computed, forward, width),
         WireFormat(computed, back, width, config.network.gradient_rounding),

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from skippipe_jax.config import StageCut
+from skippipe_jax.config import StagePartition
 from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
 from skippipe_jax.optim.rounding import Draw
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     Gauge,
     Gradients,
@@ -41,7 +41,7 @@ The result is in NumPy arrays, from which each replica copies.
 
 
 @dataclass
-class UnderWay:
+class FragmentInTransit:
     """Fragment that a replica has sent and not applied yet.
 
     Attributes:
@@ -77,7 +77,7 @@ class StageState:
     gradients: Gradients
     draw: Draw
     outer: Outer | None = None
-    under_way: dict[int, UnderWay] = field(default_factory=dict)
+    under_way: dict[int, FragmentInTransit] = field(default_factory=dict)
     gathers: bool = False
     gathered: PyTree | None = None
 
@@ -133,7 +133,7 @@ OwnOrigin = Callable[[int, int, State], State]
 Its keys in "under_way" are pairs: the step after which a fragment was sent, and its number.
 """
 
-Kept = Mapping[tuple[int, Spread], StageState]
+Kept = Mapping[tuple[int, NodeSharding], StageState]
 """States of a host from an earlier generation, by stage and devices."""
 
 
@@ -155,7 +155,7 @@ def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Orig
 def make_states(
     topology: Topology,
     functions: Sequence[StageFunctions],
-    cut: StageCut,
+    cut: StagePartition,
     seed: int,
     origin: Origin | None,
     kept: Kept | None = None,
@@ -269,7 +269,7 @@ def _restore_local_state(
     state.parameters, state.optimizer_state = copy["parameters"], copy["optimizer_state"]
     state.under_way = {
         # Messages are sent again, during the next step.
-        sent_after: UnderWay(fragment, of_step["sent"], of_step["message"], step + 1)
+        sent_after: FragmentInTransit(fragment, of_step["sent"], of_step["message"], step + 1)
         for (sent_after, fragment), of_step in copy["under_way"].items()
     }
 

@@ -29,7 +29,7 @@ from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.copied import pieces_of_copies
 from skippipe_jax.runtime.gathering import GatheringRing
 from skippipe_jax.runtime.ring import Ring
-from skippipe_jax.runtime.spread import Spread, numbers_of_device
+from skippipe_jax.runtime.spread import NodeSharding, numbers_of_device
 
 # `network.averaging: auto` uses the collective if no link between replicas is slower.
 FAST_LINK = GIBIBYTE
@@ -140,7 +140,7 @@ def require_meshes(config: Config, case: Case) -> None:
 
 def spreads_of_host(
     config: Config, case: Case, host_of: Sequence[int], host: int
-) -> tuple[Spread, ...]:
+) -> tuple[NodeSharding, ...]:
     """Return the distinct spreads of this host's nodes, before hosts have exchanged their devices.
 
     If it serves no node yet, return the spread that its first node would have.
@@ -158,7 +158,7 @@ def spreads_of_host(
     return tuple(dict.fromkeys(_local_spread(*place) for place in places))
 
 
-def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[Spread, ...]:
+def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[NodeSharding, ...]:
     """Return the spreads of `count` nodes of this host, all with the configured mesh."""
     places = _local_places(node, [node.mesh] * count, host)
     return tuple(_local_spread(*place) for place in places)
@@ -172,9 +172,9 @@ def _local_places(
     return [(own, mesh or node.over(len(own))) for own, mesh in zip(devices, meshes, strict=True)]
 
 
-def _local_spread(devices: NodeDevices, mesh: NodeMesh) -> Spread:
+def _local_spread(devices: NodeDevices, mesh: NodeMesh) -> NodeSharding:
     local = jax.local_devices()
-    return Spread.over([local[device.number] for device in devices], mesh)
+    return NodeSharding.over([local[device.number] for device in devices], mesh)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +253,7 @@ class Topology:
                     width=width,
                     hop_bytes=_hop_bytes(plan, host_of, members),
                 )
-        cut = config.model.layers_of_stages(len(plan.stages))
+        cut = config.model.stage_partition(len(plan.stages))
         gatherings = {
             stage: GatheringRing.of(
                 plan.case,
@@ -319,7 +319,7 @@ class Topology:
         """Device that sums the totals of this host."""
         return self.device(self.first_nodes[self.host])
 
-    def is_here(self, node: int) -> bool:
+    def is_local_node(self, node: int) -> bool:
         """Return whether this host serves a node."""
         return self.host_of[node] == self.host
 
@@ -327,23 +327,23 @@ class Topology:
         """Return the first device of a node: local, or any if one JAX has all devices."""
         return self.spread(node).devices[0]
 
-    def spread(self, node: int) -> Spread:
+    def spread(self, node: int) -> NodeSharding:
         """Return the spread of a node: local, or any if one JAX has all devices."""
         return self._spreads[node]
 
     @cached_property
-    def _spreads(self) -> Mapping[int, Spread]:
+    def _spreads(self) -> Mapping[int, NodeSharding]:
         # A host's index is that of its process only within one JAX.
         own = jax.local_devices()
         others = {host: jax.local_devices(host) for host in self.hosts if self.in_one_jax}
         of_hosts = {**others, self.host: own}
         return {
-            node: Spread.over([of_hosts[of.host][of.number] for of in devices], mesh)
+            node: NodeSharding.over([of_hosts[of.host][of.number] for of in devices], mesh)
             for node, (devices, mesh) in enumerate(zip(self.devices, self.meshes, strict=True))
             if devices[0].host in of_hosts
         }
 
-    def spreads_of_stage(self, stage: int) -> tuple[Spread, ...]:
+    def spreads_of_stage(self, stage: int) -> tuple[NodeSharding, ...]:
         """Return the distinct spreads of the replicas of a stage, for its collective."""
         return tuple(dict.fromkeys(map(self.spread, self.replicas[stage])))
 

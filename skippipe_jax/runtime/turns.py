@@ -20,7 +20,7 @@ from skippipe_sched.problem.plan import Operation
 IN_FLIGHT_CHANGE = {"F": 1, "L": 0, "B": -1}
 
 
-class Turns:
+class ReadyQueue:
     """Ready queue of the operations of one node in one iteration."""
 
     def __init__(self, order: Sequence[Operation], memory: float, *, ready_first: bool):

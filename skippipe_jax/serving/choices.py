@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.inference.text_stream import REPLACEMENT, StopTexts, TextStream
+from skippipe_jax.inference.text_stream import REPLACEMENT, StopSequences, TextStream
 
 
 class PlacedToken(NamedTuple):
@@ -55,7 +55,7 @@ class Choice:
         self.drawn = 0
         self._tokenizer, self._echoed, self._hidden = tokenizer, echoed, hidden
         self._text = TextStream(tokenizer.decode, request.prompt)
-        self._stops = StopTexts(stops)
+        self._stops = StopSequences(stops)
         self._offset = 0 if echoed is None else len(echoed)
         self._reason: str | None = None
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Protocol
 
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest
-from skippipe_jax.serving.errors import ApiError, Unavailable, failed, too_busy, unavailable
+from skippipe_jax.serving.errors import ApiError, Unavailable, failed, queue_full, unavailable
 from skippipe_jax.serving.metrics import Metrics
 
 
@@ -252,7 +252,7 @@ class Engines:
         if self.error is not None:
             raise failed()
         if len(self._active) + len(requests) > self.capacity:
-            raise too_busy()
+            raise queue_full()
         sequences = Sequences(requests)
         load = Counter(runner for runner, *_ in self._active.values())
         for place, request in enumerate(requests):

@@ -51,7 +51,7 @@ def wrong(param: str, error: InputError) -> ApiError:
     return ApiError(400, f"{param}: {error.problem}. {error.remedy}.", param=param)
 
 
-def too_busy() -> ApiError:
+def queue_full() -> ApiError:
     """Return the error of a request when the queue is full."""
     return ApiError(
         429,

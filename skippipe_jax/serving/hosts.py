@@ -35,7 +35,7 @@ from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.profiling.devices import available_bytes
 from skippipe_jax.serving.errors import Unavailable
-from skippipe_jax.serving.held_stages import Slots
+from skippipe_jax.serving.local_stages import Slots
 from skippipe_jax.serving.routing import (
     DATA_STAGE,
     FAIL,
@@ -49,7 +49,7 @@ from skippipe_jax.serving.routing import (
     via_front,
 )
 from skippipe_jax.serving.stage_host import PROTOCOL, SERVICE_THERE, STAGE_HOST, HostHello
-from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteLost
+from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteFailed
 from skippipe_jax.serving.wire import LinkSpeed, Wire
 
 CHUNK_BYTES = 1 << 22
@@ -139,7 +139,7 @@ class StageHosts:
         self._probing = asyncio.Lock()
         self.address = ""
         model = source.config.model
-        self._layers = model.layers_of_stages(source.stages)
+        self._layers = model.stage_partition(source.stages)
         sizes = [
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
             + slots.cache_bytes(model, count)
@@ -308,7 +308,7 @@ class StageHosts:
     ) -> Future[np.ndarray]:
         """Run a step of a group along a part of a route, after its earlier steps.
 
-        The result is empty unless `is_read`. It raises `RouteLost` if a host of the route is lost
+        The result is empty unless `is_read`. It raises `RouteFailed` if a host of the route is lost
         first, or if an earlier step of the group was lost.
         """
         pending = self._pending.new(group, epoch, route, is_decoding=step.slot is None)
@@ -373,7 +373,7 @@ class StageHosts:
 
     def _send(self, step: PendingStep, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         if disconnected := {leg.host for leg in step.route} - self._members.keys() - {FRONT}:
-            step.done.set_exception(RouteLost(f"hosts {sorted(disconnected)} have disconnected"))
+            step.done.set_exception(RouteFailed(f"hosts {sorted(disconnected)} have disconnected"))
             return
         self._pending.add(step)
         self._members[step.route[0].host].wire.send("step", header, arrays=arrays)

@@ -9,14 +9,14 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig
-from skippipe_jax.data.chat import end_of_turn, learns_answers
+from skippipe_jax.data.chat import end_of_turn, trains_on_answers
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator, StageExecutor
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import ScaleTable
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.local_stages import Slots
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.service import Served
 
@@ -80,7 +80,7 @@ def _served(name: str, model: StagedModel, data: DataConfig, length: int) -> Ser
         model.stages,
         model.config.vocabulary_size,
         None if turn_end is None else turn_end[1],
-        learns_answers(data) or tokenizer.chat_template is not None,
+        trains_on_answers(data) or tokenizer.chat_template is not None,
         today,
     )
 

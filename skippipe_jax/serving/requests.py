@@ -13,8 +13,8 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.chat import Message
-from skippipe_jax.inference.decode_requests import MOST_LIKELIEST
-from skippipe_jax.inference.partial import Order, kept, order_of
+from skippipe_jax.inference.decode_requests import MAX_TOP_TOKENS
+from skippipe_jax.inference.partial import Order, checked_order, kept
 from skippipe_jax.serving.errors import ApiError, wrong
 
 MOST_CHOICES = 128
@@ -24,7 +24,7 @@ LONGEST_STOP = 1000
 DEFAULT_NEW_TOKENS = 16
 """Default of `max_tokens` for completions, as in OpenAI's API."""
 
-_Likeliest = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
+_Likeliest = Annotated[int, Meta(ge=0, le=MAX_TOP_TOKENS)]
 _Stop = Annotated[str, Meta(max_length=LONGEST_STOP)]
 _Path = re.compile(r" - at `\$(?:\[\.\.\.\])?\.?([^`]*)`$")
 _UnknownField = re.compile(r"unknown field `([^`]*)`")
@@ -78,7 +78,7 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, seed: int) -> Sampling:
-        """Return the sampling parameters; a larger seed wraps around after `LARGEST_SEED`.
+        """Return the sampling parameters; a larger seed wraps around after `MAX_SEED`.
 
         Raises:
             ApiError: if a parameter is out of range.
@@ -87,7 +87,7 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
             return Sampling(
                 self.temperature,
                 self.top_p,
-                seed % (fields.LARGEST_SEED + 1),
+                seed % (fields.MAX_SEED + 1),
                 max(self.top_k, 0),
                 self.min_p,
                 self.presence_penalty,
@@ -107,7 +107,7 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         try:
             if not isinstance(keep, list):
                 return kept(count, 1.0 if keep is None else keep, 1, seed).variants[0].stages
-            order = order_of(keep, count, "skippipe_keep", keep)
+            order = checked_order(keep, count, "skippipe_keep", keep)
         except InputError as error:
             raise wrong("skippipe_keep", error) from error
         if list(order) != sorted(order):

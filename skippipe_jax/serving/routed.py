@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 from skippipe_sched.serving.case import FRONT
 
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step, span_of
-from skippipe_jax.inference.drawing import Scores
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
-from skippipe_jax.serving.held_stages import ActivationCodec
+from skippipe_jax.inference.token_sampling import Scores
 from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.local_stages import ActivationCodec
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
-from skippipe_jax.serving.steps import RouteLost
+from skippipe_jax.serving.steps import RouteFailed
 
 MAX_IN_FLIGHT = 4
 """Most spans of prompts in flight while the next one is sent."""
@@ -94,7 +94,7 @@ class RoutedExecutor(StageExecutor):
             try:
                 route = self._current_route()
                 x = self._run_along(route, step, is_read=is_read)
-            except RouteLost:
+            except RouteFailed:
                 self._route = None
                 continue
             self._record(step, route)
@@ -104,7 +104,7 @@ class RoutedExecutor(StageExecutor):
         """Return the current route, or choose a new one and recompute all sequences along it.
 
         Raises:
-            RouteLost: if a host of the new route is lost in the meantime.
+            RouteFailed: if a host of the new route is lost in the meantime.
         """
         version = self._hosts.version
         if self._route is not None and version != self._version and self._hosts.holds(self._route):
@@ -126,7 +126,7 @@ class RoutedExecutor(StageExecutor):
         """Run a step along a route; return its output, which is meaningless unless `is_read`.
 
         Raises:
-            RouteLost: if a host of it is lost, now or during an earlier step still in flight.
+            RouteFailed: if a host of it is lost, now or during an earlier step still in flight.
         """
         x = self.forward(DATA_STAGE, step.tokens, step)
         lost = {*self.order} - {DATA_STAGE, *stages_of(route)}

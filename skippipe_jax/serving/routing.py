@@ -82,9 +82,9 @@ class HostView:
 
 def in_series(first: LinkSpeed, second: LinkSpeed) -> LinkSpeed:
     """Return the speed of two links, the second of which sends what has arrived completely."""
-    latency_s = (first.round_trip_s or 0.0) + (second.round_trip_s or 0.0)
+    round_trip_s = (first.round_trip_s or 0.0) + (second.round_trip_s or 0.0)
     seconds_per_byte = sum(1.0 / (link.bytes_per_s or BYTES_PER_S) for link in (first, second))
-    return LinkSpeed(latency_s, 1.0 / seconds_per_byte)
+    return LinkSpeed(round_trip_s, 1.0 / seconds_per_byte)
 
 
 class Planner:

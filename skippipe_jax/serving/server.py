@@ -33,7 +33,7 @@ MOST_FILES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Conduct:
+class ServerSettings:
     """Limits and keys for the clients of a service.
 
     Attributes:
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         self,
         served: Served,
         engines: Sequence[Engine],
-        conduct: Conduct,
+        conduct: ServerSettings,
         hosts: Callable[[], list[dict[str, Any]]] = list,
     ):
         """Prepare to serve a model by engines; `hosts` returns descriptions of the stage hosts."""

@@ -45,10 +45,10 @@ from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.serving.held_stages import HeldStages, Slots
+from skippipe_jax.serving.local_stages import LocalStages, Slots
 from skippipe_jax.serving.wire import Wire
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the protocol; hosts of different versions are incompatible."""
 STAGE_HOST, PEER_HOST = "stage-host", "pass"
 """First words of a host to the front and to another host."""
@@ -57,7 +57,7 @@ SERVICE_THERE = "is the address of a service"
 MOST_SILENCES = 4
 """A host leaves when a step takes this many times `silent_s`; the others continue."""
 SPEEDS_S = 1.0
-"""Longest interval between reports of round trips to the front, in seconds."""
+"""Longest interval between reports of link speeds to the front, in seconds."""
 PATIENCE_S = 300.0
 """Default of the seconds within which a host must reach the front."""
 
@@ -177,7 +177,7 @@ class Session:
         self._config = parse_config({"model": welcome["model"], "data": context}).model
         self._stages = int(welcome["stages"])
         self._slots = Slots(**welcome["slots"])
-        self._held = HeldStages(self._config, self._stages, self._slots)
+        self._held = LocalStages(self._config, self._stages, self._slots)
         self._source = source
         # By stage and leaf, the received parts of arrays.
         self._parts: dict[int, dict[int, list[np.ndarray]]] = defaultdict(dict)
@@ -225,7 +225,7 @@ class Session:
                     self._epochs[group] = epoch
                     self._work.put((header, x, positions))
             case ["scales"], [scales]:  # Sent before the first stage.
-                self._held = HeldStages(self._config, self._stages, self._slots, scales)
+                self._held = LocalStages(self._config, self._stages, self._slots, scales)
             case ["hold", int(stage)], []:
                 self._tasks.start(self._hold(stage))
             case ["drop", int(stage)], []:

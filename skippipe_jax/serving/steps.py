@@ -18,7 +18,7 @@ Hop = tuple[int, int]
 """Source host and target host of a transfer."""
 
 
-class RouteLost(PeerError):
+class RouteFailed(PeerError):
     """Route whose host is gone or cannot be reached by another host on it."""
 
 
@@ -83,7 +83,7 @@ class PendingSteps:
         for sent in self._by_group.values():
             if any(step.hops & hops for step in sent):
                 while sent:
-                    sent.popleft().done.set_exception(RouteLost(why))
+                    sent.popleft().done.set_exception(RouteFailed(why))
 
     def fail_host(self, host: int) -> None:
         """Fail all steps of each group that has a step on this host."""

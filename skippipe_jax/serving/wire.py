@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from skippipe_jax.connections.links import SENT_NONSENSE, Link, encoded
+from skippipe_jax.connections.links import INVALID_MESSAGE, Link, encoded
 from skippipe_jax.connections.pulse import BEATS
 
 MOST_ARRAY_BYTES = 1 << 28
@@ -99,7 +99,7 @@ class Wire:
                     return None
                 arrays.append(np.frombuffer(content, dtype).reshape(shape))
         except (TypeError, ValueError):
-            self._link.ending = SENT_NONSENSE
+            self._link.ending = INVALID_MESSAGE
             return None
         return message, arrays
 
@@ -135,6 +135,7 @@ class Wire:
         """Measure the bandwidth by messages of increasing size."""
         async with probing:
             round_trip_s = min([await self._echo(0) for _ in range(PROBES)])
+            size, transfer_s = 0, LEAST_S
             for size in PROBE_BYTES:
                 # The first ones take longer than later ones, as TCP's window grows meanwhile.
                 shortest_s = await self._echo(size)

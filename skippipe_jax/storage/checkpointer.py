@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from skippipe_sched.errors import FULL_DISK, InputError, TemporaryError
+from skippipe_sched.errors import DISK_FULL_ERRNOS, InputError, TemporaryError
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
@@ -50,7 +50,7 @@ T = TypeVar("T")
 FILE_SYSTEM_ERRORS = {
     os.strerror(number): number
     for number in (
-        *FULL_DISK,
+        *DISK_FULL_ERRNOS,
         errno.EROFS,
         errno.EFBIG,
         errno.EACCES,

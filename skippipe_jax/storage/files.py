@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from skippipe_sched.errors import InputError, TemporaryError, kind_of
+from skippipe_sched.errors import InputError, TemporaryError, error_class
 
 from skippipe_jax import log
 
@@ -115,7 +115,7 @@ def os_errors_as(
     try:
         yield
     except OSError as error:
-        raise kind_of(error)(
+        raise error_class(error)(
             field, str(path), f"{problem}: {_reason(error, path)}", remedy
         ) from error
 

@@ -22,7 +22,7 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.cluster import INDEPENDENT
 from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
-from skippipe_jax.config.resume import identity, require_same_for_all
+from skippipe_jax.config.resume import identity, require_same_on_all_hosts
 from skippipe_jax.storage.files import atomic_write, os_errors_as, safe_join
 from skippipe_jax.storage.run_dir import PLAN, PLANS
 
@@ -59,7 +59,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
         }
 
 
-def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
+def file_stamps(folder: Path) -> list[tuple[str, int, int]]:
     """Return a value that changes whenever one of the files of `contents_of` changes.
 
     Raises:
@@ -76,7 +76,7 @@ def _files_of_run(folder: Path) -> list[Path]:
     return [folder / CONFIG, folder / PLAN, *sorted(plans), *sorted(tokenizer)]
 
 
-def known_before(folder: Path) -> tuple[dict[str, bytes], list[str]]:
+def earlier_join(folder: Path) -> tuple[dict[str, bytes], list[str]]:
     """Return the files and addresses that this host received in an earlier join by this folder.
 
     Both are empty if there was no earlier join.
@@ -123,7 +123,7 @@ def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) 
                 atomic_write(path, contents[name])
 
 
-def name_of_run(contents: Mapping[str, bytes]) -> str:
+def run_dir_of(contents: Mapping[str, bytes]) -> str:
     """Return the `run_dir` in the configuration of the run.
 
     Raises:
@@ -140,7 +140,7 @@ def configurations(folder: Path, overrides: Sequence[str]) -> tuple[Config, Conf
     """
     theirs = saved_config(folder, "--run-dir")
     own = saved_config(folder, "--run-dir", overrides)
-    require_same_for_all(own, theirs)
+    require_same_on_all_hosts(own, theirs)
     # Only runs in `independent` mode can be joined.
     cluster = replace(own.cluster, runtime=INDEPENDENT)
     return theirs, replace(own, run_dir=str(folder), cluster=cluster)

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from skippipe_sched.errors import InputError, kind_of
+from skippipe_sched.errors import InputError, error_class
 
 from skippipe_jax import log
 from skippipe_jax.config.parsing import CONFIG
@@ -254,7 +254,7 @@ class Mirror:
         return steps_named({PurePosixPath(path).name for path in paths})
 
     def _unusable(self, error: Exception) -> InputError:
-        return kind_of(error)(
+        return error_class(error)(
             "checkpoint.copy_to",
             self.url,
             f"cannot be used: {type(error).__name__}: {error}",

@@ -61,14 +61,14 @@ def recording_path(folder: Path, step: int, host: int) -> Path:
     return folder / TIMELINES / f"{step:08d}" / f"host_{host}.json"
 
 
-def keep_plan(run_dir: Path, step: int, plan: Plan) -> None:
+def save_recorded_plan(run_dir: Path, step: int, plan: Plan) -> None:
     """Save the plan of a recorded iteration that differs from the run's own."""
     folder = recording_path(run_dir, step, 0).parent
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / PLAN)
 
 
-def kept_plan(run_dir: Path, step: int) -> Plan | None:
+def load_recorded_plan(run_dir: Path, step: int) -> Plan | None:
     """Return the plan of a recorded iteration; None if it is the run's own.
 
     Raises:

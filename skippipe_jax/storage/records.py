@@ -20,7 +20,7 @@ import msgspec
 from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
-from skippipe_jax.consensus.generations import Remade
+from skippipe_jax.consensus.generations import RebuiltStage
 from skippipe_jax.storage.files import os_errors_as
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class GenerationRecord(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     members: Annotated[list[MemberRecord], msgspec.Meta(min_length=1)]
     left_out: list[Count] = []
     lost: list[Count] = []
-    remade: list[Remade] = []
+    remade: list[RebuiltStage] = []
 
 
 class RecoveryRecord(msgspec.Struct, kw_only=True, frozen=True):

@@ -19,17 +19,17 @@ from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.runtime.copied import Copy, packed
-from skippipe_jax.runtime.given_stages import beside
-from skippipe_jax.runtime.handover import shapes_of_state
-from skippipe_jax.runtime.remaking import with_count
+from skippipe_jax.runtime.diskless_stages import beside
 from skippipe_jax.runtime.stage_functions import functions_of_run
+from skippipe_jax.runtime.stage_rebuild import with_count
 from skippipe_jax.runtime.state import State
+from skippipe_jax.runtime.state_transfer import shapes_of_state
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.loading import load_stage_numpy, stage_step
 
 
-def kept_stages(
+def dropped_stage_states(
     config: Config, stages: int, left_out: Collection[int], updates: int
 ) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
     """Return the states of dropped stages for the next checkpoint, and the step of each state.
@@ -37,7 +37,7 @@ def kept_stages(
     `updates` is the number of updates that the optimizer has made.
     """
     checkpoint = open_checkpoint(Path(config.run_dir))
-    cut = config.model.layers_of_stages(stages)
+    cut = config.model.stage_partition(stages)
     kept: dict[int, dict[str, Any]] = {}
     for stage in left_out:
         state = _read(config, checkpoint, stages, stage)
@@ -62,7 +62,7 @@ def read_dropped_stages(config: Config, group: Group) -> tuple[Copy, ...]:
     return tuple(copies)
 
 
-def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
+def saved_steps_of_lost_stages(config: Config, generation: Generation) -> dict[int, int]:
     """Return, for each lost stage, the step of its state in the last checkpoint.
 
     Lists only stages that are dropped or restored. A host without the run folder returns {}.
@@ -71,7 +71,7 @@ def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
     steps |= {made.stage: made.step for made in generation.remade if made.by == SKIP}
     if not steps or is_joined(Path(config.run_dir)):
         return {}
-    cut = config.model.layers_of_stages(len(generation.placement))
+    cut = config.model.stage_partition(len(generation.placement))
     return {
         stage: stage_step(open_checkpoint(Path(config.run_dir), step), cut, stage)
         for stage, step in steps.items()
@@ -79,7 +79,7 @@ def steps_saved(config: Config, generation: Generation) -> dict[int, int]:
 
 
 def _read(config: Config, checkpoint: Checkpoint, stages: int, stage: int) -> State:
-    cut = config.model.layers_of_stages(stages)
+    cut = config.model.stage_partition(stages)
     functions = functions_of_run(config, stages)[stage]
     return load_stage_numpy(
         checkpoint, cut, stage, shapes_of_state(functions, cut.blocks(stage).start)

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import PyTree
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import Config, DataConfig, ModelConfig, StageCut
+from skippipe_jax.config import Config, DataConfig, ModelConfig, StagePartition
 from skippipe_jax.config.data import (
     BYTES,
     TOKENIZER_FOLDER,
@@ -32,7 +32,7 @@ from skippipe_jax.config.data import (
     has_tokenizer,
 )
 from skippipe_jax.config.parsing import CONFIG, saved_config
-from skippipe_jax.config.pretrained import RUN, origin_of, require_shapes
+from skippipe_jax.config.pretrained import RUN, parse_init_from, require_shapes
 from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.documents import local_path
 from skippipe_jax.data.token_shards import read_index
@@ -123,7 +123,7 @@ def open_initial_weights(config: Config, *, anew: bool = False) -> WeightSource 
     """
     if config.init_from is None:
         return None
-    origin = origin_of(config.init_from)
+    origin = parse_init_from(config.init_from)
     weights: WeightSource
     if origin.kind == RUN:
         recorded = None if anew else RunDir(config.run_dir).parent()
@@ -144,7 +144,7 @@ def open_run_weights(init_from: str, recorded: Mapping[str, Any] | None = None) 
         InputError: naming init_from, if there is no such run or checkpoint, it is incomplete, or it
             differs from the one in `recorded`.
     """
-    origin = origin_of(init_from)
+    origin = parse_init_from(init_from)
     folder = origin.folder
     config = saved_config(folder, "init_from")
     try:
@@ -178,7 +178,7 @@ def require_own_tokens(config: Config) -> None:
     data, path = config.data, config.data.path
     if config.init_from is None or data.source != "tokens" or path is None:
         return
-    own, folder = origin_of(config.init_from).tokenizer, local_path(path)
+    own, folder = parse_init_from(config.init_from).tokenizer, local_path(path)
     is_here = has_tokenizer(own) and Path(folder, TOKENS_INDEX).is_file()
     if data.tokenizer is not None or not is_here:
         return
@@ -204,7 +204,7 @@ def tokenizer_warning(weights: WeightSource | None, config: Config) -> list[str]
 class InitialWeights:
     """Initial parameters of stages, which must be the same on all hosts."""
 
-    def __init__(self, source: WeightSource, cut: StageCut, *, are_compared: bool):
+    def __init__(self, source: WeightSource, cut: StagePartition, *, are_compared: bool):
         """Read nothing yet; hosts compare digests of what they read if `are_compared`."""
         self.are_compared = are_compared
         self.source = source

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import InputError, signals_that_end
+from skippipe_sched.errors import InputError, exit_on_signals
 from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.methods import DEFAULT_METHOD
 from skippipe_sched.problem.auto import candidates, load_cases
@@ -18,7 +18,7 @@ from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
 from skippipe_jax import log
 from skippipe_jax.config import Config, PlanConfig
-from skippipe_jax.models.planned_case import candidates_of, cases_of
+from skippipe_jax.models.planned_case import candidate_cases, configured_cases
 from skippipe_jax.program.schedule import FULL, Schedule, best_plan, make_schedule
 
 
@@ -56,16 +56,16 @@ def make_plans(config: Config, config_folder: Path, measured: Mapping[str, Any] 
         InputError: as in `plan_of`, or if a plan of the recipe breaks a rule.
     """
     if measured is not None:
-        cases = candidates_of(config, dict(measured))
+        cases = candidate_cases(config, dict(measured))
         own = _planned(config.plan, cases, "the measured cluster")
     else:
         own = plan_of(config, config_folder)
     search = config.plan.method, config.plan.seed, config.plan.budget_s
-    with signals_that_end():  # numba calls back from C, where exceptions get lost.
+    with exit_on_signals():  # numba calls back from C, where exceptions get lost.
         return make_schedule(config.recipe_in_steps, own, *search, log.output)
 
 
-def tell_time(config: Config, schedule: Schedule, done: int = 0) -> None:
+def log_planned_time(config: Config, schedule: Schedule, done: int = 0) -> None:
     """Print the planned time of the remaining iterations, after `done` of them.
 
     Suggests a preset if stages are skipped in the whole run. Prints the time only if nodes were
@@ -97,7 +97,7 @@ def plan_of(config: Config, config_folder: Path) -> Plan:
     """
     if config.plan.file is not None:
         return require(load_plan(Path(config.plan.file)))
-    return _planned(config.plan, cases_of(config, config_folder), "plan.case")
+    return _planned(config.plan, configured_cases(config, config_folder), "plan.case")
 
 
 def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
@@ -105,7 +105,7 @@ def _planned(config: PlanConfig, cases: Sequence[Case], what: str) -> Plan:
     method = "balanced" if all(len(case.nodes) == 1 for case in cases) else config.method
     if method != "balanced":  # `balanced` is instant.
         log.info(f"planning for {what} with {method}, at most {config.budget_s:g} s")
-    with signals_that_end():  # numba calls back from C, where exceptions get lost.
+    with exit_on_signals():  # numba calls back from C, where exceptions get lost.
         return best_plan(cases, method, Search(config.seed, config.budget_s))
 
 

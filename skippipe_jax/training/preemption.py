@@ -17,7 +17,7 @@ from skippipe_sched.errors import raise_terminated
 
 from skippipe_jax import log
 from skippipe_jax.cluster.board import NOBODY
-from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_at_once, told_in_time
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_at_once, resume_hint_in_time
 from skippipe_jax.cluster.membership import Membership
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -71,9 +71,9 @@ class Preemption:
         self.received = number
         if number == signal.SIGTERM and self._can_leave:
             self._is_leaving = True
-            self._membership.control.told_to_leave(self._grace_s, self._exit)
+            self._membership.control.start_leaving(self._grace_s, self._exit)
 
-    def ends_the_run(self) -> bool:
+    def votes_to_end(self) -> bool:
         """Return whether this host votes to end the run, given its signals and those of others."""
         if not self._can_leave:
             return self.received is not None
@@ -93,6 +93,6 @@ class Preemption:
         log.error(
             f"host {self._membership.index}: graceful leave exceeded cluster.grace_s = "
             f"{self._grace_s:g} s; exiting, the others will see a failure. "
-            f"{told_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
+            f"{resume_hint_in_time(self._membership.last_words, LOST_HOST_EXIT_CODE)}"
         )
         exit_at_once(LOST_HOST_EXIT_CODE)

@@ -34,7 +34,7 @@ class GenerationReport:
         run_fingerprint: fingerprint of the text that the run reads, if received before.
         device_kinds: JAX's device kind of each of its devices.
         held_out_microbatches: number of held-out microbatches that it has read.
-        measured: its measurements, in the form of `Measured`, if any.
+        measured: its measurements, in the form of `JoinMeasurements`, if any.
         known_plans: the digests of the plans that it has found or received.
         too_long: messages on documents longer than a sequence, if it reads any.
         damaged: the fields of the error about the newest checkpoint (field, value, problem,

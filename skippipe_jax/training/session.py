@@ -25,13 +25,13 @@ from skippipe_jax.data.batches import Batch, ReadAhead
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded
 from skippipe_jax.optim.update_rule import updates_made
 from skippipe_jax.runtime.outer_steps import from_own_states
-from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
 from skippipe_jax.runtime.runtime import Runtime, open_runtime
+from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
 from skippipe_jax.runtime.state import Kept, from_checkpoint
 from skippipe_jax.storage.checkpoint import Checkpoint, is_committed, step_folder
 from skippipe_jax.storage.checkpointer import BEST_METRIC
 from skippipe_jax.storage.files import retry
-from skippipe_jax.storage.recording import keep_plan
+from skippipe_jax.storage.recording import save_recorded_plan
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
@@ -40,7 +40,7 @@ from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
 from skippipe_jax.training.callbacks.status import StatusUpdates
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
 from skippipe_jax.training.compilations import CompilationCounter
-from skippipe_jax.training.dropped_stages import kept_stages
+from skippipe_jax.training.dropped_stages import dropped_stage_states
 from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
 from skippipe_jax.training.metrics import MetricsCollector
 from skippipe_jax.training.preemption import Preemption
@@ -94,7 +94,7 @@ class HeldState:
     replicas: Kept | None = None
     checkpoint: Checkpoint | None = None
     restores_checkpoint: bool = False
-    remains: Remains = NO_REMAINS
+    remains: RecoverySources = NO_RECOVERY_SOURCES
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Session:
         step: number of completed iterations.
         unfinished: whether validation and saving after the last iteration are still to be done.
         saved: whether the last iteration of the run is done and its checkpoint is complete.
-        told_to_stop: the hosts that received a signal to stop the run, once it is saved because
+        stop_signals: the hosts that received a signal to stop the run, once it is saved because
             of that; else None.
         out_of_patience: whether the run ends here because of `validation.patience`.
         group: the hosts that train, including this one.
@@ -152,7 +152,7 @@ class Session:
         self._metrics_lag = config.averaging.iterations_apart
         self._saved_step, self._attempt = -1 if start.unfinished else state.step, 1
         self._copied_step: int | None = None
-        self.told_to_stop: dict[int, signal.Signals] | None = None
+        self.stop_signals: dict[int, signal.Signals] | None = None
         self._validation: tuple[int, float | None] = (-1, None)
         self._squared_norms = state.remains.squared_norms
         # Others may still fetch these states, until a step without them is committed.
@@ -181,7 +181,7 @@ class Session:
             self._reader = ReadAhead(setup.data.__getitem__)
             opened.enter_context(closing(self._reader))
         opened.enter_context(closing(self._metrics))
-        cut = config.model.layers_of_stages(len(setup.plan.stages))
+        cut = config.model.stage_partition(len(setup.plan.stages))
         self._checkpointer = open_checkpointer(config, group, cut, setup.mirror)
         skipped = self._metrics.skipped_updates
         self.callbacks = default_callbacks(self._run, group, self.step, skipped)
@@ -210,7 +210,7 @@ class Session:
 
     def export(self) -> HeldState:
         """Return the state of this host, including states of stages that it no longer serves."""
-        topology, remains = self.runtime.topology, NO_REMAINS
+        topology, remains = self.runtime.topology, NO_RECOVERY_SOURCES
         replicas = self._still_offered | {
             (topology.stage_of[node], topology.spread(node)): state
             for node, state in self.runtime.states.items()
@@ -218,7 +218,7 @@ class Session:
         if self._config.recovery.lost_stage in (BUDDY, AVERAGE, SKIP):
             norms = self._squared_norms
             norms = None if norms is None else tuple(np.asarray(norms).tolist())
-            remains = Remains(self.runtime.copies, norms, self._updates)
+            remains = RecoverySources(self.runtime.copies, norms, self._updates)
         return HeldState(self.step, self.microbatches_read, replicas, remains=remains)
 
     @property
@@ -229,7 +229,7 @@ class Session:
     def train_step(self) -> None:
         """Run an iteration by its plan; record and profile it if it is due."""
         config, folder, iteration, step = self._config, self._run.run_dir, self.step, self.step + 1
-        stop = self._run.preemption.ends_the_run()
+        stop = self._run.preemption.votes_to_end()
         plan = self.schedule.plan(iteration)
         self._metrics.begin()
         profiling = nullcontext()
@@ -237,7 +237,7 @@ class Session:
             profiling = profile_step(self.runtime, folder, step, self.group.index)
         record = config.traces(iteration)
         if record and self.group.index == 0 and self.group.generation.number > 1:
-            retry(folder, lambda: keep_plan(folder, step, plan))
+            retry(folder, lambda: save_recorded_plan(folder, step, plan))
         with profiling, self._watchdog_guard():
             batches = self._batches(iteration)
             outcome = self.runtime.run(iteration, batches, stop=stop, record=record)
@@ -319,12 +319,12 @@ class Session:
             name, complete = f"copied/{step}", self._checkpointer.complete_copy
             from_host_0(self.group, name, complete, COPYING_S)
             self._copied_step = step  # A group uses a message name only once.
-        if self.stop_requested and self.told_to_stop is None:
+        if self.stop_requested and self.stop_signals is None:
             group = self.group
             signals = gather(
                 group, "stopped_by", lambda: self._run.preemption.received, group.timeout_s
             )
-            self.told_to_stop = {
+            self.stop_signals = {
                 group.hosts[rank]: signal.Signals(number)
                 for rank, number in signals.items()
                 if number is not None
@@ -354,7 +354,7 @@ class Session:
         left_out = self.group.generation.left_out
         if left_out and self.group.index == 0:
             count = len(self._setup.plan.stages)
-            kept, ages = kept_stages(self._config, count, left_out, self._updates)
+            kept, ages = dropped_stage_states(self._config, count, left_out, self._updates)
             items = replace(items, stages={**items.stages, **kept}, stale_stages=ages)
         validated, loss = self._validation
         metrics = {}
@@ -422,7 +422,7 @@ def build_runtime(config: Config, start: SessionStart) -> Runtime:
     """
     group, setup, state = start.group, start.setup, start.state
     checkpoint, replicas = state.checkpoint, state.replicas
-    cut = config.model.layers_of_stages(len(setup.plan.stages))
+    cut = config.model.stage_partition(len(setup.plan.stages))
     # A run that stopped before its first checkpoint restarts from the initial weights.
     is_begun = checkpoint is not None or replicas is not None
     weights = None if is_begun else setup.weights or open_initial_weights(config)

@@ -26,7 +26,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import (
     Config,
     DataConfig,
-    StageCut,
+    StagePartition,
     require_same_run,
 )
 from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
@@ -41,10 +41,15 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.chat import template_warning
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.models.attention import fault_of, implementation_of
-from skippipe_jax.models.in_flight import short_of_memory
-from skippipe_jax.models.planned_case import differing_sizes
-from skippipe_jax.profiling.case import Profile, check_template, profile_again, read_measured
+from skippipe_jax.models.attention import implementation_of, kernel_fault
+from skippipe_jax.models.in_flight import memory_warnings
+from skippipe_jax.models.planned_case import size_mismatches
+from skippipe_jax.profiling.case import (
+    Profile,
+    check_template,
+    profile_from_measured,
+    read_measured,
+)
 from skippipe_jax.profiling.cluster import measure, name_and_devices
 from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
@@ -75,7 +80,7 @@ from skippipe_jax.training.initial_weights import (
     require_own_tokens,
     tokenizer_warning,
 )
-from skippipe_jax.training.planning import check_deadline, make_plans, tell_time
+from skippipe_jax.training.planning import check_deadline, log_planned_time, make_plans
 from skippipe_jax.training.report import GenerationReport, SessionPlan, exchange_reports
 from skippipe_jax.training.validation import read_held_out
 
@@ -193,7 +198,7 @@ def setup_run(
         if leads:
             search.clear(setup.checkpoint)
             checkpoint = setup.checkpoint
-            tell_time(config, schedule, 0 if checkpoint is None else checkpoint.step)
+            log_planned_time(config, schedule, 0 if checkpoint is None else checkpoint.step)
         if leads and resume:
             _resume_run_dir(config, setup.checkpoint)
         if host.count > 1 and not host.is_distributed:
@@ -251,7 +256,9 @@ def _measure_or_reuse(
 def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | None, Profile | None]:
     """Return the recorded measurement of the run, and the profile from it under `config`."""
     measured = read_measured(Path(config.run_dir) / CASE)
-    return measured, None if measured is None else profile_again(config, measured, host.count)
+    return measured, None if measured is None else profile_from_measured(
+        config, measured, host.count
+    )
 
 
 def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
@@ -280,7 +287,7 @@ def _open_inputs(
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     data = open_training_data(config, plan, programs[OWN])
     held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
-    config.model.layers_of_stages(len(plan.stages))
+    config.model.stage_partition(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
     weights = None if resume else open_initial_weights(config, anew=host.index == 0)
@@ -313,12 +320,12 @@ def _begin_run_dir(
         lock.acquire()
         RunDir(config.run_dir).require_new()  # Another process may have been faster.
     plan = setup.plan
-    warnings = tokenizer_warning(setup.weights, config) + differing_sizes(config, plan.case)
+    warnings = tokenizer_warning(setup.weights, config) + size_mismatches(config, plan.case)
     chats = [source for source in config.data.sources() if source.kind == "chat"]
     if chats:
         tokenizer = load_tokenizer(tokenizer_of(with_run_tokenizer(config)))
         warnings += template_warning(chats, tokenizer)
-    for sentence in warnings + short_of_memory(config, plan.case, plan.stage_of):
+    for sentence in warnings + memory_warnings(config, plan.case, plan.stage_of):
         log.warning(sentence)
     folder, weights = Path(config.run_dir), setup.weights
     if not resume:
@@ -423,7 +430,7 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
 def parts_to_restore(config: Config, setup: HostSetup) -> Callable[[Checkpoint], set[str]]:
     """Return a function that lists the parts of a checkpoint to read: stages and data position."""
     plan = setup.plan
-    cut = config.model.layers_of_stages(len(plan.stages))
+    cut = config.model.stage_partition(len(plan.stages))
     nodes = setup.programs[OWN].nodes
     stages = {plan.stage_of[node] for node in nodes}
     data = set() if setup.data is None else {DATA}
@@ -443,7 +450,7 @@ def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) 
 
     They do if the number of replicas and of blocks of each stage, and the averaging, are unchanged.
     """
-    cut = config.model.layers_of_stages(len(plan.stages))
+    cut = config.model.stage_partition(len(plan.stages))
     own = ReplicaStates.of(plan.stages, asdict(config.averaging))
     return checkpoint.record.replica_states == own and checkpoint.record.stage_layers == tuple(cut)
 
@@ -480,7 +487,7 @@ def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
 
 
 def open_checkpointer(
-    config: Config, host: Group, cut: StageCut, mirror: Mirror | None
+    config: Config, host: Group, cut: StagePartition, mirror: Mirror | None
 ) -> Checkpointer:
     """Open the checkpointer of the run, on every host."""
     url = config.checkpoint.copy_to
@@ -610,7 +617,7 @@ def _receive_from_leader(config: Config, host: Membership) -> tuple[Schedule, li
         InputError: if this host was started with another configuration or in another folder.
     """
     # Host 0 may search for plans first, and compile the search for half a minute before.
-    searches = 1 + config.recipe_in_steps.most_searches
+    searches = 1 + config.recipe_in_steps.max_searches
     patience_s = config.cluster.connect_timeout_s + 2 * searches * config.plan.budget_s
     if config.checkpoint.copy_to is not None:  # Host 0 may fetch the run.
         patience_s += COPYING_S
@@ -687,7 +694,7 @@ def _require_attention(config: Config) -> None:
         )
     kernel = implementation_of(model, config.data.sequence_length, platform)
     if kernel in PLATFORM_OF:
-        fault = fault_of(kernel, model, is_packed=config.data.packing == "documents")
+        fault = kernel_fault(kernel, model, is_packed=config.data.packing == "documents")
         if fault:
             raise InputError(
                 "model.attention", model.attention, f"{kernel} {fault}", "Set blockwise"

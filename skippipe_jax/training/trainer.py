@@ -19,7 +19,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.errors import GenerationEnded, HostLeft
 from skippipe_jax.program.schedule import Schedule
-from skippipe_jax.runtime.compilation import keep_programs
+from skippipe_jax.runtime.compilation import enable_compilation_cache
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.storage.files import temporary_failures
 from skippipe_jax.storage.joined_folder import is_joined
@@ -43,13 +43,13 @@ class RunResult:
         stopped_by: the signal that this host received, else SIGTERM for that of another host; None
             if no host was stopped.
         left_run: whether this host has left while the others continue.
-        told_to_stop: the signal of each host that was told to stop, by its number in the run.
+        stop_signals: the signal of each host that was told to stop, by its number in the run.
     """
 
     step: int
     stopped_by: signal.Signals | None
     left_run: bool = False
-    told_to_stop: Mapping[int, signal.Signals] = field(default_factory=dict)
+    stop_signals: Mapping[int, signal.Signals] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -57,11 +57,11 @@ class RunResult:
         return 0 if self.stopped_by is None else 128 + self.stopped_by
 
     @property
-    def who_was_stopped(self) -> str:
+    def stop_message(self) -> str:
         """Text that names the hosts that received a signal, and their signals."""
         received = []
         for number in (signal.SIGINT, signal.SIGTERM):
-            hosts = [str(host) for host, by in sorted(self.told_to_stop.items()) if by == number]
+            hosts = [str(host) for host, by in sorted(self.stop_signals.items()) if by == number]
             if hosts:
                 *others, last = hosts
                 named = f"hosts {', '.join(others)} and {last}" if others else f"host {last}"
@@ -185,8 +185,8 @@ class Trainer:
         if self.step >= self.config.train.steps or self.session.out_of_patience:
             return RunResult(self.step, None)
         # All hosts stop when one is asked to; the others exit with the code of SIGTERM.
-        number, signals = self.preemption.received or signal.SIGTERM, self.session.told_to_stop
-        return RunResult(self.step, number, told_to_stop=signals or {})
+        number, signals = self.preemption.received or signal.SIGTERM, self.session.stop_signals
+        return RunResult(self.step, number, stop_signals=signals or {})
 
     def train_step(self) -> int:
         """Train one iteration, validate and save if due, and return the number of completed steps.
@@ -228,7 +228,7 @@ class Trainer:
                         session.save_final()
                     continue
                 except Exception as error:
-                    if elastic is None or not elastic.outlives(error):
+                    if elastic is None or not elastic.recovers_from(error):
                         raise
                 # Outside `except`, as the error keeps buffers of its iteration alive. The next
                 # session may start at an earlier step.
@@ -252,7 +252,7 @@ class Trainer:
         if self._session is not None:
             return
         if self._keeps_programs:
-            keep_programs(self.config.compilation_cache)
+            enable_compilation_cache(self.config.compilation_cache)
         try:
             self._set_up()
         except BaseException:

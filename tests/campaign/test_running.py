@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.campaign import running, tries
+from skippipe_jax.campaign import restart_policy, running
 from skippipe_jax.campaign.running import digest_of, ordered, run_all
 
 # A task's process: it notes when it begins and ends, and does between as its words say.
@@ -77,8 +77,8 @@ class Worker:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(running, "POLL_S", 0.02)
-    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(restart_policy, "LONGEST_PAUSE_S", 0.2)
     (tmp_path / "worker.py").write_text(WORKER)
     return tmp_path
 
@@ -269,10 +269,10 @@ def test_digests_tell_what_differs_and_take_days():
 
 def test_processes_share_the_cores_and_keep_the_flags_of_the_user(monkeypatch):
     monkeypatch.setattr(running.os, "cpu_count", lambda: 4)
-    assert running.threads_each(2)["PJRT_NPROC"] == "2"
-    assert "XLA_FLAGS" not in running.threads_each(2)
+    assert running.thread_environment(2)["PJRT_NPROC"] == "2"
+    assert "XLA_FLAGS" not in running.thread_environment(2)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_mine=1")
-    alone = running.threads_each(3)
+    alone = running.thread_environment(3)
     assert alone["PJRT_NPROC"] == "1"
     assert alone["XLA_FLAGS"].split() == ["--xla_of_mine=1", running.ONE_THREAD["XLA_FLAGS"]]
     assert "JAX_PLATFORMS" not in alone

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.cluster import attendance
-from skippipe_jax.cluster.attendance import Attendance
-from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster import control_loop
+from skippipe_jax.cluster.board import Mailboxes
+from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.place import Place
-from skippipe_jax.cluster.succession import Succession
+from skippipe_jax.cluster.succession import GenerationQueue
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.connections import door, mesh
@@ -35,10 +35,10 @@ from skippipe_jax.consensus.generations import (
     Enter,
     Event,
     Generation,
-    LeftOut,
+    NotMember,
+    PlanRequest,
     State,
     Told,
-    Wish,
 )
 from skippipe_jax.training.elastic import coordinator
 from skippipe_jax.training.elastic.coordinator import (
@@ -85,7 +85,7 @@ def by_stage(placement: Mapping[int, Collection[int]], stages: int) -> tuple[tup
 class Host(rules_alone.Process):
     """A process of a host, whose state is that of its part in the consensus."""
 
-    def __init__(self, host: int, attended: Attendance, process: Process, is_ready: bool):
+    def __init__(self, host: int, attended: ControlLoop, process: Process, is_ready: bool):
         """Be in no generation."""
         self.attended, self.process = attended, process
         self.policy = HostPolicy(
@@ -195,7 +195,9 @@ class ControlSimulation(Simulation):
             return
         self.starting.add(host)
         process = Process(self.loop, host)
-        own = Host(host, Attendance(CLUSTER, host, len(self.own_hosts), Board()), process, False)
+        own = Host(
+            host, ControlLoop(CLUSTER, host, len(self.own_hosts), Mailboxes()), process, False
+        )
         own.attended.process = 1000 * (host + 1) + self.processes[host]
         process.start(self._live(host, own, is_apart))
 
@@ -217,7 +219,7 @@ class ControlSimulation(Simulation):
             self._start_again(host, 1.0)
             return own.process.end()
         self.addresses[host] = attended.control_address
-        succession = Succession(attended._board)
+        succession = GenerationQueue(attended._board)
         if is_first:
             own.is_ready, own.stages = True, self.first_stages[host]
             own.entered = self.decided[1]
@@ -332,7 +334,7 @@ class ControlSimulation(Simulation):
 
     def tell(self, host: int, event: Event) -> None:
         """Tell the control plane of a host, as its training does."""
-        if isinstance(event, Wish):
+        if isinstance(event, PlanRequest):
             event = replace(event, placement=by_stage(event.placement, self.stages))
         own = self.live.get(host)
         if own is not None and own.attended.control is not None:
@@ -357,7 +359,7 @@ class ControlSimulation(Simulation):
             case Enter(generation):
                 decision = Enter(replace(generation, placement=self._read(generation.placement)))
                 self.log.append((self.loop.time(), host, f"enters {generation.number}"))
-            case LeftOut() if not isinstance(self.live[host].at, Suspended):
+            case NotMember() if not isinstance(self.live[host].at, Suspended):
                 self.live[host].advance(Signal.ENDED)
             case _:
                 pass
@@ -500,14 +502,14 @@ def simulated(
         own.address = (address, port or own.address[1])
         return own
 
-    async def say_and_exit(verdict: Any, *_: Any) -> None:
+    async def log_and_exit(verdict: Any, *_: Any) -> None:
         errors.append(AssertionError(f"host {OWN.get().host} ends: {verdict.reason}"))
 
     monkeypatch.setattr(door, "listening_socket", listening_socket)
     monkeypatch.setattr(mesh, "require_free", lambda *_: None)
-    monkeypatch.setattr(attendance, "DaemonThreads", lambda: simulation.storage)
-    monkeypatch.setattr(attendance, "say_and_exit", say_and_exit)
-    monkeypatch.setattr(attendance, "exit_by_fault", lambda error, *_: errors.append(error))
+    monkeypatch.setattr(control_loop, "DaemonThreads", lambda: simulation.storage)
+    monkeypatch.setattr(control_loop, "log_and_exit", log_and_exit)
+    monkeypatch.setattr(control_loop, "exit_on_error", lambda error, *_: errors.append(error))
     try:
         simulation.begin()
         yield simulation

@@ -7,13 +7,13 @@ import tracemalloc
 import pytest
 
 from skippipe_jax.cluster import board
-from skippipe_jax.cluster.board import Board, named
+from skippipe_jax.cluster.board import Mailboxes, named
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 
 def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(board, "MOST_CHARACTERS", 1 << 20)
-    own = Board()
+    own = Mailboxes()
     own.post(1, "mine", "here")
     tracemalloc.start()
     for count in range(500):
@@ -30,7 +30,7 @@ def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.M
 
 def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(board, "MOST_VALUES", 10)
-    own = Board()
+    own = Mailboxes()
     for count in range(100):
         own.post(1, f"{count}", "")
         own.post(1, "again", f"{count}")
@@ -42,7 +42,7 @@ def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.Monkey
 
 def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(board, "MOST_CHARACTERS", 100)
-    own = Board()
+    own = Mailboxes()
     own.post(1, "kept", "x" * 40)
     for count in range(10):
         own.post(1, f"{count}", "x" * 40)
@@ -51,7 +51,7 @@ def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_host_speaks_for_another():
-    own = Board()
+    own = Mailboxes()
     own.post(2, "run/0", "theirs")
     with pytest.raises(PeerTimeout):
         own.take("run/0", 0.0, 0, 0)
@@ -60,7 +60,7 @@ def test_no_host_speaks_for_another():
 
 
 def test_a_generation_takes_with_it_what_was_told_in_it():
-    own = Board()
+    own = Mailboxes()
     own.post(1, named(1, "key"), "of the first")
     own.post(1, named(2, "key"), "of the second")
     own.begin(2)
@@ -73,7 +73,7 @@ def test_a_generation_takes_with_it_what_was_told_in_it():
 
 @pytest.mark.parametrize("key", ["9" * 5000 + ":key", "\u00b2:key", "-1:key", ":", ""])
 def test_a_key_that_names_no_generation_ends_nothing(key: str):
-    own = Board()
+    own = Mailboxes()
     own.post(1, key, "value")
     own.begin(1)
     with pytest.raises(PeerTimeout):

@@ -17,9 +17,9 @@ from skippipe_sched.errors import (
     Terminated,
 )
 
-from skippipe_jax.cluster import attendance, ending, joining, membership
-from skippipe_jax.cluster.attendance import Attendance
-from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster import control_loop, ending, joining, membership
+from skippipe_jax.cluster.board import Mailboxes
+from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, RunFailed, exit_decision
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
@@ -32,7 +32,7 @@ WORDS = "Resume from step 7."
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """By which a process of a test would have ended."""
     codes: list[int] = []
-    for place in (attendance, ending, joining):
+    for place in (control_loop, ending, joining):
         monkeypatch.setattr(place, "exit_at_once", codes.append)
     return codes
 
@@ -40,7 +40,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_fault_on_the_event_loop_says_where_to_resume(
     codes: list[int], capfd: pytest.CaptureFixture[str]
 ):
-    host = Attendance(ClusterConfig(), 1, 3, Board())
+    host = ControlLoop(ClusterConfig(), 1, 3, Mailboxes())
     host.last_words = lambda: WORDS
     loop = asyncio.new_event_loop()
     host._end_by_fault(loop, {"exception": ZeroDivisionError("by nothing")})
@@ -81,12 +81,12 @@ def test_an_interrupted_host_tells_the_others_and_says_where_to_resume(
 
 def test_last_words_that_fail_or_take_too_long_hold_up_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ending, "LINGER_S", 0.5)
-    told_in_time = ending.told_in_time
-    assert told_in_time(lambda: WORDS, LOST_HOST_EXIT_CODE) == WORDS
-    assert told_in_time(lambda: WORDS, INPUT_ERROR_EXIT_CODE) == "", "it would end so again"
-    assert "ZeroDivisionError" in told_in_time(lambda: str(1 // 0), LOST_HOST_EXIT_CODE)
+    resume_hint_in_time = ending.resume_hint_in_time
+    assert resume_hint_in_time(lambda: WORDS, LOST_HOST_EXIT_CODE) == WORDS
+    assert resume_hint_in_time(lambda: WORDS, INPUT_ERROR_EXIT_CODE) == "", "it would end so again"
+    assert "ZeroDivisionError" in resume_hint_in_time(lambda: str(1 // 0), LOST_HOST_EXIT_CODE)
     held = threading.Event()
-    words = told_in_time(lambda: str(held.wait(20.0)), LOST_HOST_EXIT_CODE)
+    words = resume_hint_in_time(lambda: str(held.wait(20.0)), LOST_HOST_EXIT_CODE)
     held.set()
     assert words == "Last checkpoint unknown (storage did not answer within 0.5 s)."
 
@@ -99,7 +99,7 @@ def test_only_a_host_that_a_lost_one_could_end_waits_to_find_out_which_it_is(
     monkeypatch.setattr(membership.time, "sleep", waited_s.append)
     host = Membership(ClusterConfig(heartbeat_timeout_s=100.0), 1, 3)
     if outlives:
-        monkeypatch.setattr(host._attendance, "control", object())
+        monkeypatch.setattr(host._control_loop, "control", object())
     host.explain(ConnectionResetError("it has gone"))
     assert (sum(waited_s) < 10.0) == outlives
 

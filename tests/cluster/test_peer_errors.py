@@ -6,7 +6,7 @@ import jax
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.ending import may_stem_from_a_peer
+from skippipe_jax.cluster.ending import may_be_caused_by_peer
 from skippipe_jax.errors import PeerFailed, PeerTimeout
 
 ILLEGAL = "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
@@ -40,4 +40,4 @@ def following(error: BaseException, cause: Exception) -> BaseException:
     ],
 )
 def test_what_may_stem_from_a_peer(error: BaseException, expected: bool):
-    assert may_stem_from_a_peer(error) == expected
+    assert may_be_caused_by_peer(error) == expected

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from skippipe_jax.cluster.board import Board
-from skippipe_jax.cluster.succession import Succession
-from skippipe_jax.consensus.generations import Enter, Generation, LeftOut
+from skippipe_jax.cluster.board import Mailboxes
+from skippipe_jax.cluster.succession import GenerationQueue
+from skippipe_jax.consensus.generations import Enter, Generation, NotMember
 
 
 def generation(number: int, *, is_rewound: bool = False) -> Generation:
     return Generation(number, (0, 1), (5, 6), 0, 20, is_rewound=is_rewound)
 
 
-def number_after(succession: Succession, after: int) -> int | None:
+def number_after(succession: GenerationQueue, after: int) -> int | None:
     found = succession.next(after, 0.0)
     return None if found is None else found.number
 
 
 def test_no_generation_is_passed_over_though_it_has_ended():
-    succession = Succession(Board())
+    succession = GenerationQueue(Mailboxes())
     for number in (1, 2, 3):
         succession.follow(Enter(generation(number, is_rewound=number == 2)))
     found = succession.next(1, 0.0)
@@ -26,10 +26,10 @@ def test_no_generation_is_passed_over_though_it_has_ended():
 
 
 def test_who_is_left_out_goes_on_with_what_it_enters_next():
-    succession = Succession(Board())
+    succession = GenerationQueue(Mailboxes())
     succession.follow(Enter(generation(1)))
     succession.follow(Enter(generation(2)))
-    succession.follow(LeftOut(generation(3)))
+    succession.follow(NotMember(generation(3)))
     assert number_after(succession, 1) is None
     succession.follow(Enter(generation(4)))
     assert number_after(succession, 1) == 4

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TEMPORARY_EXIT_CODE
 
-from skippipe_jax.campaign import tries
-from skippipe_jax.campaign.tries import (
+from skippipe_jax.campaign import restart_policy
+from skippipe_jax.campaign.restart_policy import (
     FORGOTTEN_S,
     LONGEST_PAUSE_S,
     MOST_FAULTS,
     SETTLED_S,
-    Tries,
+    RestartPolicy,
 )
 from skippipe_jax.local import hosts
 from skippipe_jax.local.hosts import LocalHosts
@@ -35,7 +35,7 @@ LONG_S = 1000.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "POLL_S", 0.005)
-    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.01)
 
 
 class Shells:
@@ -80,7 +80,7 @@ def test_a_host_that_a_signal_has_ended_is_started_again_alone(
 
 
 def test_all_that_end_with_75_are_started_again(shells: Callable[..., Shells]):
-    again = f"exit {TRY_AGAIN_EXIT_CODE}"
+    again = f"exit {TEMPORARY_EXIT_CODE}"
     last = f"{once('[ -e there ]')}; touch back"
     machine = shells([again, again, last], [again, f"touch there; {once('[ -e back ]')}"])
     assert machine.hosts(outlives=False).run() == 0
@@ -128,7 +128,7 @@ def test_the_others_go_on_without_one_that_was_told_to_leave(shells: Callable[..
 def test_nobody_is_started_again_once_the_run_is_trained(
     shells: Callable[..., Shells], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tries, "FIRST_PAUSE_S", LONG_S)
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", LONG_S)
     machine = shells([once("sleep 0.1; [ -e end ]")], ["touch end; kill -9 $$"])
     assert machine.hosts().run() == 0
     assert machine.started == [0, 1]
@@ -143,7 +143,7 @@ def test_nobody_is_started_again_once_all_were_told_to_stop(
         is_lost.set()
         return LONG_S
 
-    monkeypatch.setattr(Tries, "pause_s", pause_s)
+    monkeypatch.setattr(RestartPolicy, "pause_s", pause_s)
     stops = "trap 'exit 143' TERM; touch ready; while :; do sleep 0.01; done"
     machine = shells([stops], [LOST])
     launched = machine.hosts()
@@ -186,22 +186,22 @@ def test_a_process_of_another_user_is_no_host(monkeypatch: pytest.MonkeyPatch):
 
 def test_pauses_grow_until_a_host_has_lived_for_a_minute(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    tries = Tries()
+    policy = RestartPolicy()
 
     def pause_s(code: int, lived_s: float) -> float | None:
-        return tries.pause_s(code, lived_s, misses_others=False)
+        return policy.pause_s(code, lived_s, misses_others=False)
 
     quickly = [pause_s(-signal.SIGKILL, 5.0) for _ in range(9)]
     assert quickly == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-    assert [pause_s(TRY_AGAIN_EXIT_CODE, SETTLED_S), pause_s(1, 5.0)] == [1, 2]
+    assert [pause_s(TEMPORARY_EXIT_CODE, SETTLED_S), pause_s(1, 5.0)] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("code", "misses_others", "most"),
     [
         (1, False, MOST_FAULTS),
-        (TRY_AGAIN_EXIT_CODE, True, MOST_FAULTS),
-        (TRY_AGAIN_EXIT_CODE, False, 100),
+        (TEMPORARY_EXIT_CODE, True, MOST_FAULTS),
+        (TEMPORARY_EXIT_CODE, False, 100),
         (-signal.SIGABRT, True, 100),
         (-signal.SIGTERM, False, 0),
         (-signal.SIGINT, False, 0),
@@ -209,21 +209,21 @@ def test_pauses_grow_until_a_host_has_lived_for_a_minute(monkeypatch: pytest.Mon
     ],
 )
 def test_how_often_a_host_is_started_again(code: int, misses_others: bool, most: int):
-    tries = Tries()
-    pauses = [tries.pause_s(code, SETTLED_S, misses_others=misses_others) for _ in range(100)]
+    policy = RestartPolicy()
+    pauses = [policy.pause_s(code, SETTLED_S, misses_others=misses_others) for _ in range(100)]
     assert [pause_s is not None for pause_s in pauses] == [True] * most + [False] * (100 - most)
 
 
 def test_a_fault_is_forgotten_by_the_hour():
-    tries = Tries()
+    policy = RestartPolicy()
     for _ in range(10):
         for _ in range(MOST_FAULTS):
-            assert tries.pause_s(1, 60.0, misses_others=False) is not None
+            assert policy.pause_s(1, 60.0, misses_others=False) is not None
         # It lives for long enough to make up for all of them before it ends once more.
-        assert tries.pause_s(-signal.SIGKILL, MOST_FAULTS * FORGOTTEN_S, misses_others=False)
+        assert policy.pause_s(-signal.SIGKILL, MOST_FAULTS * FORGOTTEN_S, misses_others=False)
     for _ in range(MOST_FAULTS):
-        assert tries.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is not None
-    assert tries.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is None
+        assert policy.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is not None
+    assert policy.pause_s(1, FORGOTTEN_S - 1, misses_others=False) is None
 
 
 @pytest.fixture

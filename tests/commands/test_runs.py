@@ -14,7 +14,7 @@ import jax
 import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
@@ -269,7 +269,7 @@ def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
         lock.acquire()
         other.acquire()
         # The other may be at its end, or stopped and killed later.
-        again = TRY_AGAIN_EXIT_CODE
+        again = TEMPORARY_EXIT_CODE
         expect_one_error(command("train", *resumed), "run_dir = 'run'", *words, code=again)
         expect_one_error(command("train", *new), "run_dir = 'new'", *words, code=again)
 
@@ -289,7 +289,7 @@ def test_a_disk_that_is_full_may_have_room_later(
     monkeypatch.setattr(RunDir, "write_best", full)
     resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
     result = command("train", *resumed, "--set", "validation.every=1")
-    assert result.code == TRY_AGAIN_EXIT_CODE
+    assert result.code == TEMPORARY_EXIT_CODE
     line = "error: run_dir = 'run': cannot be used: No space left on device (run/best.json). Fix"
     assert result.err.splitlines()[-1].startswith(line)
     assert "Traceback" not in result.err

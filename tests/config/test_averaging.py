@@ -70,7 +70,7 @@ def test_every_fragment_is_sent_once_in_a_cycle_and_applied_before_it_is_sent_ag
             under_way.remove(applied)
     # The last one is sent at the end of the cycle, and then all have been applied.
     assert averaging.sent_after(begun + every) == averaging.fragments - 1
-    applied = {averaging.sent_after(n + 1 - averaging.delay) for n in range(averaging.least_steps)}
+    applied = {averaging.sent_after(n + 1 - averaging.delay) for n in range(averaging.min_steps)}
     assert applied - {None} == {*range(averaging.fragments)}
 
 
@@ -88,7 +88,7 @@ def test_exact_is_the_default_and_a_case_says_nothing_of_it():
     averaging = Config().averaging
     assert averaging.policy is EXACT
     assert averaging.of_case == {}
-    assert averaging.least_steps == 0
+    assert averaging.min_steps == 0
     assert all(averaging.is_exact(iteration) for iteration in (1, 1000))
     assert averaging.sent_after(20 - averaging.delay) is None
 

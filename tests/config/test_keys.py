@@ -17,9 +17,9 @@ from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config, to_tree
 from skippipe_jax.config.describe import (
     CASE_KEYS,
+    describe_keys,
     described,
     differences,
-    keys_in_words,
     schema,
     sections,
     summary,
@@ -55,7 +55,7 @@ def test_every_default_is_told_as_yaml_has_it():
 
 
 def test_keys_are_told_in_words():
-    told = keys_in_words()
+    told = describe_keys()
     assert "train.steps = 100\n    whole number: total number of steps" in told
     assert 'model.recompute = "none"\n    one of none, dots_with_no_batch_dims_saveable, ' in told
     assert "recipe.phases.from_step = 0\n" in told
@@ -193,7 +193,7 @@ def test_the_command_shows_a_configuration_in_full(capsys: pytest.CaptureFixture
     shown = told(capsys, *words)
     assert parse_config(yaml.safe_load(shown)) == load_config(CONFIGS[0], ["train.steps=7"])
     assert yaml.safe_load(shown)["optimizer"]["beta1"] == 0.9
-    assert told(capsys, "keys") == keys_in_words() + "\n"
+    assert told(capsys, "keys") == describe_keys() + "\n"
     assert json.loads(told(capsys, "schema")) == schema()
 
 

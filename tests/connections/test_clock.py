@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
@@ -32,7 +32,7 @@ def test_an_answer_was_given_half_a_round_trip_ago():
 
 
 def test_who_asks_a_leader_that_is_lost_meanwhile_waits_no_longer():
-    board = Board()
+    board = Mailboxes()
     board.begin(2)
     with pytest.raises(GenerationEnded):
         clock.offset_s(lambda _: board.begin(3), lambda: board.take(clock.key(1), 60.0, 1, 2))

@@ -12,7 +12,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import door, links
 from skippipe_jax.connections.hello import PROTOCOL, Run
-from skippipe_jax.connections.links import SENT_NONSENSE, reach
+from skippipe_jax.connections.links import INVALID_MESSAGE, reach
 from tests.connections.meshes import (
     PATIENCE_S,
     RUN,
@@ -397,7 +397,7 @@ def test_who_sends_what_no_host_sends_is_lost(nonsense: bytes):
         async with gathered(2, outlives=False) as hosts:
             hosts[1].mesh._links[0].writer.write(nonsense)
             await until(lambda: bool(hosts[0].lost))
-            assert hosts[0].lost == [(1, SENT_NONSENSE)]
+            assert hosts[0].lost == [(1, INVALID_MESSAGE)]
 
     asyncio.run(meet())
 
@@ -457,7 +457,7 @@ def test_a_message_is_as_long_as_it_has_to_be():
             second.mesh.directory.outlives = False
             first.mesh.send(1, "put", "key", "x" * (links.MESSAGE_BYTES + links.LINE_BYTES))
             await until(lambda: bool(second.lost))
-            assert second.lost == [(0, SENT_NONSENSE)]
+            assert second.lost == [(0, INVALID_MESSAGE)]
 
     asyncio.run(meet())
 

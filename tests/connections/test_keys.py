@@ -23,7 +23,7 @@ from skippipe_jax.connections.keys import (
     make_secret,
     read_secret,
 )
-from skippipe_jax.connections.links import Seal
+from skippipe_jax.connections.links import TlsCodec
 
 TEXT = "a" * 40
 
@@ -177,7 +177,7 @@ def is_taken(caller: Keys, listener: Keys) -> bool:
     """Whether both ends of a connection take each other for hosts of one run."""
     assert caller.calling is not None
     assert listener.listening is not None
-    ends = [Seal(caller.calling), Seal(listener.listening)]
+    ends = [TlsCodec(caller.calling), TlsCodec(listener.listening)]
     said, through = b"", set[int]()
     try:
         for turn in range(6):  # By turns, each with what the other has said.

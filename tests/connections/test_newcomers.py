@@ -16,14 +16,14 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import asking, reception
 from skippipe_jax.connections.addresses import join_address
-from skippipe_jax.connections.asking import Newcomer, NobodyListens
+from skippipe_jax.connections.asking import Newcomer, NoListener
 from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.invitation import (
     MOST_BYTES,
     PIECE_BYTES,
     File,
     Files,
-    Invitation,
+    JoinOffer,
     Place,
 )
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
@@ -106,12 +106,12 @@ def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addres
 
     async def live() -> None:
         problem = rf"join = '{closed}': connection refused: no process listens at "
-        with pytest.raises(NobodyListens, match=problem):
+        with pytest.raises(NoListener, match=problem):
             await Newcomer().ask([closed, closed])
         async with listening() as host:  # Its run has not begun.
             with pytest.raises(TemporaryError, match="the run has not started") as caught:
                 await Newcomer().ask([closed, address_of(host)])
-            assert not isinstance(caught.value, NobodyListens)
+            assert not isinstance(caught.value, NoListener)
 
     asyncio.run(live())
 
@@ -290,7 +290,7 @@ def test_who_asks_for_a_piece_that_there_is_not_is_told_nothing_more(asked: list
     assert_tells_no_more_than_the_invitation(asked)
 
 
-INVITATION = Invitation(
+INVITATION = JoinOffer(
     1, 3, {0: "127.0.0.1:9"}, (Place(2, (1,), 0.5),), Files({"plan.json": b"1"}).told, None
 )
 
@@ -331,7 +331,7 @@ NO_INVITATIONS = [
 @pytest.mark.parametrize("told", NO_INVITATIONS, ids=range(len(NO_INVITATIONS)))
 def test_an_invitation_with_anything_out_of_range_is_none(told: Any):
     with pytest.raises(ValueError):  # noqa: PT011
-        Invitation.parse(told)
+        JoinOffer.parse(told)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -346,10 +346,10 @@ JSON = st.recursive(
 @settings(max_examples=200)
 def test_what_is_no_invitation_is_a_value_error_and_nothing_else(parts: dict[str, Any]):
     try:
-        told = Invitation.parse(changed(**parts))
+        told = JoinOffer.parse(changed(**parts))
     except ValueError:
         return
-    assert Invitation.parse(json.loads(json.dumps(told.to_json()))) == told
+    assert JoinOffer.parse(json.loads(json.dumps(told.to_json()))) == told
 
 
 ANSWERS = st.lists(

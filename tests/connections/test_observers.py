@@ -18,7 +18,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.cli.main import main
 from skippipe_jax.connections import asking
 from skippipe_jax.connections.addresses import join_address
-from skippipe_jax.connections.asking import NobodyListens, observe
+from skippipe_jax.connections.asking import NoListener, observe
 from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secret
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
@@ -63,7 +63,7 @@ def test_of_several_addresses_the_first_is_asked_at_which_a_host_answers():
     closed = f"127.0.0.1:{free_port()}"
 
     async def live() -> None:
-        with pytest.raises(NobodyListens, match=rf"status = '{closed}': connection refused"):
+        with pytest.raises(NoListener, match=rf"status = '{closed}': connection refused"):
             await observe([closed])
         async with gathered(2) as (first, _):
             assert (await observe([closed, address_of(first)]))[0] == address_of(first)
@@ -82,7 +82,7 @@ def test_what_is_no_host_of_a_run_is_told_from_one():
         address = join_address(*server.sockets[0].getsockname()[:2])
         with pytest.raises(TemporaryError, match="no host of a run answered at this") as caught:
             await observe([address])
-        assert not isinstance(caught.value, NobodyListens)
+        assert not isinstance(caught.value, NoListener)
         server.close()
 
     asyncio.run(live())

@@ -14,7 +14,15 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import door, links
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, _context, derived
-from skippipe_jax.connections.links import ALERT, HANDSHAKE, LINE_BYTES, Link, Seal, answered, reach
+from skippipe_jax.connections.links import (
+    ALERT,
+    HANDSHAKE,
+    LINE_BYTES,
+    Link,
+    TlsCodec,
+    answered,
+    reach,
+)
 from tests.connections.meshes import (
     KEYS,
     OTHER_KEYS,
@@ -52,7 +60,7 @@ def of_another_run() -> ssl.SSLContext:
 def first_flight() -> bytes:
     """How a host of the run begins."""
     assert KEYS.calling is not None
-    seal = Seal(KEYS.calling)
+    seal = TlsCodec(KEYS.calling)
     seal.shake(b"")
     return seal.waiting()
 
@@ -329,7 +337,7 @@ async def heard_after(
 
     No more than `stop` bytes are sent.
     """
-    seal, is_through, heard, answer = Seal(context), False, b"", b""
+    seal, is_through, heard, answer = TlsCodec(context), False, b"", b""
     with suppress(ssl.SSLError, ConnectionError):
         while True:
             if is_through:
@@ -471,7 +479,7 @@ def test_a_recording_of_a_good_handshake_is_worth_nothing():
             # Host 2 comes back, and all that it sends is recorded.
             assert KEYS.calling is not None
             link, recorded = await stranger(first), b""
-            seal, is_through, answer = Seal(KEYS.calling), False, b""
+            seal, is_through, answer = TlsCodec(KEYS.calling), False, b""
             while not is_through:
                 is_through = seal.shake(answer)
                 goes = seal.waiting() + (seal.sealed(HELLO) if is_through else b"")

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from skippipe_jax.config.cluster import BUDDY, SKIP
-from skippipe_jax.consensus.apart import can_decide, is_readable
 from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.diskless import can_decide, is_readable
 from skippipe_jax.consensus.generations import (
     Abandoned,
     Apply,
@@ -24,10 +24,11 @@ from skippipe_jax.consensus.generations import (
     Event,
     Generation,
     Held,
-    LeftOut,
+    NotMember,
+    PlanRequest,
     Presence,
+    RebuiltStage,
     Received,
-    Remade,
     Remakes,
     Rules,
     Saved,
@@ -36,7 +37,6 @@ from skippipe_jax.consensus.generations import (
     Stored,
     Tick,
     Told,
-    Wish,
     Writes,
 )
 from skippipe_jax.consensus.next_generation import ENOUGH
@@ -204,7 +204,7 @@ class Simulation:
             case Writes(generation):
                 there = self.store.setdefault(generation.number, generation)
                 self.tell(host, Stored(there))
-            case LeftOut():
+            case NotMember():
                 own.is_ready = False
                 self.copies[host].clear()
                 if host in own.state.leaving:
@@ -276,7 +276,7 @@ class Simulation:
             if host in made.sources:
                 self.require_source(host, made)
 
-    def require_source(self, host: int, made: Remade) -> None:
+    def require_source(self, host: int, made: RebuiltStage) -> None:
         """Who is said to have what a stage is made from has it, and as of the right step."""
         if made.by == BUDDY:
             assert (made.stage, made.step) in self.copies[host]
@@ -415,7 +415,7 @@ class Simulation:
             or frozenset({0})
             for other in self.rules.hosts
         }
-        self.tell(host, Wish(self.live[host].state.number, wanted, f"plan {number}"))
+        self.tell(host, PlanRequest(self.live[host].state.number, wanted, f"plan {number}"))
 
     def settle(self) -> None:
         """All that live do what is their part, and hear of it, but compute nothing."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import Generation, Rules
-from tests.thread_cluster import Network, ThreadAttendance
+from tests.thread_cluster import Network, ThreadControlLoop
 
 RULES = Rules(
     hosts=(0, 1),
@@ -72,7 +72,7 @@ def test_storage_that_fails_is_asked_again(
         return generation
 
     network, entered = Network(2), queue.SimpleQueue[Any]()
-    own = ThreadAttendance(ClusterConfig(), 0, Board(), network)
+    own = ThreadControlLoop(ClusterConfig(), 0, Mailboxes(), network)
     own.begin_control(first_state(0, RULES, FIRST, 0), entered.put, store)
     network.lose(1)
     assert entered.get(timeout=20.0).generation.members == (0,)

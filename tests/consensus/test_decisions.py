@@ -20,12 +20,12 @@ from skippipe_jax.consensus.generations import (
     Decided,
     Enter,
     Generation,
+    PlanRequest,
     Presence,
     Received,
+    RolledBack,
     Tick,
     Told,
-    WentBack,
-    Wish,
 )
 from skippipe_jax.consensus.next_generation import ENOUGH, is_the_end
 from tests.consensus.simulation import (
@@ -340,7 +340,7 @@ def rewound() -> tuple[Simulation, Generation]:
 def test_all_go_back_further_where_the_checkpoint_is_damaged():
     simulation, third = rewound()
     for host in third.members:
-        simulation.tell(host, WentBack(third.number, 0))
+        simulation.tell(host, RolledBack(third.number, 0))
         own = simulation.live[host]
         own.applied, own.stages = [], {stage: [] for stage in own.served}
     for host in third.members:
@@ -353,7 +353,7 @@ def test_all_go_back_further_where_the_checkpoint_is_damaged():
 def test_who_has_gone_back_further_than_others_goes_on_with_them():
     """It goes back with them again, by what they find then: the step has no totals to apply."""
     simulation, third = rewound()
-    state, effects = advance(simulation.live[0].state, WentBack(third.number, 0))
+    state, effects = advance(simulation.live[0].state, RolledBack(third.number, 0))
     assert not effects
     # The others had not heard of it when they promised.
     fourth = replace(third, number=4, is_rewound=False)
@@ -361,7 +361,7 @@ def test_who_has_gone_back_further_than_others_goes_on_with_them():
     assert effects == [Enter(fourth)]
     assert state.standing.applied == third.step
     sealed = replace(simulation.live[0].state, promised=(1, 2))
-    assert advance(sealed, WentBack(third.number, 0)) == (sealed, []), "it has told its step"
+    assert advance(sealed, RolledBack(third.number, 0)) == (sealed, []), "it has told its step"
 
 
 def test_who_came_after_a_checkpoint_knows_of_it():
@@ -640,7 +640,7 @@ def test_what_a_host_has_given_up_it_has_until_a_step_is_made_without_it():
     """Hosts 1 and 2 shall swap their stages, and before they have, the other replica is lost."""
     simulation = stepped(4)
     placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
-    simulation.tell(0, Wish(1, placement, "a plan"))
+    simulation.tell(0, PlanRequest(1, placement, "a plan"))
     step(simulation)
     second = simulation.decided[2]
     assert (second.placement, second.plan) == (placement, "a plan")
@@ -662,13 +662,13 @@ def test_a_wish_counts_in_its_generation_and_from_a_leader_alone():
     placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
     for host, number in ((1, 1), (0, 2)):
         simulation = stepped(4)
-        simulation.tell(host, Wish(number, placement, "a plan"))
+        simulation.tell(host, PlanRequest(number, placement, "a plan"))
         step(simulation)
         assert generations(simulation) == {1}
     # One under which a stage is served by nobody comes to nothing.
     nowhere = dict.fromkeys(range(4), frozenset({0}))
     simulation = stepped(4)
-    simulation.tell(0, Wish(1, nowhere, "a plan"))
+    simulation.tell(0, PlanRequest(1, nowhere, "a plan"))
     step(simulation)
     assert covers(simulation.decided[2].placement, frozenset(range(4)))
     assert simulation.decided[2].plan == ""
@@ -727,7 +727,7 @@ def test_what_a_host_has_given_up_is_behind_once_a_step_counts():
     """Hosts 1 and 2 have swapped their stages, and host 1 has not heard yet that a step counts."""
     simulation = stepped(4)
     placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
-    simulation.tell(0, Wish(1, placement, "a plan"))
+    simulation.tell(0, PlanRequest(1, placement, "a plan"))
     step(simulation)
     for host in (1, 2, 3):
         simulation.hold(host)

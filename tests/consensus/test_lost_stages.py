@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP, RecoveryConfig
-from skippipe_jax.consensus.generations import Generation, Remade
+from skippipe_jax.consensus.generations import Generation, RebuiltStage
 from skippipe_jax.training.elastic.lost_stages import describe_rebuilds, rebuild_rule
 from tests.consensus.simulation import (
     KINDS,
@@ -139,7 +139,7 @@ def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():
     simulation = after_steps(AVERAGE, 2)
     second = lose_all(simulation, 1, 4)
     assert (second.step, second.is_rewound, second.lost) == (2, False, (1,))
-    assert second.remade == (Remade(1, AVERAGE, 2, (0, 2)),)
+    assert second.remade == (RebuiltStage(1, AVERAGE, 2, (0, 2)),)
     # Three serve stage 0, so one of them goes.
     assert [min(second.placement[host]) for host in second.members] == [0, 2, 0, 2, 1]
     assert describe_rebuilds(second) == "; stage 1 rebuilt as the mean of stages 0 and 2"
@@ -183,7 +183,7 @@ def test_a_lost_stage_goes_on_from_the_newest_copy_that_is_left():
     simulation = after_steps(BUDDY, 3)
     # Hosts 1 and 4 keep copies of stage 0, those of stage 1 are on hosts 2 and 5.
     second = lose_all(simulation, 1, 4)
-    assert second.remade == (Remade(1, BUDDY, 2, (2,)),)
+    assert second.remade == (RebuiltStage(1, BUDDY, 2, (2,)),)
     assert second.step == 3
     assert describe_rebuilds(second) == "; stage 1 restored from its buddy checkpoint of step 2"
 
@@ -212,7 +212,7 @@ def test_a_stage_is_made_again_if_hosts_are_lost_while_it_is_made():
     assert second.remade
     # Host 6 serves stage 1 now, by the placement, and has nothing of it.
     third = lose_all(simulation, 0)
-    assert (third.lost, third.remade) == ((1,), (Remade(1, AVERAGE, 2, (3, 2)),))
+    assert (third.lost, third.remade) == ((1,), (RebuiltStage(1, AVERAGE, 2, (3, 2)),))
     simulation.calm(2)
     fourth = lose_all(simulation, 5)
     assert (fourth.lost, fourth.remade) == ((), ()), "by now it is there"
@@ -223,7 +223,7 @@ def test_a_copy_of_a_step_that_does_not_count_is_none():
     assert remakes is not None
     held: Any = {0: {0}, 2: {2}}
     copies = {0: ((1, 9), (1, 4)), 2: ((1, 6), (0, 8))}
-    assert remakes(held, copies, 8) == (Remade(1, BUDDY, 6, (2,)),)
+    assert remakes(held, copies, 8) == (RebuiltStage(1, BUDDY, 6, (2,)),)
     assert rebuild_rule(config_of("rewind", 2, 2, 2), STAGES) is None
 
 
@@ -267,7 +267,7 @@ def test_a_stage_that_was_left_out_comes_back_from_the_last_checkpoint():
     simulation.save(0)
     third = come_back(simulation, 4, 1)
     assert (third.left_out, third.lost, third.fresh) == ((), (1,), (1, 4))
-    assert third.remade == (Remade(1, SKIP, 4, (1,)),)
+    assert third.remade == (RebuiltStage(1, SKIP, 4, (1,)),)
     assert describe_rebuilds(third) == "; stage 1 restored from the checkpoint of step 4"
     assert third.step >= 4
     step(simulation)
@@ -280,7 +280,7 @@ def test_what_a_host_serves_that_does_not_reach_the_checkpoints_the_leader_reads
     simulation = left_out_after_a_save()
     third = come_back(simulation, 1, is_apart=True)
     assert (third.apart, third.leader) == ((1,), 0)
-    assert third.remade == (Remade(1, SKIP, 2, (0,)),)
+    assert third.remade == (RebuiltStage(1, SKIP, 2, (0,)),)
 
 
 def test_a_stage_is_left_out_again_if_its_hosts_are_lost_before_a_step():
@@ -288,7 +288,7 @@ def test_a_stage_is_left_out_again_if_its_hosts_are_lost_before_a_step():
     assert come_back(simulation, 1).remade
     fourth = lose_all(simulation, 1)
     assert (fourth.left_out, fourth.lost, fourth.remade) == ((1,), (1,), ())
-    assert come_back(simulation, 4).remade == (Remade(1, SKIP, 2, (4,)),)
+    assert come_back(simulation, 4).remade == (RebuiltStage(1, SKIP, 2, (4,)),)
 
 
 def test_all_inner_stages_may_be_left_out_one_after_another():
@@ -300,7 +300,7 @@ def test_all_inner_stages_may_be_left_out_one_after_another():
     simulation.calm(2)
     fifth = come_back(simulation, 8)
     assert (fifth.left_out, fifth.lost) == ((1,), (2,))
-    assert fifth.remade == (Remade(2, SKIP, 2, (8,)),)
+    assert fifth.remade == (RebuiltStage(2, SKIP, 2, (8,)),)
 
 
 def test_without_the_first_stage_all_go_back():

@@ -26,8 +26,8 @@ from skippipe_jax.consensus.generations import (
     Message,
     Presence,
     Promise,
+    RebuiltStage,
     Received,
-    Remade,
     Rules,
     Send,
     Standing,
@@ -74,11 +74,11 @@ def generations(draw: st.DrawFn) -> Generation:
 
 def remade(
     stages: st.SearchStrategy[int], hosts: st.SearchStrategy[int]
-) -> st.SearchStrategy[Remade]:
+) -> st.SearchStrategy[RebuiltStage]:
     by_one, by_two = (st.lists(hosts, min_size=n, max_size=n).map(tuple) for n in (1, 2))
     ways = st.sampled_from(["buddy", "skip"])
-    return st.builds(Remade, stages, ways, NUMBERS, by_one) | st.builds(
-        Remade, stages, st.just("average"), NUMBERS, by_two
+    return st.builds(RebuiltStage, stages, ways, NUMBERS, by_one) | st.builds(
+        RebuiltStage, stages, st.just("average"), NUMBERS, by_two
     )
 
 
@@ -202,11 +202,13 @@ def add_up(totals: Mapping[int, Any]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*totals.values(), strict=True)))
 
 
-def remakes(held: Mapping[int, Any], copies: Mapping[int, Any], step: int) -> tuple[Remade, ...]:
+def remakes(
+    held: Mapping[int, Any], copies: Mapping[int, Any], step: int
+) -> tuple[RebuiltStage, ...]:
     """The first host that has promised makes what is lost from what it has itself."""
     del copies
     lost = {0, 1}.difference(*held.values())
-    return tuple(Remade(stage, "buddy", step, (min(held),)) for stage in sorted(lost))
+    return tuple(RebuiltStage(stage, "buddy", step, (min(held),)) for stage in sorted(lost))
 
 
 RULES = Rules(

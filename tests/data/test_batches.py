@@ -22,10 +22,10 @@ from skippipe_jax.data.batches import (
     check_vocabulary,
     held_out_batches,
     load_corpora,
-    what_is_too_long,
+    too_long_lines,
 )
 from skippipe_jax.data.corpus import Corpus, held_out_of
-from skippipe_jax.data.rows import NOT_COUNTED
+from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, write_byte_tokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory
@@ -148,7 +148,7 @@ def test_a_process_tokenizes_each_document_once_whatever_the_mixture(
     all_of_them, of_run = mixed(names, "tokenizer"), mixed(names, "run")
     TrainingBatches(all_of_them)
     assert [*held_out_batches(of_run, 2)]
-    what_is_too_long(of_run)
+    too_long_lines(of_run)
     for one in (mixed("b", "run"), mixed("ca", "run")):
         TrainingBatches(one)
     assert len(texts) == 18
@@ -289,7 +289,7 @@ def test_held_out_windows_come_once_and_the_last_batch_is_padded(file_config, ba
     assert {batch["tokens"].shape for batch in batches} == {(batch_size, LENGTH)}
     real = len(expected) - (len(batches) - 1) * batch_size
     last = batches[-1]
-    assert (last["targets"][real:] == NOT_COUNTED).all()
+    assert (last["targets"][real:] == IGNORED_TARGET).all()
     assert (last["tokens"][real:] == ByteTokenizer.padding).all()
     batches[-1] = {"tokens": last["tokens"][:real], "targets": last["targets"][:real]}
     assert sorted(windows(batches)) == sorted(expected)
@@ -304,7 +304,7 @@ def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
     *whole, last = held_out_batches(config, 3, 11)
     assert_same(whole, every[:3])
     np.testing.assert_array_equal(last["tokens"][:2], every[3]["tokens"][:2])
-    assert (last["targets"][2] == NOT_COUNTED).all()
+    assert (last["targets"][2] == IGNORED_TARGET).all()
 
 
 @pytest.mark.parametrize(
@@ -400,14 +400,14 @@ def test_packed_documents_stay_whole_and_every_token_is_a_target_once(tmp_path):
     for batch in once:
         tokens, targets, begins = (batch[key][0] for key in ("tokens", "targets", "begins"))
         used = tokens != ByteTokenizer.padding
-        assert (targets[~used] == NOT_COUNTED).all()
+        assert (targets[~used] == IGNORED_TARGET).all()
         assert not begins[~used].any()
         assert begins[0]
-        counted = targets != NOT_COUNTED
+        counted = targets != IGNORED_TARGET
         pairs += zip(tokens[counted], targets[counted], strict=True)
         # Before another document nothing is learnt, unless this one goes on in another row.
         for place in np.flatnonzero(begins[1:]):
-            assert targets[place] == NOT_COUNTED or tokens[place] != ByteTokenizer.end
+            assert targets[place] == IGNORED_TARGET or tokens[place] != ByteTokenizer.end
         # Nowhere does a target come from another document.
         inner = counted[:-1] & ~begins[1:]
         np.testing.assert_array_equal(targets[:-1][inner], tokens[1:][inner])
@@ -423,7 +423,7 @@ def test_packed_documents_stay_whole_and_every_token_is_a_target_once(tmp_path):
 def test_held_out_documents_are_packed_too(tmp_path):
     config = chapters(tmp_path / "text", [3, 40, 14, 15, 1, 7, 30, 12, 5, 5, 2, 16])
     counted = sum(
-        int((batch["targets"] != NOT_COUNTED).sum()) for batch in held_out_batches(config, 2)
+        int((batch["targets"] != IGNORED_TARGET).sum()) for batch in held_out_batches(config, 2)
     )
     held_out = load_corpus(config).held_out
     assert counted == held_out.tokens.size - len(held_out.ends) > 0

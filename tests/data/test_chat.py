@@ -19,11 +19,11 @@ from skippipe_jax.data.chat import (
     encode_conversation,
     encode_prompt,
     end_of_turn,
-    learns_answers,
     template_warning,
+    trains_on_answers,
 )
 from skippipe_jax.data.documents import Document
-from skippipe_jax.data.rows import NOT_COUNTED
+from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -416,7 +416,7 @@ def test_training_batches_count_answers_only(tmp_path):
     batches = TrainingBatches(config)
     [corpus] = load_corpora(config)
     counted = np.concatenate([batches[n]["targets"] for n in range(len(batches._rows[0]))])
-    counted = counted[counted != NOT_COUNTED]
+    counted = counted[counted != IGNORED_TARGET]
     assert set(counted.tolist()) == {ord("a"), ByteTokenizer.end}
     assert corpus.training.learnt is not None
     assert len(counted) == corpus.training.learnt.count > 0
@@ -545,9 +545,9 @@ def test_tokens_of_conversations_make_the_batches_that_the_conversations_make(
         write_tokens(folder, [source], str(with_template), config.held_out, 0, processes=1)
     path, held_out = str(tmp_path / "tokens"), DataConfig.held_out
     of_tokens = replace(config, source="tokens", path=path, tokenizer=None, held_out=held_out)
-    assert learns_answers(of_tokens)
-    assert learns_answers(config)
-    assert not learns_answers(replace(of_tokens, path=str(tmp_path / "gone")))
+    assert trains_on_answers(of_tokens)
+    assert trains_on_answers(config)
+    assert not trains_on_answers(replace(of_tokens, path=str(tmp_path / "gone")))
     ours, theirs = TrainingBatches(of_tokens), TrainingBatches(config)
     assert ours.state(7) == theirs.state(7)
     assert [line.removeprefix(path) for line in ours.too_long] == [

@@ -16,7 +16,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.data.batches import document_starts, held_out_batches, load_corpora
 from skippipe_jax.data.corpus import part_of
-from skippipe_jax.data.rows import NOT_COUNTED, Learnt, TokenizedDocuments
+from skippipe_jax.data.rows import IGNORED_TARGET, LossMask, TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory
@@ -34,7 +34,7 @@ DOCUMENTS = st.lists(
 def together(documents, *, chat: bool) -> TokenizedDocuments:
     tokens, learnt = np.array([*itertools.chain(*documents)]).T
     ends = np.cumsum([len(one) for one in documents])
-    marks = Learnt.where(learnt.astype(bool)) if chat else None
+    marks = LossMask.where(learnt.astype(bool)) if chat else None
     return TokenizedDocuments(tokens.astype(np.uint16), ends, marks)
 
 
@@ -123,7 +123,7 @@ def pairs(batches) -> Counter:
     """Every target that counts, with its token."""
     found = Counter()
     for batch in batches:
-        counted = batch["targets"] != NOT_COUNTED
+        counted = batch["targets"] != IGNORED_TARGET
         found.update(zip(batch["tokens"][counted], batch["targets"][counted], strict=True))
     return found
 
@@ -160,8 +160,8 @@ def test_a_document_alone_is_cut_in_two(tmp_path):
         for part in ("priors", "scores")
     )
     whole = load_corpora(config)[2].held_out.tokens[:]
-    used = [batch["tokens"][batch["targets"] != NOT_COUNTED] for batch in (priors, scores)]
-    last = [batch["targets"][batch["targets"] != NOT_COUNTED][-1] for batch in (priors, scores)]
+    used = [batch["tokens"][batch["targets"] != IGNORED_TARGET] for batch in (priors, scores)]
+    last = [batch["targets"][batch["targets"] != IGNORED_TARGET][-1] for batch in (priors, scores)]
     assert [*used[0], last[0], *used[1], last[1]] == whole.tolist()
     assert len(used[0]) + 1 == round(len(whole) / 4)
 
@@ -194,7 +194,7 @@ def test_conversations_keep_what_is_learnt(tmp_path):
     )
     answers = [
         [
-            ByteTokenizer().decode(row[row != NOT_COUNTED])
+            ByteTokenizer().decode(row[row != IGNORED_TARGET])
             for batch in held_out_batches(config, 1, part=part)
             for row in batch["targets"]
         ]

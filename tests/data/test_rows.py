@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.data.rows import (
-    NOT_COUNTED,
+    IGNORED_TARGET,
     Interleaving,
-    Learnt,
+    LossMask,
     PackedDocuments,
     TokenizedDocuments,
     cut,
@@ -45,13 +45,13 @@ def test_rows_hold_every_document_piece_by_piece(sizes, length):
     ends = np.cumsum(sizes)
     tokens = np.arange(int(ends[-1]), dtype=np.int32)
     learnt = tokens % 3 != 0
-    rows = packed(TokenizedDocuments(tokens, ends, Learnt.where(learnt)), length)
+    rows = packed(TokenizedDocuments(tokens, ends, LossMask.where(learnt)), length)
     targets_seen = []
     for index in range(len(rows)):
-        row, targets = np.full(length, -7, np.int32), np.full(length, NOT_COUNTED, np.int32)
+        row, targets = np.full(length, -7, np.int32), np.full(length, IGNORED_TARGET, np.int32)
         begins = np.zeros(length, bool)
         rows.fill(index, row, targets, begins)
-        counted = targets != NOT_COUNTED
+        counted = targets != IGNORED_TARGET
         np.testing.assert_array_equal(targets[counted], row[counted] + 1)
         targets_seen += targets[counted].tolist()
         used = row != -7
@@ -89,13 +89,13 @@ def test_every_row_has_something_to_learn_and_nothing_learnt_is_left_out(data, l
     # As in conversations: long stretches of one kind.
     switches = data.draw(st.lists(st.integers(0, int(ends[-1])), max_size=6))
     learnt = np.searchsorted(np.sort(switches), tokens, side="right") % 2 == 1
-    rows = packed(TokenizedDocuments(tokens, ends, Learnt.where(learnt)), length)
+    rows = packed(TokenizedDocuments(tokens, ends, LossMask.where(learnt)), length)
     targets_seen = []
     for index in range(len(rows)):
-        targets = np.full(length, NOT_COUNTED, np.int32)
+        targets = np.full(length, IGNORED_TARGET, np.int32)
         rows.fill(index, np.zeros(length, np.int32), targets, np.zeros(length, bool))
-        assert (targets != NOT_COUNTED).any()
-        targets_seen += targets[targets != NOT_COUNTED].tolist()
+        assert (targets != IGNORED_TARGET).any()
+        targets_seen += targets[targets != IGNORED_TARGET].tolist()
     first = np.concatenate([[0], ends[:-1]])
     assert sorted(targets_seen) == [n for n in tokens if n not in first and learnt[n]]
 
@@ -104,7 +104,7 @@ def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
     # Five fit: the last token of a document is a target only.
     ends = np.cumsum([3, 5, 6, 13])
     learnt = np.arange(27) != 20  # so that all but one of them are learnt
-    documents = TokenizedDocuments(np.arange(27), ends, Learnt.where(learnt))
+    documents = TokenizedDocuments(np.arange(27), ends, LossMask.where(learnt))
     spans = {
         way: list(zip(pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
         for way in ("split", "truncate", "drop")
@@ -121,11 +121,11 @@ def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
 
 def test_a_document_whose_beginning_has_nothing_to_learn_is_left_out_where_it_is_truncated():
     ends, tokens = np.array([6, 12]), np.arange(12)
-    pieces = cut(TokenizedDocuments(tokens, ends, Learnt.where(tokens >= 4)), 3, "truncate")
+    pieces = cut(TokenizedDocuments(tokens, ends, LossMask.where(tokens >= 4)), 3, "truncate")
     assert (pieces.starts.tolist(), pieces.too_long, pieces.left_out) == ([6], 2, 1)
     # The token after the last one that is kept is its target.
-    documents = TokenizedDocuments(tokens, ends, Learnt.where(np.isin(tokens, [3, 9])))
+    documents = TokenizedDocuments(tokens, ends, LossMask.where(np.isin(tokens, [3, 9])))
     rows = PackedDocuments(documents, cut(documents, 3, "truncate"), 3)
-    targets = np.full(3, NOT_COUNTED, np.int32)
+    targets = np.full(3, IGNORED_TARGET, np.int32)
     rows.fill(0, np.zeros(3, np.int32), targets, np.zeros(3, bool))
-    assert (len(rows), targets.tolist()) == (2, [NOT_COUNTED, NOT_COUNTED, 3])
+    assert (len(rows), targets.tolist()) == (2, [IGNORED_TARGET, IGNORED_TARGET, 3])

@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import DocumentSource, parse_config
 from skippipe_jax.data import tokenizer as tokenizer_module
 from skippipe_jax.data.documents import Document
-from skippipe_jax.data.rows import NOT_COUNTED
+from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import (
     ByteTokenizer,
     copy_tokenizer,
@@ -47,7 +47,7 @@ def test_tokens_are_bytes(data):
 @given(st.text())
 def test_tokenizer_round_trip_leaves_marks_out(text):
     tokenizer = ByteTokenizer()
-    marks = [tokenizer.begin, tokenizer.end, tokenizer.padding, NOT_COUNTED]
+    marks = [tokenizer.begin, tokenizer.end, tokenizer.padding, IGNORED_TARGET]
     tokens = [*marks, *tokenizer.encode(text).tolist(), *marks]
     assert tokenizer.decode(tokens) == text
     assert max(tokens) < tokenizer.vocabulary_size
@@ -60,7 +60,7 @@ def test_a_trained_tokenizer_takes_any_text(trained, tmp_path):
     assert len(tokenizer.encode(TEXT)) < len(TEXT) / 2
     for text in (TEXT, "", "Ünïcödé 中文 🙂\n\n\ttabs  and  spaces ", "\0\x7f"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    marked = [tokenizer.begin, *tokenizer.encode("ab"), tokenizer.end, NOT_COUNTED, 10**6]
+    marked = [tokenizer.begin, *tokenizer.encode("ab"), tokenizer.end, IGNORED_TARGET, 10**6]
     assert tokenizer.decode(marked) == "ab"
     assert load_tokenizer(str(trained / "tokenizer.json")).digest == tokenizer.digest
     train_bpe([(Document("text", b"", TEXT.encode()), SOURCE)], 290, tmp_path / "other")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
@@ -277,7 +277,7 @@ def test_experts_behind_the_first_have_what_comes_with_a_given_seed(folder: Path
     write_model(folder, "one", {"<s>": 0, "</s>": 1, "a": 2})
     run = {**CONFIG["run"], "model": {}}
     place = place_in(folder, run=run, sizes={"S": {}}, seeds={"init_from": {"S": "hf:one"}})
-    [arm] = work.Members(place.config).arms()
+    [arm] = work.MemberFactory(place.config).arms()
     for member in arm.members.values():
         told = member.config()
         assert told.model.ffn_width == 24
@@ -288,7 +288,7 @@ def test_an_ensemble_in_use_is_told_so(folder: Path, experts_command: Run):
     with RunLock(folder / "experts") as lock:
         lock.acquire()
         result = experts_command("experts.yaml")
-    expect_one_error(result, "folder = ", "--set folder=", code=TRY_AGAIN_EXIT_CODE)
+    expect_one_error(result, "folder = ", "--set folder=", code=TEMPORARY_EXIT_CODE)
 
 
 def test_text_is_written_once_by_each_program(folder: Path, experts_command: Run):

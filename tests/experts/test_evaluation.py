@@ -16,7 +16,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
 from skippipe_jax.experts import evaluation, work
 from skippipe_jax.experts.evaluation import CACHED, OWN, WAYS, losses_of, results_of, scored_models
-from skippipe_jax.experts.members import Arm, Member, Members
+from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.picture import picture
 from skippipe_jax.experts.tasks import DONE, Place, Training, asked_of, data_of
 from skippipe_jax.inference.scores import Scores
@@ -72,7 +72,7 @@ def arms(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Arm]:
         "_own_flops",
         lambda _, own: own.steps * (120.0 if own.size == "L" else 100.0),
     )
-    found = Members(place.config).arms()
+    found = MemberFactory(place.config).arms()
     write_scores(place, found)
     return found
 
@@ -195,7 +195,7 @@ def test_training_takes_the_operations_of_the_plans_that_its_recipe_asks_for(tmp
     run = CONFIG["run"] | {"recipe": {"full_every": 2}}
     run["plan"] = {"method": "balanced", "case": run["plan"]["case"] | {"path_length": 1}}
     place = place_in(tmp_path, run=run, seeds={"steps": 5})
-    seed = Members(place.config).seed("S")
+    seed = MemberFactory(place.config).seed("S")
     assert isinstance(seed, Member)
     config = seed.config()
     schedule = make_plans(config, tmp_path, None)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skippipe_jax.config.parsing import _parse
 from skippipe_jax.experts import difficulty
 from skippipe_jax.experts.config import ArmConfig, ExpertsConfig, load_experts
-from skippipe_jax.experts.members import Member, Members
+from skippipe_jax.experts.members import Member, MemberFactory
 from skippipe_jax.experts.tasks import Place, Scored
 from tests.experts.examples import CONFIG, tree_with
 
@@ -32,7 +32,7 @@ def named(names: tuple[str, ...], **sections: Any) -> ExpertsConfig:
 
 
 def of_arm(config: ExpertsConfig, name: str = "equal", hard: Any = None) -> dict[str, Member]:
-    arms = {arm.name: arm for arm in Members(config, hard).arms()}
+    arms = {arm.name: arm for arm in MemberFactory(config, hard).arms()}
     return dict(arms[name].members)
 
 
@@ -46,7 +46,7 @@ def of_arm(config: ExpertsConfig, name: str = "equal", hard: Any = None) -> dict
 def test_measured_lanes_go_from_the_easiest_to_the_hardest(losses: list[float]):
     names = NAMES[: len(losses)]
     hard = dict(zip(names, losses, strict=True))
-    lanes = Members(named(names), hard).lanes(ArmConfig())
+    lanes = MemberFactory(named(names), hard).lanes(ArmConfig())
     assert list(lanes) == ["easy", "medium", "hard"][: len(names)]
     in_order = [name for lane in lanes.values() for name in lane]
     assert in_order == sorted(names, key=hard.__getitem__)
@@ -56,20 +56,21 @@ def test_measured_lanes_go_from_the_easiest_to_the_hardest(losses: list[float]):
 
 def test_random_lanes_are_of_the_seed_and_lanes_of_an_arm_its_own():
     found = {
-        seed: Members(named(NAMES, lanes="random", seed=seed)).lanes(ArmConfig()) for seed in (0, 1)
+        seed: MemberFactory(named(NAMES, lanes="random", seed=seed)).lanes(ArmConfig())
+        for seed in (0, 1)
     }
-    assert found[0] == Members(named(NAMES, lanes="random")).lanes(ArmConfig())
+    assert found[0] == MemberFactory(named(NAMES, lanes="random")).lanes(ArmConfig())
     assert found[0] != found[1]
     for lanes in found.values():
         assert sorted(name for lane in lanes.values() for name in lane) == list(NAMES)
     own = {"one": ("c", "a"), "other": ("b",)}
-    assert Members(named(NAMES)).lanes(ArmConfig(lanes=own)) == own
+    assert MemberFactory(named(NAMES)).lanes(ArmConfig(lanes=own)) == own
 
 
 def test_an_expert_begins_with_the_one_before_it_in_its_lane():
     config = config_of()
     found = of_arm(config)
-    seed = Members(config).seed("S")
+    seed = MemberFactory(config).seed("S")
     assert found["prose"].parent == found["tables"].parent == seed
     assert found["code"].parent is found["prose"]
     assert [own.kind for own in found["code"].lineage()] == ["seed", "expert", "expert"]

@@ -13,7 +13,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.experts import nodes, work
-from skippipe_jax.experts.members import Arm, Members
+from skippipe_jax.experts.members import Arm, MemberFactory
 from skippipe_jax.experts.nodes import division_path, lanes_of, on_nodes
 from skippipe_jax.experts.tasks import Place, Training
 from tests.experts.conftest import Run
@@ -49,7 +49,7 @@ def place(folder: Path) -> Place:
 
 
 def arm_of(place: Place) -> Arm:
-    [arm] = Members(place.config).arms()
+    [arm] = MemberFactory(place.config).arms()
     return arm
 
 

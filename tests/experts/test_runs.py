@@ -23,7 +23,7 @@ from skippipe_jax.config import MixtureConfig
 from skippipe_jax.config.data import FOR_SCORES
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
-from skippipe_jax.experts.members import Members
+from skippipe_jax.experts.members import MemberFactory
 from skippipe_jax.experts.tasks import Place, Scored
 from skippipe_jax.inference.model_source import read_model
 from skippipe_jax.inference.scores import score
@@ -122,7 +122,7 @@ def test_results_tell_of_every_arm_and_domain(trained: Path):
     assert found["arms"]["equal"]["training_flops"] > 0
     # Each has trained on its own domain alone, and so is the best one there.
     place = place_of(trained)
-    [equal, *_] = Members(place.config, found["difficulty"]).arms()
+    [equal, *_] = MemberFactory(place.config, found["difficulty"]).arms()
     losses = {
         name: {d: Scored(place, (own,), own.name).scores(d, FOR_SCORES).loss for d in equal.members}
         for name, own in equal.members.items()
@@ -207,7 +207,7 @@ def test_it_is_compared_again_by_a_process_of_its_own(trained: Path):
 
 def test_runs_began_with_those_before_them(trained: Path):
     place = place_of(trained)
-    arms = Members(place.config, results(trained)["difficulty"]).arms()
+    arms = MemberFactory(place.config, results(trained)["difficulty"]).arms()
     for own in [run for arm in arms for member in arm.members.values() for run in member.lineage()]:
         told = RunDir(place.run_dir(own)).parent()
         assert (told is None) == (own.kind == "seed")
@@ -220,7 +220,7 @@ def test_exported_experts_say_what_they_said(trained: Path, monkeypatch: pytest.
     place = place_of(trained)
     folders = work.export(place)
     assert work.export(place) == folders
-    [equal, dense, _] = Members(place.config, results(trained)["difficulty"]).arms()
+    [equal, dense, _] = MemberFactory(place.config, results(trained)["difficulty"]).arms()
     members = [*equal.members.values(), *dense.members.values()]
     assert {folder.name for folder in folders} == {own.name for own in members}
     for own, folder in zip(members, folders, strict=True):

@@ -34,14 +34,14 @@ from skippipe_jax.inference.decoding import (
     StageExecutor,
     Step,
     _forward,
+    batch_sizes,
     generate_tokens,
-    rows_for,
 )
 from skippipe_jax.inference.decoding import _logits as next_logits
-from skippipe_jax.inference.drawing import sample
-from skippipe_jax.inference.partial import Order, chosen_order, kept
+from skippipe_jax.inference.partial import Order, kept, parse_stage_order
 from skippipe_jax.inference.staged_model import StagedModel, _apply, _logits, _loss, _scores
 from skippipe_jax.inference.text_stream import TextStream
+from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.partial_models import logits_of, random_model, save_run
 
@@ -282,13 +282,13 @@ def test_bytes_that_are_no_text_are_shown_as_such():
     [(None, None, FULL), ("0,2,1", None, (0, 2, 1)), (" 0, 3", None, (0, 3)), ("0", None, (0,))],
 )
 def test_stages_are_those_named(named: str | None, share: float | None, order: Order):
-    assert chosen_order(named, share, STAGES, 0) == order
+    assert parse_stage_order(named, share, STAGES, 0) == order
 
 
 def test_a_share_of_the_stages_is_drawn_by_the_seed():
-    drawn = {chosen_order(None, 0.5, STAGES, seed) for seed in range(30)}
+    drawn = {parse_stage_order(None, 0.5, STAGES, seed) for seed in range(30)}
     assert drawn == {way.stages for way in kept(STAGES, 0.5, 99, 0).variants}
-    assert chosen_order(None, 0.5, STAGES, 3) == chosen_order(None, 0.5, STAGES, 3)
+    assert parse_stage_order(None, 0.5, STAGES, 3) == parse_stage_order(None, 0.5, STAGES, 3)
 
 
 # The command.
@@ -450,7 +450,7 @@ def test_what_cannot_be_generated_is_refused(
 
 
 def test_few_sequences_run_few_rows(monkeypatch: pytest.MonkeyPatch):
-    assert [rows_for(slots) for slots in (1, 3, 6, 16)] == [[1], [1, 3], [1, 4, 6], [1, 4, 16]]
+    assert [batch_sizes(slots) for slots in (1, 3, 6, 16)] == [[1], [1, 3], [1, 4, 6], [1, 4, 16]]
     generator, rows = Generator(model_with().decoder(6, 64)), list[int]()
     next_logits = generator.decoder.next_logits
 

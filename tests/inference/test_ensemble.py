@@ -19,19 +19,19 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts
 from skippipe_jax.data.tokenizer import ByteTokenizer, write_byte_tokenizer
 from skippipe_jax.inference import decoding
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, Step, generate_tokens
-from skippipe_jax.inference.drawing import sample
 from skippipe_jax.inference.ensemble import Ensemble, averaged
 from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.mixed_tokens import MixtureExecutor, _next_logits
+from skippipe_jax.inference.mixture_executor import MixtureExecutor, _next_logits
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.ensemble import by_hand
 from tests.partial_models import logits_of, random_model, save_run
@@ -160,7 +160,7 @@ def packed() -> Batch:
     """Two rows, one of them of two documents and shorter; some targets do not count."""
     tokens = np.random.default_rng(0).integers(0, 256, (2, TIME), dtype=np.int32)
     targets = np.roll(tokens, -1, axis=1)
-    targets[:, ::5] = targets[1, 20:] = NOT_COUNTED
+    targets[:, ::5] = targets[1, 20:] = IGNORED_TARGET
     begins = np.zeros(tokens.shape, bool)
     begins[0, [0, 13]] = begins[1, 0] = True
     return {"tokens": tokens, "targets": targets, "begins": begins}
@@ -172,7 +172,7 @@ def test_losses_are_mixtures_of_those_of_the_experts(experts: list[StagedModel])
     wide, resets = log_p.astype(np.float64), document_starts(batch, BEGIN)
     expected = by_hand.mixed(wide, resets, np.tile(PRIOR, (2, 1)))
     found = ensemble_of(experts, "posterior").log_probabilities(batch)
-    assert (found[batch["targets"] == NOT_COUNTED] == 0).all()
+    assert (found[batch["targets"] == IGNORED_TARGET] == 0).all()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
 
 

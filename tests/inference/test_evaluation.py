@@ -31,8 +31,8 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ModelConfig, Phase, RecipeConfig, load_config, to_tree
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference import evaluation
-from skippipe_jax.inference.evaluation import Evaluation, losses_along
-from skippipe_jax.inference.partial import Order, kept, swapped, without_each
+from skippipe_jax.inference.evaluation import Evaluation, losses_by_order
+from skippipe_jax.inference.partial import Order, kept, leave_one_out_variants, swapped
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.models.llama import DataStage, stage_shapes
@@ -204,7 +204,7 @@ def test_a_run_that_used_the_attention_of_gpus_can_be_evaluated_without_one():
         Path("config.yaml"), ["model.attention=cudnn", "model.compute_dtype=bfloat16"]
     )
     model = StagedModel(config.model, read_parameters(config.model, 6))
-    losses, _ = losses_along(model, {(0, 1, 2)}, config.data, 256)
+    losses, _ = losses_by_order(model, {(0, 1, 2)}, config.data, 256)
     assert abs(losses[0, 1, 2] - loss_by_hand(6)) < 0.02
 
 
@@ -393,7 +393,7 @@ def test_programs_are_compiled_once_for_all_ways():
     model = random_model(config.model, 6)
     orders = {way.stages for share in (0.5, 0.7) for way in kept(6, share, 99, 0).variants}
     with CompilationCounter() as counter:
-        losses, _ = losses_along(model, orders, config.data, 6)
+        losses, _ = losses_by_order(model, orders, config.data, 6)
     # The data stage, any other stage, and the loss.
     assert counter.take().count == 3
     assert len(set(losses.values())) == len(orders) == 10 + 10
@@ -476,7 +476,7 @@ def test_what_cannot_be_asked_is_refused(
 
 
 def test_too_few_stages_have_no_neighbours():
-    for question in (swapped, without_each):
+    for question in (swapped, leave_one_out_variants):
         with pytest.raises(InputError, match="Leave it out"):
             question(1)
     with pytest.raises(InputError, match="no two inner stages"):

@@ -28,7 +28,7 @@ from skippipe_jax.cli.main import main
 from skippipe_jax.config import DataConfig, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
 from skippipe_jax.inference import scaling
-from skippipe_jax.inference.evaluation import losses_along
+from skippipe_jax.inference.evaluation import losses_by_order
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import full, kept
@@ -36,10 +36,10 @@ from skippipe_jax.inference.scaling import (
     FIT,
     SHARE,
     Scale,
+    create_scaling,
     fitted,
     parse_scale,
     scales_of_run,
-    scaling_of,
     training_text,
 )
 from skippipe_jax.inference.staged_model import StagedModel
@@ -213,7 +213,7 @@ def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
     other = [f"data.path={tmp_path / 'text'}"]
     for overrides in ([], other):
         model, config, step = read_run(Path("run"), None, overrides)
-        assert scaling_of(FIT, model, config.data, Path("run"), step).scales(2) == of_fit[2]
+        assert create_scaling(FIT, model, config.data, Path("run"), step).scales(2) == of_fit[2]
     held_out = [
         next(held_out_batches(read_run(Path("run"), None, o)[1].data, 2)) for o in ([], other)
     ]
@@ -228,7 +228,7 @@ def test_documents_that_are_packed_are_fitted_each_by_itself(tmp_path: Path):
     model = random_model(parse_config(SECTIONS).model, STAGES)
     batches = list(training_text(data))
     assert all(batch.get("begins", np.zeros(1)).sum() > TIME for batch in batches)
-    scales = scaling_of(FIT, model, data).scales()
+    scales = create_scaling(FIT, model, data).scales()
     assert model.scaled(scales).loss(batches[0]) < model.loss(batches[0]) - 0.1
     # Who sees other documents too learns other scales.
     unmarked: list[Batch] = [{"tokens": b["tokens"], "targets": b["targets"]} for b in batches]
@@ -357,9 +357,9 @@ def test_evaluation_shows_both(
         scales = scales_by_hand(scale, count, of_fit)
         shown = scaled["scales"][str(count)]
         assert_alike(BranchScales(shown["attention"], shown["feed_forward"]), scales)
-        assert f"scales where {count} of 4 stages run: {scales.told(model.cut)}\n" in table
+        assert f"scales where {count} of 4 stages run: {scales.scales_text(model.cut)}\n" in table
         orders = [tuple(way["stages"]) for way in answer["each"]]
-        losses, _ = losses_along(model.scaled(scales), orders, config.data, 4)
+        losses, _ = losses_by_order(model.scaled(scales), orders, config.data, 4)
         for way, other in zip(answer["each"], of_plain["each"], strict=True):
             assert way["loss"] == pytest.approx(losses[tuple(way["stages"])], rel=1e-5)
             row = rows[f"keep {answer['share']:g}", " ".join(map(str, way["stages"]))].split()
@@ -401,7 +401,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
         scale,
     ]
     out, told = command("generate", [*words, "--temperature", "0"], monkeypatch, capsys)
-    assert told.splitlines()[0] == f"scales {scales.told(model.cut)}"
+    assert told.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"
     [order] = model.orders(0.5, most=1)
     greedy = sp.SamplingParams(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
@@ -410,7 +410,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     harness = HarnessModel(
         open_language_model(ModelSpec((Path("run"),), keep_fraction=0.5, scale=scale))[0]
     )
-    assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.told(model.cut)}"
+    assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"
     [(nats, _)] = harness.loglikelihood(
         [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
     )
@@ -448,7 +448,7 @@ def test_what_is_exported_is_scaled(
     told, _ = command("convert", words, monkeypatch, capsys)
     ours = sp.Run(run).model(scale=scale)
     scales = sp.Run(run).scaling(scale).scales()
-    assert told.splitlines()[0] == f"scales {scales.told(ours.cut)}"
+    assert told.splitlines()[0] == f"scales {scales.scales_text(ours.cut)}"
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     nats = count = 0.0
     for batch in sp.Run(run).held_out_batches(8):

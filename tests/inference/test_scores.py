@@ -13,9 +13,9 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, parse_config
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, document_starts, held_out_batches
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
-from skippipe_jax.inference.by_domain import evaluate_domains
+from skippipe_jax.inference.domain_losses import evaluate_domains
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 from skippipe_jax.inference.staged_model import StagedModel, _scores
@@ -57,7 +57,7 @@ def test_log_probabilities_are_those_of_the_logits_and_sum_to_the_loss(config, m
     for order in (None, (0, 2)):
         for batch in held_out_batches(data, 4):
             found = model.log_probabilities(batch, order)
-            counted = batch["targets"] != NOT_COUNTED
+            counted = batch["targets"] != IGNORED_TARGET
             assert found.dtype == np.float32
             assert found.shape == counted.shape
             assert (found[counted] < 0).all()
@@ -108,12 +108,12 @@ def test_scores_tell_which_targets_count_and_where_documents_start(config, model
     found = score(model, data, "prose", "priors", 1000)
     batches = list(held_out_batches(data, 1, part="priors", domain="prose"))
     joined = {key: np.concatenate([one[key] for one in batches]) for key in ("tokens", "targets")}
-    assert (found.counted == (joined["targets"] != NOT_COUNTED)).all()
+    assert (found.counted == (joined["targets"] != IGNORED_TARGET)).all()
     starts = [document_starts(one, ByteTokenizer.begin) for one in batches]
     assert (found.resets == np.concatenate(starts)).all()
     assert found.tokens == found.counted.sum()
     losses = [model.loss(one) for one in batches]
-    tokens = [int((one["targets"] != NOT_COUNTED).sum()) for one in batches]
+    tokens = [int((one["targets"] != IGNORED_TARGET).sum()) for one in batches]
     assert found.loss == pytest.approx(np.average(losses, weights=tokens), abs=1e-5)
 
 
@@ -197,7 +197,7 @@ def test_means_over_domains_and_over_tokens(config, model):
         assert found.macro == pytest.approx(sum(losses) / 2, abs=1e-12)
         total = np.zeros(2)
         for batch in held_out_batches(data, 5, part=part):
-            counted = int((batch["targets"] != NOT_COUNTED).sum())
+            counted = int((batch["targets"] != IGNORED_TARGET).sum())
             total += model.loss(batch) * counted, counted
         assert found.micro == pytest.approx(total[0] / total[1], abs=1e-5)
         assert sum(own.tokens for own in found.domains.values()) == total[1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
-from skippipe_jax.inference.text_stream import REPLACEMENT, StopTexts, TextStream
+from skippipe_jax.inference.text_stream import REPLACEMENT, StopSequences, TextStream
 
 # No character of its own that stands for a broken one.
 TEXTS = st.text(st.characters(exclude_characters=REPLACEMENT, exclude_categories=["Cs"]))
@@ -92,7 +92,7 @@ def test_a_tokenizer_that_falls_back_to_bytes_loses_neither_them_nor_spaces(
     st.lists(st.text("ab", max_size=4), max_size=3),
 )
 def test_text_ends_before_the_first_stop_however_it_is_cut(pieces: list[str], stops: list[str]):
-    looking, told = StopTexts(stops), ""
+    looking, told = StopSequences(stops), ""
     whole = ""
     for piece in pieces:
         whole += piece

@@ -109,7 +109,7 @@ def random_run(model: ModelConfig, folder: Path, stages: int = STAGES) -> Path:
         shapes = stage_shapes(model, stages)[stage]
         return {"parameters": jax.tree_util.tree_map_with_path(drawn, shapes)}
 
-    write_initial_checkpoint(folder, 0, model.layers_of_stages(stages), state_of)
+    write_initial_checkpoint(folder, 0, model.stage_partition(stages), state_of)
     config = Config(run_dir=str(folder), model=model, data=DataConfig(sequence_length=TIME))
     (folder / CONFIG).write_text(to_yaml(config))
     return folder
@@ -127,7 +127,7 @@ def parameters_of(run: Path) -> tuple[ModelConfig, list[Any]]:
 def our_logits_and_loss(run: Path) -> tuple[np.ndarray, float]:
     """What the full model of a run computes for `random_text`."""
     model, parameters = parameters_of(run)
-    layers = model.layers_of_stages(len(parameters))
+    layers = model.stage_partition(len(parameters))
 
     @jax.jit
     def compute(parameters: list[Any], tokens: jax.Array, targets: jax.Array) -> Any:
@@ -332,7 +332,7 @@ def test_their_generation_ends_where_an_answer_ends_by_the_chat_template(
 
 def test_the_run_can_be_evaluated(tmp_path: Path):
     config = from_huggingface(save(random_llama("llama-2"), tmp_path / "hf"), tmp_path / "run")
-    assert (config.model.layers_of_stages(1), config.data.sequence_length) == ((5,), TIME)
+    assert (config.model.stage_partition(1), config.data.sequence_length) == ((5,), TIME)
     found = evaluate_run(tmp_path / "run", None, 4)
     assert (found.step, found.tokens) == (0, 4 * TIME)
     assert 0 < found.loss < 50
@@ -342,7 +342,7 @@ def test_the_run_can_be_evaluated(tmp_path: Path):
 def test_layers_are_cut_evenly(stages: int, layers: tuple[int, ...], tmp_path: Path):
     source = save(random_llama("llama-2"), tmp_path / "hf")
     model = from_huggingface(source, tmp_path / "run", stages).model
-    assert model.layers_of_stages(stages) == layers
+    assert model.stage_partition(stages) == layers
     with pytest.raises(InputError, match="--num-stages"):
         from_huggingface(source, tmp_path / "more", 6)
 
@@ -386,7 +386,7 @@ def test_no_two_stages_are_held(tmp_path: Path):
 
     huggingface.write_weights(tmp_path, model, STAGES, parameters_of, "float32")
     read = len(held)
-    cut = model.layers_of_stages(STAGES)
+    cut = model.stage_partition(STAGES)
     write_initial_checkpoint(tmp_path, 0, cut, lambda stage: {"parameters": parameters_of(stage)})
     assert len(held) == 2 * read == 2 * len(jax.tree.leaves(shapes))
 

@@ -27,9 +27,9 @@ from skippipe_jax.config import (
     NodeConfig,
     NodeMesh,
 )
-from skippipe_jax.models.device_share import kept_by_each, of_each_device
+from skippipe_jax.models.device_memory import per_device_memory, saved_bytes_per_device
 from skippipe_jax.models.footprint import memory_of_node
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import activation, stage_functions, wire_of_run
 
 LAYERS, BATCH, TIME = 3, 4, 512
@@ -56,7 +56,7 @@ def sizes(
     data = DataConfig(microbatch_size=BATCH, sequence_length=time)
     config = Config(model=model, data=data, node=NodeConfig(fsdp, tensor))
     mesh = NodeMesh(fsdp, tensor)
-    here = Spread.over(jax.devices()[: mesh.devices], mesh)
+    here = NodeSharding.over(jax.devices()[: mesh.devices], mesh)
     wire, tokens = wire_of_run(config), BATCH * time
     given = config.optimizer, 10, is_data_stage, LAYERS, tokens, wire
     functions: Any = stage_functions(model, *given, here.mesh)
@@ -85,8 +85,8 @@ def sizes(
         config, LAYERS, is_data_stage=is_data_stage, replicas=1, in_flight=1, under_way=1
     )
     how = {"is_data_stage": is_data_stage, "averages": False, "gathers": False}
-    each = of_each_device(config, LAYERS, whole, mesh, **how)
-    left = kept_by_each(config, LAYERS, mesh, is_data_stage=is_data_stage)
+    each = per_device_memory(config, LAYERS, whole, mesh, **how)
+    left = saved_bytes_per_device(config, LAYERS, mesh, is_data_stage=is_data_stage)
     hop = bytes_of(cotangent)
     given = each.parameters + each.gradients + left + hop + bytes_of(gauge)
     made = each.gradients + bytes_of(gauge) + hop * (not is_data_stage)

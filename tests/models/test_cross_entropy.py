@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from skippipe_jax.data.batches import NOT_COUNTED
+from skippipe_jax.data.batches import IGNORED_TARGET
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
 from skippipe_jax.models.footprint import memory_of_node
 from skippipe_jax.models.head_chunks import LOGIT_BYTES, MOST_LOGIT_BYTES, tokens_of_chunk
@@ -33,7 +33,7 @@ def random_arrays(axes: Axes, seed: int) -> tuple[jax.Array, jax.Array, jax.Arra
     # Logits that are far apart, and far from 0.
     matrix = random.normal(size=(WIDTH, VOCABULARY), scale=3.0) + 2.0
     targets = random.integers(0, VOCABULARY, TOKENS)
-    targets[random.random(TOKENS) < 0.3] = NOT_COUNTED
+    targets[random.random(TOKENS) < 0.3] = IGNORED_TARGET
     return (
         jnp.asarray(hidden, jnp.float32),
         jnp.asarray(matrix if axes == "wv" else matrix.T, jnp.float32),
@@ -93,7 +93,7 @@ def test_chunks_say_what_all_logits_at_once_do(chunk: int, kind: tuple[Axes, flo
 def test_scores_are_those_of_all_logits_at_once(chunk: int):
     hidden, matrix, targets = random_arrays("wv", seed=3)
     best = jnp.argmax(hidden @ matrix, axis=-1)
-    targets = targets.at[:2].set(jnp.array([best[0], NOT_COUNTED]))
+    targets = targets.at[:2].set(jnp.array([best[0], IGNORED_TARGET]))
     nats, likeliest = scores(hidden, Head(matrix, "wv"), targets, chunk)
     (_, (total, _)), _ = at_once(hidden, matrix, targets, "wv", 0.0)
     np.testing.assert_allclose(jnp.sum(nats), total, rtol=1e-5)

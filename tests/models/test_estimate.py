@@ -19,7 +19,7 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.block_footprint import kept_by_blocks, passing_bytes
+from skippipe_jax.models.block_footprint import bytes_saved_by_blocks, passing_bytes
 from skippipe_jax.models.footprint import kept_bytes, message_bytes, stage_parameters
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.optim.outer import fragments_of, message_shape
@@ -255,7 +255,7 @@ def test_what_outer_averaging_holds_and_sends(command: Any):
     assert inner["bytes"]["changes"] == 4 * count + 2 * sent
     # Parameters, anchor and momentum of a half of it, more than the gradients of all and a block's.
     working, model = exact[1]["bytes"]["working"], config.model
-    passing = kept_by_blocks(model, config.data, 1) + passing_bytes(model, config.data)
+    passing = bytes_saved_by_blocks(model, config.data, 1) + passing_bytes(model, config.data)
     assert (working, inner["bytes"]["working"]) == (4 * count + passing, 12 * count // 2)
     always = exact[1]["bytes"]["total"] - working + 12 * count
     assert inner["bytes"]["total"] == always + 4 * count + 2 * sent + 6 * count

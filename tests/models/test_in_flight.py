@@ -20,13 +20,13 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.in_flight import (
     USABLE_SHARE,
+    memory_warnings,
     most_in_flight,
     names,
     rooms,
-    short_of_memory,
 )
 from skippipe_jax.models.node_memory import memory_of_stages
-from skippipe_jax.models.planned_case import cases_of
+from skippipe_jax.models.planned_case import configured_cases
 from skippipe_jax.runtime.stage_functions import stage_functions
 from skippipe_jax.training.planning import plan_of
 
@@ -51,7 +51,7 @@ def config_of(case: dict[str, Any], **sections: Any) -> Config:
 
 
 def memory_of(config: Config) -> list[int]:
-    case, *_ = cases_of(config, Path())
+    case, *_ = configured_cases(config, Path())
     return [node.memory for node in case.nodes]
 
 
@@ -184,7 +184,7 @@ def test_nodes_may_have_bytes_or_a_number_of_their_own():
     small, large = for_total(needed(config, 3)), for_total(needed(config, 12))
     nodes: list[dict[str, Any]] = [{}, {"memory_bytes": large}, {"memory": 2}, {}, {}]
     config = config_of(CASE | {"nodes": nodes, "memory_bytes": small})
-    case, *_ = cases_of(config, Path())
+    case, *_ = configured_cases(config, Path())
     first, roomy, own, *_ = (node.memory for node in case.nodes)
     assert (roomy, own) == (12, 2)
     # More may wait on the small ones than if all were small.
@@ -202,7 +202,7 @@ def test_stages_may_be_left_open_too_and_the_plan_has_numbers():
     config = config_of(CASE)
     size = for_total(needed(config, 3))
     config = config_of(CASE | open_stages | {"memory_bytes": size})
-    for case in cases_of(config, Path()):
+    for case in configured_cases(config, Path()):
         assert most_in_flight(config, case, [0]) == {0: case.nodes[0].memory}
     plan = plan_of(config, Path())
     assert all(isinstance(node.memory, int) and node.memory >= 1 for node in plan.case.nodes)
@@ -213,8 +213,8 @@ def test_what_some_stages_leave_no_room_for_is_no_candidate():
     """More data nodes let more wait at once, so with three of them not one microbatch fits."""
     open_case = CASE | {"stages": "auto", "stage_count": 2, "microbatches_per_data_node": 1}
     size = for_total(needed(config_of(CASE), 1, stages=[2, 3]))
-    all_of_them = cases_of(config_of(open_case | {"memory_bytes": 1e12}), Path())
-    left = cases_of(config_of(open_case | {"memory_bytes": size}), Path())
+    all_of_them = configured_cases(config_of(open_case | {"memory_bytes": 1e12}), Path())
+    left = configured_cases(config_of(open_case | {"memory_bytes": size}), Path())
     assert {case.stages[0] for case in all_of_them} == {2, 3, 4}
     assert {case.stages[0] for case in left} == {2}
 
@@ -244,7 +244,7 @@ def test_what_some_stages_leave_no_room_for_is_no_candidate():
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], field: str, words: list[str]):
     with pytest.raises(InputError) as caught:
-        cases_of(config_of(CASE | change), Path())
+        configured_cases(config_of(CASE | change), Path())
     assert caught.value.field == field
     for word in words:
         assert word in str(caught.value)
@@ -256,7 +256,7 @@ def test_a_way_out_is_named_that_is_one():
     for recompute in RECOMPUTE:
         config = config_of(few, model={"recompute": recompute})
         with pytest.raises(InputError) as caught:
-            cases_of(config, Path())
+            configured_cases(config, Path())
         _, named, rest = caught.value.remedy.partition("model.recompute: ")
         taken = {own: needed(config_of(CASE, model={"recompute": own}), 1) for own in RECOMPUTE}
         # Some take as little as another one, and the memory of the host besides.
@@ -271,18 +271,18 @@ def test_a_number_that_is_too_great_is_warned_of_where_bytes_are_given():
     config = config_of(CASE)
     size = for_total(needed(config, 3))
     case = parse_case(SIZED | {"memory": 4, "memory_bytes": size})
-    [sentence] = short_of_memory(config, case)
+    [sentence] = memory_warnings(config, case)
     assert sentence.startswith("case.memory = 4 is more than nodes 0-4 can hold: stage 0 takes ")
     assert "Use less, memory: auto, " in sentence
     for fine in ({"memory": 3, "memory_bytes": size}, {"memory": 4}):
-        assert short_of_memory(config, parse_case(SIZED | fine)) == []
+        assert memory_warnings(config, parse_case(SIZED | fine)) == []
     # A plan may have put small nodes where less is needed.
     nodes = [{"memory_bytes": 1e9}, {"memory_bytes": 1e9}, {}, {}, {}]
     small = max(memory_of_stages(config, case)[1:], key=lambda held: held.total).total
     case = parse_case(SIZED | {"nodes": nodes, "memory": 4, "memory_bytes": for_total(small)})
-    assert len(short_of_memory(config, case)) == 1
-    assert short_of_memory(config, case, (0, 0, 1, 1, 1)) == []
-    assert len(short_of_memory(config, case, (1, 1, 0, 0, 1))) == 1
+    assert len(memory_warnings(config, case)) == 1
+    assert memory_warnings(config, case, (0, 0, 1, 1, 1)) == []
+    assert len(memory_warnings(config, case, (1, 1, 0, 0, 1))) == 1
 
 
 def test_nodes_are_named_by_their_runs():
@@ -296,7 +296,7 @@ def test_what_forward_passes_leave_fills_the_bytes_that_are_given():
     size = for_total(needed(config_of(CASE), count))
     config = config_of(CASE | {"memory_bytes": size})
     assert memory_of(config) == [count] * 5
-    case, *_ = cases_of(config, Path())
+    case, *_ = configured_cases(config, Path())
     [room] = rooms(config, case)
     assert room.stage == 0
     functions = stage_functions(config.model, config.optimizer, 1, True, 2, 64)

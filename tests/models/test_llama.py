@@ -429,7 +429,7 @@ def test_scaling_that_divides_by_zero_is_refused():
     [(None, 2, (2, 2)), (None, 4, (1, 1, 1, 1)), ((1, 3), 2, (1, 3))],
 )
 def test_layers_spread_over_stages(given: Any, stages: int, layers: tuple[int, ...]):
-    assert dataclasses.replace(SMALL, stage_layers=given).layers_of_stages(stages) == layers
+    assert dataclasses.replace(SMALL, stage_layers=given).stage_partition(stages) == layers
 
 
 @pytest.mark.parametrize(
@@ -443,5 +443,5 @@ def test_layers_spread_over_stages(given: Any, stages: int, layers: tuple[int, .
 )
 def test_layers_that_do_not_spread_are_refused(field: str, given: Any, stages: int):
     with pytest.raises(InputError) as caught:
-        dataclasses.replace(SMALL, stage_layers=given).layers_of_stages(stages)
+        dataclasses.replace(SMALL, stage_layers=given).stage_partition(stages)
     assert caught.value.field == field

@@ -17,7 +17,11 @@ from experiments.paper import shapes
 from experiments.paper.jobs import REPOSITORY
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.models.planned_case import cases_of, differing_sizes, is_of_case
+from skippipe_jax.models.planned_case import (
+    configured_cases,
+    matches_configured_case,
+    size_mismatches,
+)
 from skippipe_jax.training.planning import plan_of
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
@@ -56,7 +60,7 @@ def config_of(case: Any, **sections: Any) -> Config:
 
 
 def case_of(config: Config, folder: Path = Path()) -> Case:
-    case, *_ = cases_of(config, folder)
+    case, *_ = configured_cases(config, folder)
     return case
 
 
@@ -83,13 +87,13 @@ def test_bytes_follow_from_the_configuration(
     assert case.stage_bytes[0] > 2 * case.stage_bytes[1]
     # The plan carries figures, whoever reads it then.
     assert case.source["activation_bytes"] == case.activation_bytes
-    assert differing_sizes(config, case) == []
+    assert size_mismatches(config, case) == []
 
 
 def test_a_case_may_leave_open_its_stages_too():
     open_stages = {"stages": "auto", "stage_count": 4, "path_length": "auto"}
     config = config_of(OPEN | open_stages)
-    for case in cases_of(config, Path()):
+    for case in configured_cases(config, Path()):
         assert len(case.stage_bytes) == len(case.stages) == 4
 
 
@@ -113,18 +117,20 @@ def test_a_case_in_a_file_is_filled_in_too(tmp_path: Path):
 def test_a_case_is_known_again_until_what_it_says_changes(change: dict[str, Any], is_same: bool):
     saved = json.loads(json.dumps(dict(case_of(config_of(OPEN)).source)))
     case = parse_case(saved)
-    assert is_of_case(config_of(OPEN | change), Path(), case) == is_same
+    assert matches_configured_case(config_of(OPEN | change), Path(), case) == is_same
 
 
 def test_a_case_is_known_again_though_what_it_leaves_open_is_filled_in_otherwise():
     given = OPEN | {"memory": "auto", "nodes": [{"memory_bytes": 1e9}] * 5}
     saved = dict(case_of(config_of(given)).source)
-    assert is_of_case(config_of(given), Path(), parse_case(saved))
+    assert matches_configured_case(config_of(given), Path(), parse_case(saved))
     nodes = [{**node, "memory": node["memory"] + 1} for node in saved["nodes"]]
     other = parse_case(saved | {"nodes": nodes, "stage_bytes": 1.0})
-    assert is_of_case(config_of(given), Path(), other)
+    assert matches_configured_case(config_of(given), Path(), other)
     nodes = [{**node, "memory_bytes": 2e9} for node in saved["nodes"]]
-    assert not is_of_case(config_of(given), Path(), parse_case(saved | {"nodes": nodes}))
+    assert not matches_configured_case(
+        config_of(given), Path(), parse_case(saved | {"nodes": nodes})
+    )
 
 
 def test_a_figure_of_its_own_is_compared():
@@ -133,7 +139,7 @@ def test_a_figure_of_its_own_is_compared():
     def said_of(activation_bytes: float, stage_bytes: Any) -> list[str]:
         given = OPEN | {"activation_bytes": activation_bytes, "stage_bytes": stage_bytes}
         config = config_of(given)
-        return differing_sizes(config, case_of(config))
+        return size_mismatches(config, case_of(config))
 
     right = list(case_of(config_of(OPEN)).stage_bytes)
     assert said_of(HOP, right) == said_of(0.96 * HOP, [1.04 * size for size in right]) == []
@@ -152,7 +158,7 @@ def test_gradients_have_what_activations_have_unless_a_case_speaks_of_them():
     def said_of(**sizes: Any) -> tuple[float, list[str]]:
         config = config_of(OPEN | sizes, network=network)
         case = case_of(config)
-        return case.gradient_bytes, differing_sizes(config, case)
+        return case.gradient_bytes, size_mismatches(config, case)
 
     assert said_of(activation_bytes=forward, gradient_bytes="auto") == (back, [])
     assert said_of(gradient_bytes=back) == (back, [])
@@ -177,22 +183,22 @@ def test_averaging_follows_from_the_configuration(said: dict[str, str]):
     # The plan carries it, and the bytes are of numbers in float32, however they travel.
     assert case.source["averaging"] == OUTER | {"delay": 1, "dtype": "int8"}
     assert case.stage_bytes == exact.stage_bytes
-    assert differing_sizes(config, case) == []
+    assert size_mismatches(config, case) == []
 
 
 def test_another_averaging_is_told_of():
     exact, outer = (config_of(OPEN, averaging=own) for own in ({}, OUTER))
-    [sentence] = differing_sizes(outer, case_of(exact))
+    [sentence] = size_mismatches(outer, case_of(exact))
     assert sentence.startswith('case.averaging = exact, but the configuration gives {"mode"')
     assert sentence.endswith("set it to auto")
-    [sentence] = differing_sizes(exact, case_of(outer))
+    [sentence] = size_mismatches(exact, case_of(outer))
     assert ", but the configuration gives exact: " in sentence
     other = config_of(OPEN, averaging=OUTER | {"dtype": "float32"})
-    assert len(differing_sizes(other, case_of(outer))) == 1
+    assert len(size_mismatches(other, case_of(outer))) == 1
     # What a plan does not depend on: the outer optimizer.
     other = config_of(OPEN, averaging=OUTER | {"rate": 1, "momentum": 0, "exact_steps": 3})
-    assert differing_sizes(other, case_of(outer)) == []
-    said = differing_sizes(config_of(OPEN | {"averaging": OUTER}), case_of(outer))
+    assert size_mismatches(other, case_of(outer)) == []
+    said = size_mismatches(config_of(OPEN | {"averaging": OUTER}), case_of(outer))
     assert [own.partition(" = ")[0] for own in said] == ["case.averaging"]
 
 
@@ -203,7 +209,7 @@ def test_a_plan_of_another_averaging_is_told_the_right_one(averaging: Any, remed
     case = case_of(config_of(OPEN, averaging=OUTER | {"every": 7} if averaging else OUTER))
     given = {"model": MODEL, "plan": {"file": "plan.json"}, "averaging": averaging}
     config = parse_config(given | {"data": {"sequence_length": 32, "microbatch_size": 2}})
-    [sentence] = differing_sizes(config, case)
+    [sentence] = size_mismatches(config, case)
     assert "Plan again with" in sentence
     assert remedy in sentence
 
@@ -219,10 +225,10 @@ def test_what_no_plan_depends_on_is_not_compared():
     """A stage with one replica averages nothing, and a pipeline of one stage sends nothing."""
     case = OPEN | {"nodes": 3, "stages": [1, 2], "activation_bytes": HOP}
     config = config_of(case | {"stage_bytes": [7, case_of(config_of(case)).stage_bytes[1]]})
-    assert differing_sizes(config, case_of(config)) == []
+    assert size_mismatches(config, case_of(config)) == []
     alone = OPEN | {"nodes": 1, "stages": [1], "path_length": 1}
     config = config_of(alone | {"activation_bytes": 0, "stage_bytes": 0})
-    assert differing_sizes(config, case_of(config)) == []
+    assert size_mismatches(config, case_of(config)) == []
 
 
 def test_a_plan_that_was_made_before_is_told_the_right_figures():
@@ -231,7 +237,7 @@ def test_a_plan_that_was_made_before_is_told_the_right_figures():
     right = [int(size) for size in case_of(config_of(OPEN)).stage_bytes]
     config = parse_config({"model": MODEL, "plan": {"file": "plan.json"}, "data": {
         "sequence_length": 32, "microbatch_size": 2}})  # fmt: skip
-    of_hop, of_stages = differing_sizes(config, case)
+    of_hop, of_stages = size_mismatches(config, case)
     assert of_hop.endswith(f"activation_bytes: {HOP}")
     assert of_stages.endswith(f"stage_bytes: {json.dumps(right)}")
 
@@ -250,7 +256,7 @@ def test_a_plan_that_was_made_before_is_told_the_right_figures():
 )
 def test_a_wrong_case_is_refused_for_what_is_wrong_with_it(change: dict[str, Any], field: str):
     with pytest.raises(InputError) as caught:
-        cases_of(config_of(OPEN | change), Path())
+        configured_cases(config_of(OPEN | change), Path())
     assert caught.value.field == field
 
 
@@ -258,7 +264,7 @@ def test_a_wrong_case_is_refused_for_what_is_wrong_with_it(change: dict[str, Any
 def test_committed_configurations_are_planned_for_what_they_train(name: str):
     path = REPOSITORY / "experiments" / f"{name}.yaml"
     config = load_config(path)
-    assert differing_sizes(config, case_of(config, path.parent)) == []
+    assert size_mismatches(config, case_of(config, path.parent)) == []
 
 
 def test_the_first_picture_of_the_docs_is_of_the_quickstart():

@@ -19,7 +19,7 @@ from skippipe_jax import Run
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.estimate import what_is_planned
+from skippipe_jax.models.estimate import planned_case_and_visits
 from skippipe_jax.models.footprint import memory_of_node
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
@@ -99,7 +99,7 @@ def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage
 @pytest.mark.parametrize("name", shapes.MODELS)
 def test_the_planner_is_told_what_is_sent(measured: dict[str, Any], name: str):
     config, model = config_of(name), measured["models"][name]
-    case, visits = what_is_planned(config, shapes.CONFIGS)
+    case, visits = planned_case_and_visits(config, shapes.CONFIGS)
     assert 1 - case.path_length / len(case.stages) == pytest.approx(1 / 3)
     assert visits == case.path_length * sum(case.microbatches)
     assert case.activation_bytes == model["bytes_per_iteration"]["counted"]["hop"]
@@ -150,7 +150,7 @@ def test_a_launched_configuration_trains(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", shapes.MODELS)
 def test_every_stage_of_a_cut_fits_and_no_coarser_cut_does(measured: dict[str, Any], name: str):
     config = config_of(name)
-    case, _ = what_is_planned(config, shapes.CONFIGS)
+    case, _ = planned_case_and_visits(config, shapes.CONFIGS)
     found = measured["cuts"][name]["auto"]
     assert list(found) == ["16 GB", "24 GB", "40 GB", "80 GB"]
     sizes = []

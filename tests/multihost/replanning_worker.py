@@ -16,7 +16,7 @@ from skippipe_jax.cli.arguments import (
 )
 from skippipe_jax.cluster.ending import exit_at_once
 from skippipe_jax.config import load_config
-from skippipe_jax.consensus.generations import Wish
+from skippipe_jax.consensus.generations import PlanRequest
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.elastic.runner import ElasticRunner
@@ -41,7 +41,7 @@ class Finds(Callback):
             if run.group.index == 0:
                 name = elastic.plans.keep(PLAN)
                 assert name is not None
-                trainer.membership.control.tell(Wish(1, PLAN.stages, name))
+                trainer.membership.control.tell(PlanRequest(1, PLAN.stages, name))
 
 
 def main(callback: Any) -> int:

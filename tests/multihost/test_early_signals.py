@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from tests.commands.examples import write_inputs
 from tests.multihost.processes import Processes, started_processes
@@ -67,7 +67,7 @@ def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes
     # It may still be on the way from the others to its run, of which it tells nothing then.
     told = line.removesuffix(" Restart without --resume; run contains no run yet.")
     assert told == "SIGTERM: interrupted at once."
-    assert processes.exit_code(0, PATIENCE_S) == TRY_AGAIN_EXIT_CODE
+    assert processes.exit_code(0, PATIENCE_S) == TEMPORARY_EXIT_CODE
     assert f"{processes.name(1)} was interrupted (SIGTERM)." in processes.output(0)
     assert "Traceback" not in processes.output(0)
     assert not (tmp_path / "run").exists()

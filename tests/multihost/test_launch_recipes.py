@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TRY_AGAIN_EXIT_CODE
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TEMPORARY_EXIT_CODE
 
 from skippipe_jax import Run
 from skippipe_jax.cli import join, train
@@ -420,7 +420,7 @@ def test_jobset_makes_each_pod_anew_and_gives_up_for_wrong_input_alone():
     stopped = 128 + signal.SIGTERM
     assert actions == {
         INPUT_ERROR_EXIT_CODE: "FailJob",
-        TRY_AGAIN_EXIT_CODE: "Ignore",
+        TEMPORARY_EXIT_CODE: "Ignore",
         stopped: "Ignore",
     }
     assert (drained["action"], drained["onPodConditions"][0]["type"]) == (

@@ -22,7 +22,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, ModelConfig, NetworkConfig
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.averaging import LiveAveraging
+from skippipe_jax.runtime.averaging import GradientAveraging
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
@@ -78,7 +78,7 @@ def main() -> None:
     replica = 2 + host
     state: Any = SimpleNamespace(gradients=jnp.ones(ring.chunks * ring.chunk_length))
     replicas = Replicas(topology, {replica: state})
-    averaging = LiveAveraging(
+    averaging = GradientAveraging(
         exchange, replicas, 0, None, None, lambda: happened.update(averaged_s=time.time())
     )
     wanted = jax.ShapeDtypeStruct((HOP_BYTES,), jnp.uint8)

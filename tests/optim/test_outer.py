@@ -152,7 +152,7 @@ def test_it_equals_the_formulas(
         recorded = lambda iteration, replica: compiled.messages[iteration, replica]  # noqa: E731
     formulas = outer_oracle.Formulas(averaging, layers, own, recorded)
     expected = own
-    for iteration in range(averaging.exact_steps + 1, averaging.least_steps + averaging.every):
+    for iteration in range(averaging.exact_steps + 1, averaging.min_steps + averaging.every):
         steps = [normal(0.1) for _ in range(replicas)]
         own = compiled.end(iteration, moved(own, steps))
         expected = formulas.end(iteration, moved(expected, steps))

@@ -18,13 +18,13 @@ from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, parse_config
-from skippipe_jax.models.planned_case import cases_of
+from skippipe_jax.models.planned_case import configured_cases
 from skippipe_jax.profiling.case import (
     HostReport,
     case_of,
     check_template,
     ignored_keys_text,
-    profile_again,
+    profile_from_measured,
     profile_of,
     read_measured,
 )
@@ -253,7 +253,7 @@ def test_the_written_case_says_why_it_has_so_much_memory(
         named = parse_config(
             {"model": MODEL | {"recompute": recompute}, "data": DATA, "plan": given["plan"]}
         )
-        [case, *_] = cases_of(named, tmp_path)
+        [case, *_] = configured_cases(named, tmp_path)
         own = [node.memory for node in case.nodes]
         if memory == "auto":
             assert own == ([1, 3, 4] if recompute == "none" else [6, 6, 6])
@@ -280,12 +280,14 @@ def test_what_was_measured_gives_the_same_case_again_or_one_for_another_template
     profile_of(config, (0, 1, 2), reports_of(3)).save(path)
     first, measured = path.read_text(), read_measured(path)
     assert measured is not None
-    again = profile_again(config, measured, 3)
+    again = profile_from_measured(config, measured, 3)
     assert again is not None
     again.save(path)
     assert (path.read_text(), read_measured(path)) == (first, measured)
 
-    longer = profile_again(config_of(plan=to_measure(stages=[2, 1], path_length=1)), measured, 3)
+    longer = profile_from_measured(
+        config_of(plan=to_measure(stages=[2, 1], path_length=1)), measured, 3
+    )
     assert longer is not None
     assert (longer.case["stages"], longer.case["path_length"]) == ([2, 1], 1)
     assert longer.case["links"] == again.case["links"]
@@ -294,8 +296,8 @@ def test_what_was_measured_gives_the_same_case_again_or_one_for_another_template
         config_of(plan=to_measure(stages=[1, 2]), model=MODEL | {"recompute": "stage"}),
         config_of(plan=to_measure(stages=[1, 2]), node={"fsdp": 2}),
     ):
-        assert profile_again(other, measured, 3) is None
-    assert profile_again(config, measured, 2) is None
+        assert profile_from_measured(other, measured, 3) is None
+    assert profile_from_measured(config, measured, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from skippipe_jax.program.compiler import (
     Compute,
     Instruction,
     Program,
-    SumReplicas,
+    SumGradients,
     compile_held_out,
     compile_plan,
     global_order,
@@ -79,7 +79,7 @@ def test_a_host_runs_its_part_of_one_global_order(placement: tuple[Plan, tuple[i
             step
             for step in order
             if (step.operation.node if isinstance(step, Compute) else None) in own
-            or (isinstance(step, SumReplicas) and own & set(plan.stages[step.stage]))
+            or (isinstance(step, SumGradients) and own & set(plan.stages[step.stage]))
         )
 
 
@@ -99,7 +99,7 @@ def test_the_global_order_runs_everything_once_and_in_the_orders_of_the_plan(pla
     # A stage is summed once, after the last operation of every replica.
     for stage, nodes in enumerate(plan.stages):
         for operation in itertools.chain(*(plan.order[node] for node in nodes)):
-            assert place[operation] < place[SumReplicas(stage)]
+            assert place[operation] < place[SumGradients(stage)]
 
 
 @PROPERTIES
@@ -147,7 +147,7 @@ def run_to_the_end(plan: Plan, programs: tuple[Program, ...], pick: random.Rando
             step = next_of(host)
             if isinstance(step, Compute) and (step.arrives is None or step.arrives in underway):
                 able.append([host])
-            if isinstance(step, SumReplicas):
+            if isinstance(step, SumGradients):
                 together = sorted({host_of[node] for node in plan.stages[step.stage]})
                 if host == together[0] and all(next_of(other) == step for other in together):
                     able.append(together)

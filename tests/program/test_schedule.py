@@ -32,7 +32,7 @@ from skippipe_jax.program.compiler import Compute, compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule, make_schedule, stage_shares
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.run_dir import RunDir
-from skippipe_jax.training.planning import make_plans, tell_time
+from skippipe_jax.training.planning import log_planned_time, make_plans
 from skippipe_jax.training.setup import plan_change
 from skippipe_jax.training.trainer import Trainer
 from tests import oracle
@@ -142,7 +142,7 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
     sent = len(plans[0].microbatches)
     phases = [
         oracle.Phase(
-            config.model.layers_of_stages(len(plan.stages)),
+            config.model.stage_partition(len(plan.stages)),
             [[plan.stage_of[node] for node in path] for path in plan.microbatches],
             [[batches[step * sent + m] for m in range(sent)]],
         )
@@ -377,7 +377,7 @@ def test_a_run_that_skips_to_the_end_is_told_of_the_preset(
 ):
     given = {"plan": {"case": dict(CASE), "method": "balanced", "budget_s": 0.1}}
     config = parse_config(given, overrides)
-    tell_time(config, make_plans(config, Path(), None))
+    log_planned_time(config, make_plans(config, Path(), None))
     said = "".join(capsys.readouterr())
     assert "by the timing model" not in said, "nobody has measured what the case says"
     assert ("recipe.preset = quality" in said) == suggests
@@ -390,7 +390,7 @@ def test_the_time_of_the_iterations_that_are_left_is_told(capsys: pytest.Capture
     config = parse_config({"plan": {"case": case, "method": "balanced"}, "train": {"steps": 60}})
     schedule = make_plans(config, Path(), None)
     for done in (0, 52, 60):
-        tell_time(config, schedule, done)
+        log_planned_time(config, schedule, done)
     first, second = capsys.readouterr().out.splitlines()
     assert first == "# by the timing model, all 60 iterations take 6.5min"
     assert second == "# by the timing model, the last 8 of 60 iterations take 52s"

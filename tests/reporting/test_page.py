@@ -252,7 +252,7 @@ def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
     folder = start_run(tmp_path / "run")
     write_metrics(folder, 20)
     record(folder, 10)
-    recording.keep_plan(folder, 20, PLAN)
+    recording.save_recorded_plan(folder, 20, PLAN)
     record(folder, 20)
     text = text_of(parsed(report(folder)))
     assert "measured, step 10" in text

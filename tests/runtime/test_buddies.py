@@ -14,10 +14,10 @@ import pytest
 
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import BUDDY, RecoveryConfig
-from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime import buddies, copied
-from skippipe_jax.runtime.buddies import Buddies, copy_routes
+from skippipe_jax.runtime.buddies import BuddyCheckpoints, copy_routes
 from skippipe_jax.runtime.copied import Bytes, Copy, packed
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
@@ -84,7 +84,7 @@ class Hosts:
         self.loops = {host: EventLoop(30.0) for host in range(4)}
         self.of = {host: self.opened(host, first, (kept or {}).get(host, [])) for host in range(4)}
 
-    def opened(self, host: int, first: int, kept: list[Copy]) -> Buddies:
+    def opened(self, host: int, first: int, kept: list[Copy]) -> BuddyCheckpoints:
         topology = topology_of(host)
         links = {other: self.mail.link(host, other) for other in range(4) if other != host}
         exchange = Exchange(self.loops[host], topology, links)
@@ -93,10 +93,12 @@ class Hosts:
             for node in topology.nodes
         }
         replicas: Any = SimpleNamespace(states=states)
-        return Buddies(exchange, replicas, copy_routes(topology, CONFIG), EVERY, first, kept)
+        return BuddyCheckpoints(
+            exchange, replicas, copy_routes(topology, CONFIG), EVERY, first, kept
+        )
 
     def state(self, stage: int) -> jax.Array:
-        size = copied_bytes(CONFIG, 3)[stage]
+        size = buddy_checkpoint_bytes(CONFIG, 3)[stage]
         return jax.device_put(np.full(size, 10 * stage + self.step, np.uint8))
 
     def iterate(self) -> dict[int, Any]:
@@ -148,7 +150,9 @@ def test_a_copy_comes_part_by_part_and_is_of_one_step():
     told = hosts.iterate()
     assert told == {0: ((1, 0),), 1: ((2, 0),), 2: ((0, 0),), 3: ()}
     [copy] = hosts.of[1].copies
-    assert copy.state.tolist() == [20] * copied_bytes(CONFIG, 3)[2], "as it was after step 0"
+    assert copy.state.tolist() == [20] * buddy_checkpoint_bytes(CONFIG, 3)[2], (
+        "as it was after step 0"
+    )
     assert max(hosts.mail.sizes) == 1000
     assert not hosts.mail.offered, "all of it was taken"
     for _ in range(2):
@@ -161,7 +165,7 @@ def test_a_copy_comes_part_by_part_and_is_of_one_step():
 
 def test_copies_of_other_generations_are_kept_until_all_have_theirs():
     def copy(stage: int, step: int) -> Copy:
-        return Copy(stage, step, np.zeros(copied_bytes(CONFIG, 3)[stage], np.uint8))
+        return Copy(stage, step, np.zeros(buddy_checkpoint_bytes(CONFIG, 3)[stage], np.uint8))
 
     hosts = Hosts(5, {1: [copy(1, 4), copy(2, 2)]})
     for _ in range(2):

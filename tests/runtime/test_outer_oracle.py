@@ -24,7 +24,7 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.state import UnderWay
+from skippipe_jax.runtime.state import FragmentInTransit
 from skippipe_jax.runtime.totals import Outcome
 from tests import oracle, outer_oracle
 from tests.one_host import open_alone
@@ -115,7 +115,9 @@ def messages_of(runtime: Runtime, sent: dict[tuple[int, int, int], np.ndarray]) 
     assert behind is not None
     topology, send = runtime.topology, behind.send
 
-    def noting(replica: int, step: int, own: UnderWay, emulation: Emulation | None = None) -> None:
+    def noting(
+        replica: int, step: int, own: FragmentInTransit, emulation: Emulation | None = None
+    ) -> None:
         stage = topology.stage_of[replica]
         place = topology.replicas[stage].index(replica)
         sent[step, stage, place] = np.asarray(own.message)
@@ -176,7 +178,7 @@ def test_replicas_that_go_apart_equal_the_oracle(data: st.DataObject):
     plan = data.draw(plans())
     layers = tuple(data.draw(st.integers(1, 2)) for _ in plan.stages)
     averaging = data.draw(averagings(min(layers)))
-    batches = random_batches(plan, averaging.least_steps + 2, data.draw(st.integers(0, 99)))
+    batches = random_batches(plan, averaging.min_steps + 2, data.draw(st.integers(0, 99)))
     clip_norm = data.draw(st.sampled_from([0.05, None]))
     assert_equals_the_oracle(
         plan,
@@ -203,6 +205,6 @@ def test_fragments_that_overlap_equal_the_oracle(dtype: str, name: str):
     averaging = AveragingConfig(
         mode="outer", every=4, fragments=2, delay=3, dtype=dtype, exact_steps=1
     )
-    batches = random_batches(plan, averaging.least_steps + 5, seed=5)
+    batches = random_batches(plan, averaging.min_steps + 5, seed=5)
     optimizer = dataclasses.replace(OPTIMIZER, name=name, clip_norm=0.05)
     assert_equals_the_oracle(plan, model_of((2, 3)), optimizer, averaging, batches, 2)

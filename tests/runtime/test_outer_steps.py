@@ -13,7 +13,7 @@ from skippipe_jax.config import AveragingConfig, Config, DataConfig, ModelConfig
 from skippipe_jax.optim.outer import begin
 from skippipe_jax.runtime.outer_steps import functions_of_fragments, settle
 from skippipe_jax.runtime.stage_functions import functions_of_run
-from skippipe_jax.runtime.state import MOMENTUM, StageState, UnderWay
+from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, StageState
 
 LAYERS, SENT_AFTER = 2, 4
 CONFIG = Config(
@@ -43,12 +43,12 @@ def trained(seed: int) -> StageState:
     return state
 
 
-def sent(state: StageState, committed_with: int = SENT_AFTER) -> UnderWay:
+def sent(state: StageState, committed_with: int = SENT_AFTER) -> FragmentInTransit:
     """Its second fragment, as it sends it."""
     assert state.outer is not None
     functions = functions_of_fragments(CONFIG, LAYERS)[1]
     message, part, state.outer = functions.send(state.parameters, state.outer)
-    state.under_way[SENT_AFTER] = UnderWay(1, part, message, committed_with)
+    state.under_way[SENT_AFTER] = FragmentInTransit(1, part, message, committed_with)
     return state.under_way[SENT_AFTER]
 
 

@@ -27,7 +27,7 @@ from tests.training_runs import assert_same_bits, by_name
 PLAN = plan_of([[0], [1, 2, 3]], [[0, 1], [0, 2], [0, 3]])
 MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=32)
 CONFIG = Config(model=MODEL, data=DataConfig(sequence_length=32, microbatch_size=2))
-CUT = MODEL.layers_of_stages(2)
+CUT = MODEL.stage_partition(2)
 
 
 @pytest.fixture(scope="module")

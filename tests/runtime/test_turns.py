@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 
-from skippipe_jax.runtime.turns import Turns
+from skippipe_jax.runtime.turns import ReadyQueue
 from tests.program.test_compiler import placements
 
 PROPERTIES = settings(max_examples=200)
 
 
-def turns_of(plan: Plan, ready_first: Sequence[bool]) -> list[Turns]:
+def turns_of(plan: Plan, ready_first: Sequence[bool]) -> list[ReadyQueue]:
     return [
-        Turns(order, plan.case.nodes[node].memory, ready_first=ready_first[node])
+        ReadyQueue(order, plan.case.nodes[node].memory, ready_first=ready_first[node])
         for node, order in enumerate(plan.order)
     ]
 
 
-def run(plan: Plan, nodes: list[Turns], pick: random.Random) -> list[list[Operation]]:
+def run(plan: Plan, nodes: list[ReadyQueue], pick: random.Random) -> list[list[Operation]]:
     """What each node has run, in order, when arrivals and nodes take any time they like."""
     chains = [microbatch_chain(m, path) for m, path in enumerate(plan.microbatches)]
     following = {a: b for chain in chains for a, b in itertools.pairwise(chain)}
@@ -70,7 +70,7 @@ def test_one_host_takes_any_arrivals(placement, seed: int, data: st.DataObject):
     plan, _ = placement
     node = data.draw(st.sampled_from([n for n, order in enumerate(plan.order) if order]))
     memory = plan.case.nodes[node].memory
-    turns = Turns(plan.order[node], memory, ready_first=True)
+    turns = ReadyQueue(plan.order[node], memory, ready_first=True)
     pick = random.Random(seed)
     waiting = [operation for operation in plan.order[node] if operation.kind == "F"]
     pick.shuffle(waiting)
@@ -102,7 +102,7 @@ def backward(microbatch: int) -> Operation:
 
 
 def test_the_earliest_that_is_there_goes_first():
-    turns = Turns([forward(0), forward(1), forward(2)], memory=3, ready_first=True)
+    turns = ReadyQueue([forward(0), forward(1), forward(2)], memory=3, ready_first=True)
     turns.arrive(forward(2))
     turns.arrive(forward(1))
     assert turns.take() == forward(1)
@@ -113,7 +113,7 @@ def test_the_earliest_that_is_there_goes_first():
 
 
 def test_strict_waits_for_the_plan():
-    turns = Turns([forward(0), forward(1)], memory=2, ready_first=False)
+    turns = ReadyQueue([forward(0), forward(1)], memory=2, ready_first=False)
     turns.arrive(forward(1))
     assert turns.take() is None
     turns.arrive(forward(0))
@@ -122,7 +122,7 @@ def test_strict_waits_for_the_plan():
 
 def test_a_forward_leaves_room_for_those_it_passes():
     order = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
-    turns = Turns(order, memory=2, ready_first=True)
+    turns = ReadyQueue(order, memory=2, ready_first=True)
     turns.arrive(forward(2))
     # Beside it, microbatches 0 and 1 are in flight together in the plan's order.
     assert turns.take() is None

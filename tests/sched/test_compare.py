@@ -8,7 +8,7 @@ from functools import cache
 from xml.etree import ElementTree
 
 import pytest
-from skippipe_sched.compare import Refusal, Row, compare, picture, row_of, table, to_json
+from skippipe_sched.compare import PlanningFailure, Row, compare, picture, row_of, table, to_json
 from skippipe_sched.figures.flows import link_traffic
 from skippipe_sched.methods import make_plan
 from skippipe_sched.search.budget import Search
@@ -34,7 +34,7 @@ def search_of(method: str) -> Search:
 
 
 @cache
-def compared(max_jump: int = 2) -> tuple[Row | Refusal, ...]:
+def compared(max_jump: int = 2) -> tuple[Row | PlanningFailure, ...]:
     case = case_with(**SPREAD, rules={"max_jump": max_jump})
     return tuple(compare(case, METHODS, search_of))
 
@@ -110,7 +110,7 @@ def test_methods_are_measured_against_full():
 
 def test_a_method_that_refuses_the_case_says_why_and_the_others_go_on():
     refusal, full = compared(max_jump=0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, PlanningFailure)
     assert refusal.method == "balanced"
     assert refusal.reason.startswith("case.rules.max_jump = 0: ")
     assert isinstance(full, Row)
@@ -127,7 +127,7 @@ def test_one_node_has_no_links():
 
 def test_the_table_is_aligned_and_holds_the_figures():
     balanced, full = compared()
-    refusal = Refusal("joint", "case.memory = 0: must be at least 1. Write more.")
+    refusal = PlanningFailure("joint", "case.memory = 0: must be at least 1. Write more.")
     head, *lines = table([balanced, refusal, full]).splitlines()
     assert lines[-1] == f"joint: {refusal.reason}"
     assert [line.split()[0] for line in lines] == ["balanced", "full", "joint:"]
@@ -147,7 +147,7 @@ def test_the_table_is_aligned_and_holds_the_figures():
 
 def test_json_is_json():
     balanced, _ = compared()
-    refusal = Refusal("joint", "no")
+    refusal = PlanningFailure("joint", "no")
     rows = json.loads(json.dumps(to_json([balanced, refusal]), allow_nan=False))
     assert rows[0]["method"] == "balanced"
     assert isinstance(balanced, Row)
@@ -198,7 +198,7 @@ def test_bars_are_as_long_as_iterations_and_bounds_stand_in_their_rows():
 def test_a_refusal_stands_in_the_picture_within_the_paper():
     balanced, _ = compared()
     reason = "case.stages = " + "a long story, " * 30
-    for rows in ([balanced, Refusal("joint", reason)], [Refusal("joint", reason)]):
+    for rows in ([balanced, PlanningFailure("joint", reason)], [PlanningFailure("joint", reason)]):
         drawn = _Picture(picture(rows, "spread"))
         (text,) = [t for t in drawn.root.iter("text") if t.get("class") == "refused"]
         assert reason.startswith((text.text or "").rstrip("…"))

@@ -62,7 +62,7 @@ def test_aliases_that_stand_for_much_more_than_is_written_are_refused(text, prob
     ],
 )
 def test_what_was_meant_is_guessed(name, known, guessed):
-    assert fields.guess(name, known) == (f"Did you mean {guessed}? " if guessed else "")
+    assert fields.suggestion(name, known) == (f"Did you mean {guessed}? " if guessed else "")
 
 
 def test_aliases_that_stand_for_little_are_taken():

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from skippipe_sched import standby
+from skippipe_sched import command_server
 
 from tests.sched.examples import TWO_NODES
 
@@ -19,7 +19,7 @@ def test_each_command_is_answered_by_its_exit_code(
     case.write_text(json.dumps(TWO_NODES))
     lines = [json.dumps(own) + "\n" for own in (words, [*words, "--budget", "0"], words)]
     answers, before = io.StringIO(), sys.stdout
-    standby.serve(io.StringIO("".join(lines)), answers)
+    command_server.serve(io.StringIO("".join(lines)), answers)
     assert answers.getvalue().split() == ["0", "2", "0"]
     assert found.exists()
     assert sys.stdout is before

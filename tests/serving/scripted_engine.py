@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
 from skippipe_jax.serving.engine import Engine
-from skippipe_jax.serving.server import Conduct, Server, listen
+from skippipe_jax.serving.server import Server, ServerSettings, listen
 from skippipe_jax.serving.service import Served
 
 TOKENIZER = ByteTokenizer()
@@ -97,10 +97,10 @@ def scored(token: int) -> ScoredToken:
 
 @contextlib.contextmanager
 def serving(
-    engine: Engine, what: Served | None = None, conduct: Conduct | None = None
+    engine: Engine, what: Served | None = None, conduct: ServerSettings | None = None
 ) -> Iterator[str]:
     """Serve in a thread; yields the address, as URL."""
-    conduct = Conduct(drain_s=5) if conduct is None else conduct
+    conduct = ServerSettings(drain_s=5) if conduct is None else conduct
     listening = listen("127.0.0.1", 0, conduct.keys)
     server = Server(served() if what is None else what, [engine], conduct)
     failures = []

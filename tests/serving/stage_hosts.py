@@ -12,8 +12,8 @@ from skippipe_jax.connections.keys import Keys
 from skippipe_jax.inference.decoding import PREFILL_TOKENS, Generator
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.models.branch_scales import ScaleTable
-from skippipe_jax.serving.held_stages import Slots
 from skippipe_jax.serving.hosts import Rules, StageHosts
+from skippipe_jax.serving.local_stages import Slots
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE
 from skippipe_jax.serving.stage_host import StageHost

@@ -34,8 +34,8 @@ from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving import stage_host
 from skippipe_jax.serving.errors import Unavailable
-from skippipe_jax.serving.held_stages import HeldStages, Slots
 from skippipe_jax.serving.hosts import Rules, StageHosts
+from skippipe_jax.serving.local_stages import LocalStages, Slots
 from skippipe_jax.serving.routed import RoutedExecutor
 from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
 from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
@@ -361,7 +361,7 @@ def test_a_step_whose_host_dies_while_the_service_ends_is_not_waited_for(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ):
     has_come, may_go_on = threading.Event(), threading.Event()
-    run = HeldStages.run
+    run = LocalStages.run
 
     def run_late(*given: Any) -> Any:
         has_come.set()
@@ -372,7 +372,7 @@ def test_a_step_whose_host_dies_while_the_service_ends_is_not_waited_for(
         generator, drawn = own.generator(), []
         generator.submit(DecodeRequest(PROMPT[:1], 1, GREEDY))
         [thread] = own.holding(1)
-        monkeypatch.setattr(HeldStages, "run", run_late)
+        monkeypatch.setattr(LocalStages, "run", run_late)
         decoding = threading.Thread(target=lambda: drawn.extend(generator.step()))
         decoding.start()
         assert has_come.wait(PATIENCE_S)
@@ -434,14 +434,14 @@ def test_a_host_whose_device_hangs_leaves(
     source: ModelSource, model: StagedModel, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(stage_host, "MOST_SILENCES", 0.5)
-    run, is_over, hanging = HeldStages.run, threading.Event(), list[HeldStages]()
+    run, is_over, hanging = LocalStages.run, threading.Event(), list[LocalStages]()
 
-    def run_or_hang(held: HeldStages, *given: Any) -> np.ndarray:
+    def run_or_hang(held: LocalStages, *given: Any) -> np.ndarray:
         if held in hanging:
             is_over.wait()
         return run(held, *given)
 
-    monkeypatch.setattr(HeldStages, "run", run_or_hang)
+    monkeypatch.setattr(LocalStages, "run", run_or_hang)
     with service(source, 3) as own:
         [thread] = own.holding(2)
 
@@ -550,7 +550,7 @@ def test_spans_of_a_prompt_are_sent_without_waiting(
 ):
     prompt = [256, *b"a prompt of more tokens than go through the stages at once, by far"[:49]]
     may_go_on = threading.Event()
-    run = HeldStages.run
+    run = LocalStages.run
 
     def waiting(*given: Any) -> np.ndarray:
         may_go_on.wait()
@@ -558,7 +558,7 @@ def test_spans_of_a_prompt_are_sent_without_waiting(
 
     with service(source, 6) as own:
         executor = RoutedExecutor(source.model([DATA_STAGE]), own.hosts, 0)
-        monkeypatch.setattr(HeldStages, "run", waiting)
+        monkeypatch.setattr(LocalStages, "run", waiting)
         executor.begin(0, None)
         for start in range(0, 48, 16):
             executor.prefill(span_of(prompt[start : start + 16], 0, start))

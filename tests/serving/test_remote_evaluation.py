@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, held_out_batches
-from skippipe_jax.data.rows import Learnt, PackedDocuments, TokenizedDocuments, cut
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
+from skippipe_jax.data.rows import LossMask, PackedDocuments, TokenizedDocuments, cut
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.model_source import open_source, read_run
 from skippipe_jax.inference.remote_model import texts_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.serving import errors
 from skippipe_jax.serving.model import open_engine
-from skippipe_jax.serving.server import Conduct
+from skippipe_jax.serving.server import ServerSettings
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, Result, expect_one_error
 from tests.partial_models import save_run
@@ -148,7 +148,7 @@ def test_packed_rows_have_several_texts_and_targets_that_do_not_count(folder: Pa
     texts = list(texts_of(batch))
     assert len(texts) > len({row for row, _, _ in texts})
     lengths = sum(len(tokens) - 1 for _, _, tokens in texts)
-    assert 0 < (batch["targets"] != NOT_COUNTED).sum() < lengths
+    assert 0 < (batch["targets"] != IGNORED_TARGET).sum() < lengths
 
 
 @st.composite
@@ -159,11 +159,11 @@ def packed_rows(draw: st.DrawFn) -> Batch:
     sizes = np.array(documents)
     tokens = np.arange(sizes.sum()) + 1  # Each is another, so that all are told apart.
     learnt = np.array(draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
-    text = TokenizedDocuments(tokens, np.cumsum(sizes), Learnt.where(learnt))
+    text = TokenizedDocuments(tokens, np.cumsum(sizes), LossMask.where(learnt))
     rows = PackedDocuments(text, cut(text, length, "split"), length)
     shape = len(rows) + draw(st.integers(0, 2)), length
     tokens, begins = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    targets = np.full(shape, NOT_COUNTED, np.int32)
+    targets = np.full(shape, IGNORED_TARGET, np.int32)
     for row in range(len(rows)):
         rows.fill(row, tokens[row], targets[row], begins[row])
     return {"tokens": tokens, "targets": targets, "begins": begins}
@@ -173,7 +173,7 @@ def packed_rows(draw: st.DrawFn) -> Batch:
 def test_each_target_is_asked_for_once_behind_what_its_position_sees(batch: Batch):
     assert "begins" in batch
     expected = Counter[tuple[int, int, tuple[int, ...]]]()
-    for row, place in np.argwhere(batch["targets"] != NOT_COUNTED).tolist():
+    for row, place in np.argwhere(batch["targets"] != IGNORED_TARGET).tolist():
         start = np.flatnonzero(batch["begins"][row, : place + 1])[-1]
         seen = batch["tokens"][row, start : place + 1].tolist()
         expected[row, place, (*seen, int(batch["targets"][row, place]))] += 1
@@ -181,7 +181,7 @@ def test_each_target_is_asked_for_once_behind_what_its_position_sees(batch: Batc
     for row, start, tokens in texts_of(batch):
         assert batch["targets"][row, start + len(tokens) - 2] == tokens[-1]
         for place in range(start, start + len(tokens) - 1):
-            if batch["targets"][row, place] != NOT_COUNTED:
+            if batch["targets"][row, place] != IGNORED_TARGET:
                 found[row, place, tuple(tokens[: place - start + 2])] += 1
     assert found == expected
 
@@ -324,7 +324,7 @@ def test_a_service_with_little_room_answers_all_in_the_end(
 ):
     monkeypatch.setattr(errors, "AGAIN_S", 0)
     engine = ScriptedEngine(lambda request: [], slots=1)
-    with serving(engine, served(), Conduct(most_waiting=1)) as url:
+    with serving(engine, served(), ServerSettings(most_waiting=1)) as url:
         found = evaluated(command, "--run", str(run), "--url", f"{url}/v1", "--sequences", "9")
     scored = [token for request in engine.seen for token in request.prompt[1:]]
     assert found["tokens"] == len(scored) == 9 * LENGTH
@@ -337,7 +337,7 @@ def test_the_key_is_that_of_the_first_line(run: Path, tmp_path: Path, command: C
     (tmp_path / "none").write_text("\n")
     asked = ["--run", str(run), "--sequences", "1"]
     engine = ScriptedEngine(lambda request: [])
-    with serving(engine, served(), Conduct(keys=("right",))) as url:
+    with serving(engine, served(), ServerSettings(keys=("right",))) as url:
         asked += ["--url", f"{url}/v1"]
         key = ["--api-key-file", str(tmp_path / "keys")]
         assert evaluated(command, *asked, *key)["tokens"] == LENGTH

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, TemporaryError, run_command
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError, TemporaryError, run_command
 
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.errors import CheckpointFailed, CorruptCheckpoint, GenerationEnded
@@ -482,7 +482,7 @@ def test_a_full_disk_is_told_in_one_line_and_may_have_room_later(tmp_path):
     try:
         with started_processes(tmp_path / "processes") as processes:
             processes.start(__file__, disk / "run", "many files")
-            assert processes.exit_code(0, 120) == TRY_AGAIN_EXIT_CODE
+            assert processes.exit_code(0, 120) == TEMPORARY_EXIT_CODE
             *warnings, line = processes.output(0).splitlines()
         assert (latest_step(disk / "run") or 0) >= 1
     finally:

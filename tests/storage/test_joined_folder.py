@@ -14,12 +14,12 @@ from skippipe_jax.storage.joined_folder import (
     JOINED,
     configurations,
     contents_of,
+    earlier_join,
+    file_stamps,
     is_joined,
     keep,
-    known_before,
-    name_of_run,
     require_not_joined,
-    state_of_files,
+    run_dir_of,
 )
 
 RUN = Config(
@@ -38,21 +38,21 @@ def test_what_was_given_is_kept_as_it_is_and_given_to_others(tmp_path: Path):
     keep(folder, GIVEN, ["10.0.0.1:1"])
     assert contents_of(folder) == GIVEN
     assert is_joined(folder)
-    assert known_before(folder) == (GIVEN, ["10.0.0.1:1"])
-    assert name_of_run(GIVEN) == "runs/far"
-    before = state_of_files(folder)
+    assert earlier_join(folder) == (GIVEN, ["10.0.0.1:1"])
+    assert run_dir_of(GIVEN) == "runs/far"
+    before = file_stamps(folder)
     keep(folder, GIVEN, ["10.0.0.2:1"])
-    assert state_of_files(folder) == before, "what is there is not written again"
+    assert file_stamps(folder) == before, "what is there is not written again"
     # The same run later, by other plans and for longer.
     longer = to_yaml(Config(run_dir="runs/far", data=RUN.data)).encode()
     later = {"config.yaml": longer, "plan.json": b"{1}"}
     keep(folder, later, [])
-    assert known_before(folder) == (later | {k: GIVEN[k] for k in GIVEN if "token" in k}, [])
-    assert state_of_files(folder) != before
+    assert earlier_join(folder) == (later | {k: GIVEN[k] for k in GIVEN if "token" in k}, [])
+    assert file_stamps(folder) != before
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
-    assert known_before(tmp_path / "new") == ({}, [])
+    assert earlier_join(tmp_path / "new") == ({}, [])
     keep(tmp_path / "far", GIVEN, [])
     other = to_yaml(Config(run_dir="runs/other", data=RUN.data)).encode()
     with pytest.raises(InputError, match="a host used this folder to join another run"):
@@ -62,7 +62,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     run.mkdir()
     (run / "config.yaml").write_bytes(GIVEN["config.yaml"])
     with pytest.raises(InputError, match="is the folder of a run itself"):
-        known_before(run)
+        earlier_join(run)
     require_not_joined(run)
     with pytest.raises(InputError, match="the folder of a diskless host"):
         require_not_joined(tmp_path / "far")

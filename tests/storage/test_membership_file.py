@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from skippipe_sched.problem.plan import load_plan
 
-from skippipe_jax.consensus.generations import Generation, Remade
+from skippipe_jax.consensus.generations import Generation, RebuiltStage
 from skippipe_jax.storage.records import RecoveryRecord, append_record
 from skippipe_jax.storage.run_dir import MEMBERSHIP, RECOVERIES, RunDir
 from tests.sched.examples import plan_of
@@ -45,7 +45,7 @@ def test_a_line_tells_all_of_a_generation(tmp_path: Path):
 
 
 def test_a_line_tells_which_stages_were_lost_and_how_they_were_made_anew(tmp_path: Path):
-    made = Remade(1, "average", 40, (1, 3))
+    made = RebuiltStage(1, "average", 40, (1, 3))
     second = Generation(2, (1, 3), (8, 9), 3, 40, lost=(1,), remade=(made,))
     RunDir(tmp_path).append_generation(second, PLAN, MEMBERS)
     [line] = RunDir(tmp_path).generations()

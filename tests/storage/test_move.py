@@ -76,7 +76,7 @@ class Moved(NamedTuple):
         batches = TrainingBatches(config.data)
         phases = [
             oracle.Phase(
-                config.model.layers_of_stages(len(before.stages)),
+                config.model.stage_partition(len(before.stages)),
                 stage_paths(before),
                 iterations(batches, 0, before),
             ),

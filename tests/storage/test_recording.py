@@ -22,12 +22,12 @@ from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
     Recording,
-    keep_plan,
-    kept_plan,
+    load_recorded_plan,
     measured_timeline,
     recorded_steps,
     recording_path,
     remove_recordings,
+    save_recorded_plan,
 )
 from tests.sched.examples import case_with, routed_cases, same_place
 
@@ -262,13 +262,13 @@ def test_a_resumed_run_forgets_what_it_will_record_again(tmp_path):
 
 def test_the_plan_of_hosts_that_were_left_goes_with_what_they_recorded(tmp_path):
     plan = small_plan()
-    keep_plan(tmp_path, 10, plan)
+    save_recorded_plan(tmp_path, 10, plan)
     assert recorded_steps(tmp_path) == []  # Nobody has, yet: the host may be lost.
-    kept = kept_plan(tmp_path, 10)
+    kept = load_recorded_plan(tmp_path, 10)
     assert kept is not None
     assert kept.to_json() == plan.to_json()
     remove_recordings(tmp_path, after=9)
-    assert kept_plan(tmp_path, 10) is None
+    assert load_recorded_plan(tmp_path, 10) is None
 
 
 def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
@@ -278,7 +278,7 @@ def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
     left = plan_without(plan, [0, 1])
     save_all(tmp_path, plan, 10)
     measured = save_all(tmp_path, left, 20)
-    keep_plan(tmp_path, 20, left)
+    save_recorded_plan(tmp_path, 20, left)
     *_, trace = draw_recorded(tmp_path)
     figures = json.loads(trace.read_text())["otherData"]
     assert figures["iteration_s"] == pytest.approx(left.predicted.iteration_s)

@@ -88,9 +88,9 @@ class Openings(ElasticRunner):
 @pytest.fixture(autouse=True)
 def no_other_places(monkeypatch: pytest.MonkeyPatch):
     """Nobody comes beside these hosts, and nobody decides by rules."""
-    monkeypatch.setattr(runner, "host_of_places", lambda config, host_of: host_of)
+    monkeypatch.setattr(runner, "host_by_node", lambda config, host_of: host_of)
     rules = SimpleNamespace(serves=lambda *_: ())
-    monkeypatch.setattr(runner, "rules_of", lambda *_: rules)
+    monkeypatch.setattr(runner, "elastic_rules", lambda *_: rules)
 
 
 def generation(number: int, **fields: Any) -> Generation:

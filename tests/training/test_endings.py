@@ -31,7 +31,7 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
     ],
 )
 def test_who_was_told_to_stop_is_said_with_the_signal(told: dict[int, signal.Signals], said: str):
-    assert RunResult(5, TERM, told_to_stop=told).who_was_stopped == said
+    assert RunResult(5, TERM, stop_signals=told).stop_message == said
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -40,13 +40,13 @@ def test_every_host_says_who_stopped_the_run_and_how_to_go_on(
 ):
     config = Config(run_dir=str(tmp_path))
     host: Any = SimpleNamespace(index=2, count=3, leads=leads)
-    result = RunResult(52, TERM, told_to_stop={1: INT})
+    result = RunResult(52, TERM, stop_signals={1: INT})
     train._print_result(config, host, result)
     told = capsys.readouterr().out
     assert told.startswith("host 1 received SIGINT: all hosts stop after step 52. Restart ")
     assert told.count("\n") == 1
     host.count = 1
-    train._print_result(config, host, RunResult(52, TERM, told_to_stop={0: TERM}))
+    train._print_result(config, host, RunResult(52, TERM, stop_signals={0: TERM}))
     assert capsys.readouterr().out.startswith("stopped by SIGTERM after step 52. Restart ")
 
 
@@ -70,7 +70,7 @@ def test_a_host_that_had_joined_says_where_the_result_is(tmp_path: Path):
     trained = join.result_message(tmp_path, leader, RunResult(150, None))
     assert trained == f"finished 150 steps; the run is on {leader}, in runs/far"
     (tmp_path / "timelines").mkdir()
-    result = RunResult(52, TERM, told_to_stop={1: INT})
+    result = RunResult(52, TERM, stop_signals={1: INT})
     assert join.result_message(tmp_path, leader, result) == (
         "host 1 received SIGINT: all hosts stop after step 52. The checkpoint is on "
         f"{leader}, in runs/far. After the run is resumed there, this host can join again. "

@@ -15,8 +15,8 @@ from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
 from skippipe_jax.connections.invitation import Place
 from skippipe_jax.training.elastic import joining
+from skippipe_jax.training.elastic.join_measurements import JoinMeasurements
 from skippipe_jax.training.elastic.joining import joined_by_address
-from skippipe_jax.training.elastic.measured import Measured
 
 
 class Search:
@@ -67,8 +67,8 @@ def test_who_finds_its_place_taken_looks_for_the_next(
 
     monkeypatch.setattr(joining, "joined", joined)
     monkeypatch.setattr(joining, "Seeking", lambda *given: search)
-    monkeypatch.setattr(joining, "keep_programs", lambda folder: None)
-    monkeypatch.setattr(joining, "_compile_and_measure", lambda *given: Measured())
+    monkeypatch.setattr(joining, "enable_compilation_cache", lambda folder: None)
+    monkeypatch.setattr(joining, "_compile_and_measure", lambda *given: JoinMeasurements())
     monkeypatch.setattr(joining, "_decline_reason", why_not)
     coming = joined_by_address(["10.0.0.1:1"], None, [], anyway=True)
     if ends:

@@ -15,15 +15,15 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections import waiting
-from skippipe_jax.connections.asking import Newcomer, NobodyListens
-from skippipe_jax.connections.invitation import Files, Invitation, Place
+from skippipe_jax.connections.asking import Newcomer, NoListener
+from skippipe_jax.connections.invitation import Files, JoinOffer, Place
 from skippipe_jax.connections.reception import RUN_ENDED
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
-from skippipe_jax.training.elastic import newcomer
-from skippipe_jax.training.elastic.inviting import Inviting
-from skippipe_jax.training.elastic.newcomer import Seeking
+from skippipe_jax.training.elastic import join_search
+from skippipe_jax.training.elastic.join_offers import JoinOffers
+from skippipe_jax.training.elastic.join_search import JoinSearch
 from tests.step_metrics import metrics_of
 
 RUN = Config(
@@ -54,7 +54,7 @@ class Hosts:
 
     async def ask(
         self, addresses: Sequence[str], wanted: Collection[str] | None = None
-    ) -> tuple[str, Invitation]:
+    ) -> tuple[str, JoinOffer]:
         self.asked.append([*addresses])
         answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         if isinstance(answer, TemporaryError):
@@ -65,10 +65,10 @@ class Hosts:
                 asking.contents[name] = content
                 asking.fetched += len(content)
         told = Files(CONTENTS).told
-        return addresses[0], Invitation(1, 4, {1: "10.0.0.1:1"}, tuple(answer), told, TEXT)
+        return addresses[0], JoinOffer(1, 4, {1: "10.0.0.1:1"}, tuple(answer), told, TEXT)
 
-    def seeking(self, find_text: Callable[[Config], str], *overrides: str) -> Seeking:
-        seeking = Seeking(["10.0.0.1:1"], None, overrides, find_text, self)
+    def seeking(self, find_text: Callable[[Config], str], *overrides: str) -> JoinSearch:
+        seeking = JoinSearch(["10.0.0.1:1"], None, overrides, find_text, self)
         self.newcomers = [seeking._newcomer]
         return seeking
 
@@ -218,7 +218,7 @@ def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts
     silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answered", "Ask again")
     hosts.answers = [silent, silent, [INNER]]
     with hosts.seeking(has_text).fetch():
-        assert hosts.now_s == 2 * newcomer.AGAIN_S
+        assert hosts.now_s == 2 * join_search.AGAIN_S
         assert hosts.asked[-1] == ["10.0.0.1:1", "10.0.0.1:1"]
     hosts.answers = [silent]
     with (
@@ -226,7 +226,7 @@ def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts
         hosts.seeking(has_text).fetch(),
     ):
         pass
-    assert hosts.now_s > newcomer.FIND_S
+    assert hosts.now_s > join_search.FIND_S
 
 
 def test_it_says_whom_it_asks_in_vain_and_why(
@@ -252,7 +252,7 @@ def test_it_says_whom_it_asks_in_vain_and_why(
 
 def test_it_says_that_the_run_has_ended(hosts: Hosts):
     ended = TemporaryError("join", "host 0", RUN_ENDED, "Join again after it is resumed")
-    gone = NobodyListens("join", "10.0.0.1:1", "connection refused", "Give another")
+    gone = NoListener("join", "10.0.0.1:1", "connection refused", "Give another")
     hosts.answers = [[INNER], [INNER], ended]
     seeking = hosts.seeking(has_text)
     with seeking.fetch():
@@ -266,9 +266,9 @@ def test_it_says_that_the_run_has_ended(hosts: Hosts):
 
 
 def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp_path: Path):
-    gone = NobodyListens("join", "10.0.0.1:1", "connection refused", "Give another")
+    gone = NoListener("join", "10.0.0.1:1", "connection refused", "Give another")
     hosts.answers = [gone]
-    with pytest.raises(NobodyListens), hosts.seeking(has_text).fetch():
+    with pytest.raises(NoListener), hosts.seeking(has_text).fetch():
         pass
     assert hosts.now_s == 0.0
     # Of a run that is known one may come back.
@@ -276,10 +276,10 @@ def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp
     with hosts.seeking(has_text).fetch():
         pass
     hosts.answers = [gone, gone, [INNER]]
-    again = Seeking(["10.0.0.1:1"], tmp_path / "far", (), has_text, hosts)
+    again = JoinSearch(["10.0.0.1:1"], tmp_path / "far", (), has_text, hosts)
     hosts.newcomers = [again._newcomer]
     with again.fetch():
-        assert hosts.now_s == 2 * newcomer.AGAIN_S
+        assert hosts.now_s == 2 * join_search.AGAIN_S
 
 
 def test_a_host_tells_whose_places_are_free_and_what_they_serve(
@@ -289,7 +289,7 @@ def test_a_host_tells_whose_places_are_free_and_what_they_serve(
         (tmp_path / name).write_bytes(content)
     clock: Any = SimpleNamespace(now=lambda: now_s)
     now_s = 0.0
-    own, served = Inviting(tmp_path, 3, clock), {1: (0,), 2: (1,), 3: (0, 1), 4: ()}
+    own, served = JoinOffers(tmp_path, 3, clock), {1: (0,), 2: (1,), 3: (0, 1), 4: ()}
     serves = served.__getitem__
     assert own.places({1, 2}) == []
     own.entered(Generation(1, (0, 1, 2), (5, 6, 7), 0, 0), serves, TEXT)

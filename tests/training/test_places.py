@@ -12,14 +12,14 @@ from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.consensus.holders import covers
-from skippipe_jax.training.elastic.places import (
+from skippipe_jax.training.elastic.extra_hosts import (
     Placement,
-    host_of_places,
-    secured,
+    host_by_node,
     stages_for,
+    with_second_hosts,
     with_stages,
 )
-from skippipe_jax.training.elastic.regroup import rules_of
+from skippipe_jax.training.elastic.membership_change import elastic_rules
 from tests.sched.examples import plan_of
 
 PATHS = [[0, 2], [0, 3], [1, 2], [1, 3]]
@@ -29,10 +29,10 @@ LONGER = plan_of([[0], [1, 2], [3]], [[0, 1, 3], [0, 2, 3]], path_length=3)
 
 def test_each_spare_place_has_a_node_of_its_own_and_as_many_as_have_ports():
     config = Config(join=JoinConfig(places=2))
-    assert host_of_places(config, (0, 1, 1)) == (0, 1, 1, 2, 3)
+    assert host_by_node(config, (0, 1, 1)) == (0, 1, 1, 2, 3)
     high = ClusterConfig(transfer_port=65536 - 9)
-    assert host_of_places(Config(cluster=high), (0, 1)) == (0, 1, 2)
-    assert host_of_places(Config(cluster=high), (0, 1, 2, 3)) == (0, 1, 2, 3)
+    assert host_by_node(Config(cluster=high), (0, 1)) == (0, 1, 2)
+    assert host_by_node(Config(cluster=high), (0, 1, 2, 3)) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_who_comes_serves_where_a_replica_has_most_to_do(
 
 def test_who_comes_is_placed_when_a_generation_is_named_and_known_to_be_before(tmp_path: Path):
     settled: Any = SimpleNamespace(host_of=(0, 1, 2, 3), plan=PLAN)
-    rules = rules_of(Config(run_dir=str(tmp_path), join=JoinConfig(places=2)), settled)
+    rules = elastic_rules(Config(run_dir=str(tmp_path), join=JoinConfig(places=2)), settled)
     assert rules.hosts == (0, 1, 2, 3, 4, 5)
     everybody = frozenset({0, 1, 2, 3})
     assert covers(rules, PLAN.stages, everybody)
@@ -80,7 +80,7 @@ def test_who_comes_is_placed_when_a_generation_is_named_and_known_to_be_before(t
 def test_who_comes_is_told_of_the_stage_to_which_it_goes_back(tmp_path: Path):
     """Host 2 has stood in for stage 0 when it was lost, and host 3 is alone since."""
     settled: Any = SimpleNamespace(host_of=(0, 1, 2, 3), plan=PLAN)
-    rules = rules_of(Config(run_dir=str(tmp_path)), settled)
+    rules = elastic_rules(Config(run_dir=str(tmp_path)), settled)
     placement = ((0, 1, 2), (3,))
     generation = Generation(1, (0, 1, 3), (0,) * 3, 0, 0, placement=placement)
     assert stages_for(rules, generation, 2) == (1,)
@@ -109,7 +109,7 @@ HERE = frozenset(range(6))
 def test_no_stage_has_one_host_while_others_stand_in_elsewhere(
     placement: Placement, hosts: frozenset[int], without_text: tuple[int, ...], expected: Placement
 ):
-    found = secured(THREE, placement, range(6), hosts, without_text)
+    found = with_second_hosts(THREE, placement, range(6), hosts, without_text)
     assert found == expected
     if found == placement:
         assert found is placement
@@ -117,4 +117,4 @@ def test_no_stage_has_one_host_while_others_stand_in_elsewhere(
 
 def test_a_stage_of_one_host_from_the_start_stays_one():
     own = ((0,), (1, 2, 3))
-    assert secured(own, own, range(4), range(4)) is own
+    assert with_second_hosts(own, own, range(4), range(4)) is own

@@ -34,7 +34,7 @@ class Hosts:
         assert self.count > 1
         assert not self.is_distributed
         return SimpleNamespace(
-            is_the_end=self.is_the_end, told_to_leave=lambda *given: self.told.append(given)
+            is_the_end=self.is_the_end, start_leaving=lambda *given: self.told.append(given)
         )
 
 
@@ -45,10 +45,10 @@ def preemption_of(hosts: Any) -> Preemption:
 @pytest.mark.parametrize("hosts", [Hosts(count=1), Hosts(is_distributed=True)])
 def test_where_no_host_can_go_alone_any_signal_ends_the_run(hosts: Hosts):
     here = preemption_of(hosts)
-    assert not here.ends_the_run()
+    assert not here.votes_to_end()
     here.receive(SIGTERM)
     assert hosts.told == []
-    assert here.ends_the_run()
+    assert here.votes_to_end()
     assert not here.has_left()
 
 
@@ -56,16 +56,16 @@ def test_a_host_among_others_leaves_unless_too_many_do():
     here = preemption_of(hosts := Hosts())
     here.receive(SIGINT)
     assert hosts.told == []
-    assert here.ends_the_run()
+    assert here.votes_to_end()
     here = preemption_of(hosts)
     here.receive(SIGTERM)
     [(grace_s, _)] = hosts.told
     assert grace_s == GRACE_S
-    assert not here.ends_the_run()
+    assert not here.votes_to_end()
     assert not here.has_left()
     hosts.is_the_end = True
-    assert here.ends_the_run()
-    assert preemption_of(hosts).ends_the_run(), "whoever was told"
+    assert here.votes_to_end()
+    assert preemption_of(hosts).votes_to_end(), "whoever was told"
 
 
 def test_a_host_has_left_once_others_go_on_without_it():

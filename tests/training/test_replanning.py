@@ -16,7 +16,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, TrainConfig
 from skippipe_jax.config.cluster import ReplanConfig
-from skippipe_jax.consensus.generations import Generation, Wish
+from skippipe_jax.consensus.generations import Generation, PlanRequest
 from skippipe_jax.training.replan import planner_process
 from skippipe_jax.training.replan.planner_process import WarmPlanner
 from skippipe_jax.training.replan.replanner import SEVERAL, Replanner, SharedPlans
@@ -55,7 +55,7 @@ class Leader:
     """The leader of a run of four hosts, and what it has proposed."""
 
     def __init__(self, config: Config, standing: Plan, generation: Generation = SECOND):
-        self.wished: list[Wish] = []
+        self.wished: list[PlanRequest] = []
         self.plans, self.planner = SharedPlans(), WarmPlanner()
         self.view: Any = SimpleNamespace(step=20)
         given = standing, OWN, [0, 1, 2, 3], self.planner, self.wished.append

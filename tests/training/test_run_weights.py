@@ -21,7 +21,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import Run
 from skippipe_jax.config import Config, load_config, parse_config
-from skippipe_jax.config.pretrained import origin_of
+from skippipe_jax.config.pretrained import parse_init_from
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
 from skippipe_jax.inference.model_source import read_run
@@ -126,7 +126,7 @@ def test_the_stages_of_any_cut_are_the_parents(seed: Path, cut: Any, dtype: str,
     model = dataclasses.replace(opened.config.model, stage_layers=cut, parameter_dtype=dtype)
     expected = whole(seed, step, dtype)
     for stage, shapes in enumerate(stage_shapes(model, len(cut))):
-        blocks = model.layers_of_stages(len(cut)).blocks(stage)
+        blocks = model.stage_partition(len(cut)).blocks(stage)
         found = by_name(opened.load_stage(shapes, blocks.start))
         assert found.keys() == by_name(jax.tree.map(lambda _: 0, shapes)).keys()
         assert_blocks(found, expected, blocks)
@@ -157,7 +157,7 @@ def test_a_child_begins_where_its_parent_was(
         plan = trainer.schedule.plans[OWN]
         assert trainer.step == 0
         for node, state in trainer.runtime.states.items():
-            blocks = config.model.layers_of_stages(len(cut)).blocks(plan.stage_of[node])
+            blocks = config.model.stage_partition(len(cut)).blocks(plan.stage_of[node])
             assert_blocks(by_name(state.parameters), expected, blocks)
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer_state))
         trainer.train_step()
@@ -294,5 +294,5 @@ def test_what_names_no_checkpoint_is_refused(value: str):
     [("run:a@b/c", "a@b/c", None), ("run:a@b@0007", "a@b", 7), ("run:a@b/", "a@b", None)],
 )
 def test_a_folder_may_have_an_at_sign(init_from: str, folder: str, step: int | None):
-    origin = origin_of(init_from)
+    origin = parse_init_from(init_from)
     assert (origin.folder, origin.step) == (Path(folder), step)

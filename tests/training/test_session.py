@@ -59,7 +59,7 @@ class Opened(Session):
         )
         self._config, self.step, self.unfinished, self.saved = CONFIG, step, True, False
         self._metrics_lag, self._saved_step, self._copied_step = 1, -1, None
-        self.told_to_stop = None
+        self.stop_signals = None
         self._validator: Any = SimpleNamespace(evaluate=float)
         self._metrics: Any = SimpleNamespace(
             completed=lambda lag: self._lines([*untold], lag),
@@ -166,7 +166,7 @@ def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
         session.save_final()
     assert (copied, completed, session.saved) == (["copied/20"] * 2, [1, 1], True)
     assert session.reception.has_ended, "nobody joins it any more"
-    assert session.told_to_stop is None
+    assert session.stop_signals is None
 
 
 @pytest.mark.parametrize("here", [None, signal.SIGTERM])
@@ -187,4 +187,4 @@ def test_all_hosts_know_who_was_told_to_stop(
     session.preemption.received = here
     session.save_final()
     own = {} if here is None else {5: here}
-    assert session.told_to_stop == {2: signal.SIGINT, **own}
+    assert session.stop_signals == {2: signal.SIGINT, **own}

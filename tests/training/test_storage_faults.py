@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from skippipe_sched.errors import TRY_AGAIN_EXIT_CODE, InputError, TemporaryError
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError, TemporaryError
 
 from skippipe_jax import Run
 from skippipe_jax.config import Config, load_config
@@ -87,7 +87,7 @@ def test_a_run_whose_folder_stays_unusable_ends_with_the_code_to_start_it_again(
     monkeypatch.setattr(records, "add_line", failing(print, *[errno.EIO] * 100))
     with pytest.raises(TemporaryError, match=r"run_dir = .*Input/output error") as caught:
         Trainer(config).run()
-    assert caught.value.exit_code == TRY_AGAIN_EXIT_CODE
+    assert caught.value.exit_code == TEMPORARY_EXIT_CODE
     assert pauses == [*files.RETRY_PAUSES_S]
 
 

@@ -23,7 +23,7 @@ from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
-from skippipe_jax.data.batches import NOT_COUNTED, Batch, TrainingBatches
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch, TrainingBatches
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
 from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
@@ -398,7 +398,7 @@ def test_an_iteration_without_a_target_is_told_of_and_the_run_goes_on(
         batch = read(own, number)
         # All that is read in the second of three iterations, of four microbatches each.
         if 4 <= number < 8:
-            batch["targets"] = np.full_like(batch["targets"], NOT_COUNTED)
+            batch["targets"] = np.full_like(batch["targets"], IGNORED_TARGET)
         return batch
 
     monkeypatch.setattr(TrainingBatches, "__getitem__", without_targets)

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from skippipe_sched.commands.searching import add_search_arguments, progress
-from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.commands.output_files import require_writable, write
+from skippipe_sched.commands.search_options import add_search_arguments, progress
 from skippipe_sched.errors import InputError, loading
 from skippipe_sched.methods import METHODS
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippipe_sched.commands.searching import add_search_arguments, progress
-from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.commands.output_files import require_writable, write
+from skippipe_sched.commands.search_options import add_search_arguments, progress
 from skippipe_sched.errors import InputError, loading
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS, path_length_of
 from skippipe_sched.search.budget import DEFAULT_BOUND_BUDGET_S

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from skippipe_sched.commands.writing import write
+from skippipe_sched.commands.output_files import write
 from skippipe_sched.errors import InputError, loading
 
 DESCRIPTION = """\

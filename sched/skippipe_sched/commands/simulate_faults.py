@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippipe_sched.churn.policies import POLICIES
-from skippipe_sched.commands.searching import progress
-from skippipe_sched.commands.writing import require_writable, write
+from skippipe_sched.commands.output_files import require_writable, write
+from skippipe_sched.commands.search_options import progress
 from skippipe_sched.errors import InputError, loading
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
@@ -161,7 +161,7 @@ def _churn(arguments: argparse.Namespace) -> Churn:
     from skippipe_sched.churn.sweep import Churn
 
     count = fields.integer(arguments.seeds, "--seeds", 1, MAX_SEEDS)
-    first = fields.integer(arguments.seed, "--seed", 0, fields.LARGEST_SEED - MAX_SEEDS)
+    first = fields.integer(arguments.seed, "--seed", 0, fields.MAX_SEED - MAX_SEEDS)
     days = fields.number(arguments.days, "--days", 0.0, above=True)
     repair_s = fields.duration(arguments.repair, "--repair")
     return Churn(repair_s, days * DAY_S, tuple(range(first, first + count)))

@@ -466,7 +466,9 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
     if unreachable:
         missing = [pair for pair in missing if unreachable[0] in pair]
     known = {name for pair in table.links for name in pair}
-    near = "".join(fields.guess(name, known) for pair in missing[:1] for name in {*pair} - known)
+    near = "".join(
+        fields.suggestion(name, known) for pair in missing[:1] for name in {*pair} - known
+    )
     if unreachable:
         there = [index for index, node in enumerate(nodes) if node.location == unreachable[0]]
         raise InputError(

@@ -92,7 +92,7 @@ class ServingCase:
             problem = f"has shape {list(np.shape(array))}, expected {list(shape)}"
             remedy = f"Give it for {self.step_s.shape[0]} hosts and {self.step_s.shape[1]} stages"
             raise InputError(f"case.{name}", array, problem, remedy)
-        right = (array > 0.0 if above else array >= 0.0) & (array <= fields.LARGEST)
+        right = (array > 0.0 if above else array >= 0.0) & (array <= fields.MAX_NUMBER)
         for index in np.argwhere(~right).tolist():
             place = "".join(f"[{number}]" for number in index)
             fields.number(float(array[tuple(index)]), f"case.{name}{place}", 0.0, above=above)

@@ -80,7 +80,7 @@ def search(case: ServingCase, room: Room, seed: int, tries: int) -> list[Route] 
 
     Routes may load stages where there is free memory. Returns None if no route was found.
     """
-    fields.integer(seed, "seed", 0, fields.LARGEST_SEED)
+    fields.integer(seed, "seed", 0, fields.MAX_SEED)
     if case.groups == 1:
         route, _ = shortest(case, room, alone(case), remaining_s(case))
         return None if route is None else [route]

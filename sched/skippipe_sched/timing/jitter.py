@@ -41,7 +41,7 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
     """
     jitter = fields.number(jitter, "--jitter", 0.0)
     fields.integer(draws, "--draws", 1)
-    fields.integer(seed, "--seed", 0, fields.LARGEST_SEED)
+    fields.integer(seed, "--seed", 0, fields.MAX_SEED)
     size = len(plan.microbatches), len(plan.stages)
     if plan.case.averaging.is_outer:
         every = plan.case.averaging.every

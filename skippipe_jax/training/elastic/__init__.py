@@ -2,7 +2,7 @@
 
 The loss of a host, step by step:
 
-    connections/mesh      detects it, and cluster/attendance passes it to consensus/control
+    connections/mesh      detects it, and cluster/control_loop passes it to consensus/control
     consensus/decisions   the members decide on the next generation (Paxos)
     cluster/succession    enters it: every wait of the old generation raises GenerationEnded
     training/trainer      `_advance` catches that, and calls `runner.next_session`

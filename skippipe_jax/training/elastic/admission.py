@@ -18,8 +18,8 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate_plan
 
-from skippipe_jax.connections.ways import Way
-from skippipe_jax.training.elastic.places import with_places, with_stages
+from skippipe_jax.connections.link_probe import MeasuredLink
+from skippipe_jax.training.elastic.extra_hosts import extend_case, with_stages
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def admission(
     members: Collection[int],
     placement: Placement,
     new: Mapping[int, NewNode],
-    ways: Mapping[int, Way],
+    ways: Mapping[int, MeasuredLink],
     sizes: Sequence[float],
 ) -> Admission:
     """Estimate cost and benefit if a host joins the members, under their placement.
@@ -77,7 +77,7 @@ def admission(
     def iteration_s(nodes: Collection[int], stages: Placement) -> float:
         present = tuple(tuple(node for node in own if node in nodes) for own in stages)
         # A plan made by hand may have no prediction, so both are simulated.
-        repair_plan = plan_without(with_places(plan, nodes, new), nodes, present, left_out)
+        repair_plan = plan_without(extend_case(plan, nodes, new), nodes, present, left_out)
         return simulate_plan(repair_plan).iteration_s
 
     served = [

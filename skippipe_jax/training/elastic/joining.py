@@ -20,17 +20,21 @@ from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
 from skippipe_jax.connections.invitation import Place
 from skippipe_jax.data.batches import TrainingBatches
-from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.program.compiler import hosts_of_nodes
-from skippipe_jax.runtime.compilation import keep_programs
+from skippipe_jax.runtime.compilation import enable_compilation_cache
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.threads import give_collectives_threads
 from skippipe_jax.runtime.topology import spreads_of_host
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.elastic.admission import admission
-from skippipe_jax.training.elastic.measured import Measured, forward_seconds, new_nodes
-from skippipe_jax.training.elastic.newcomer import Seeking
-from skippipe_jax.training.elastic.places import host_of_places
+from skippipe_jax.training.elastic.extra_hosts import host_by_node
+from skippipe_jax.training.elastic.join_measurements import (
+    JoinMeasurements,
+    forward_seconds,
+    new_nodes,
+)
+from skippipe_jax.training.elastic.join_search import JoinSearch
 from skippipe_jax.training.setup import with_run_tokenizer
 
 
@@ -54,11 +58,11 @@ def joined_by_address(
         TemporaryError: if no host answers with a run, or for ``cluster.rejoin_s`` no place is free
             or joining does not pay off.
     """
-    seeking = Seeking(addresses, run_dir, overrides, _fingerprint)
+    seeking = JoinSearch(addresses, run_dir, overrides, _fingerprint)
     with ExitStack() as stack:
         stack.enter_context(seeking.fetch())
         config = seeking.config
-        keep_programs(config.compilation_cache)
+        enable_compilation_cache(config.compilation_cache)
         place = seeking.place()
         measured = _compile_and_measure(seeking, place)
         while True:
@@ -80,7 +84,7 @@ def joined_by_address(
 
 
 def _try_join(
-    stack: ExitStack, seeking: Seeking, place: Place, measured: Measured
+    stack: ExitStack, seeking: JoinSearch, place: Place, measured: JoinMeasurements
 ) -> Membership | None:
     """Join as the host of a place until `stack` is closed; return None if another host took it."""
     measured.keep(seeking.folder)
@@ -108,7 +112,7 @@ def _fingerprint(config: Config) -> str:
     return TrainingBatches(with_run_tokenizer(config)).fingerprint
 
 
-def _compile_and_measure(seeking: Seeking, place: Place) -> Measured:
+def _compile_and_measure(seeking: JoinSearch, place: Place) -> JoinMeasurements:
     """Compile the stages of a place, and measure if it is an extra one.
 
     For an extra place, measures the links to the hosts that train and, if the run has measured its
@@ -129,12 +133,12 @@ def _compile_and_measure(seeking: Seeking, place: Place) -> Measured:
     programs = "1 program" if count == 1 else f"{count} programs"
     log.output(f"compiled {programs} in {time.monotonic() - since_s:.1f} s")
     if place.host < hosts:
-        return Measured()
-    return Measured(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
+        return JoinMeasurements()
+    return JoinMeasurements(seeking.ways(), forward_seconds(config, plan, place.stages[0], own[0]))
 
 
 def _decline_reason(
-    seeking: Seeking, place: Place, measured: Measured, *, anyway: bool
+    seeking: JoinSearch, place: Place, measured: JoinMeasurements, *, anyway: bool
 ) -> str | None:
     """Explain why joining at an extra place does not pay off; None if it does."""
     config, offer = seeking.config, seeking.invitation
@@ -142,7 +146,7 @@ def _decline_reason(
         return None
     plan = RunDir(seeking.folder).plan()
     own = hosts_of_nodes(len(plan.case.nodes), offer.hosts, config.cluster.host_of_node)
-    host_of = host_of_places(config, own)
+    host_of = host_by_node(config, own)
     estimate = admission(
         plan,
         host_of,
@@ -151,7 +155,7 @@ def _decline_reason(
         offer.placement,
         new_nodes({place.host: measured}, host_of, len(own)),
         measured.ways,
-        copied_bytes(config, len(plan.stages)),
+        buddy_checkpoint_bytes(config, len(plan.stages)),
     )
     horizon_s = config.join.horizon
     return None if estimate.pays(horizon_s, anyway=anyway) else estimate.decline_reason(horizon_s)

@@ -7,7 +7,7 @@ from functools import partial
 
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
-from skippipe_jax.consensus.generations import Copies, Generation, Remade, Remakes
+from skippipe_jax.consensus.generations import Copies, Generation, RebuiltStage, Remakes
 from skippipe_jax.consensus.holders import Held
 from skippipe_jax.errors import RebuildImpossible
 
@@ -15,7 +15,7 @@ from skippipe_jax.errors import RebuildImpossible
 def rebuild_rule(config: Config, stages: int) -> Remakes | None:
     """Return the function that rebuilds stages that no host holds; None if the policy has none."""
     if config.recovery.lost_stage == AVERAGE:
-        return partial(_from_neighbors, config.model.layers_of_stages(stages))
+        return partial(_from_neighbors, config.model.stage_partition(stages))
     return partial(_from_buddy_checkpoints, stages) if config.recovery.lost_stage == BUDDY else None
 
 
@@ -68,7 +68,7 @@ def _stages(numbers: Collection[int]) -> str:
     return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"
 
 
-def _describe_rebuild(made: Remade) -> str:
+def _describe_rebuild(made: RebuiltStage) -> str:
     if made.by == AVERAGE:
         return f"rebuilt as the mean of stages {made.stage - 1} and {made.stage + 1}"
     if made.by == SKIP:
@@ -78,7 +78,7 @@ def _describe_rebuild(made: Remade) -> str:
 
 def _from_neighbors(
     layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
-) -> tuple[Remade, ...]:
+) -> tuple[RebuiltStage, ...]:
     """Rebuild each lost stage as the mean of the stages before and after it."""
     del copies
     holder = _first_owners(held)
@@ -88,7 +88,7 @@ def _from_neighbors(
         if why is not None:
             raise RebuildImpossible(f"; stage {stage} cannot be averaged: {why}")
     return tuple(
-        Remade(stage, AVERAGE, step, (holder[stage - 1], holder[stage + 1])) for stage in lost
+        RebuiltStage(stage, AVERAGE, step, (holder[stage - 1], holder[stage + 1])) for stage in lost
     )
 
 
@@ -107,7 +107,7 @@ def _mean_problem(stage: int, layers: Sequence[int], lost: Collection[int]) -> s
 
 def _from_buddy_checkpoints(
     stages: int, held: Held, copies: Mapping[int, Copies], step: int
-) -> tuple[Remade, ...]:
+) -> tuple[RebuiltStage, ...]:
     """Rebuild each lost stage from its newest buddy checkpoint."""
     lost = set(range(stages)) - _first_owners(held).keys()
     newest: dict[int, tuple[int, int]] = {}
@@ -119,7 +119,7 @@ def _from_buddy_checkpoints(
     if gone:
         raise RebuildImpossible(f"; no copy of stage {gone[0]} is left")
     return tuple(
-        Remade(stage, BUDDY, newest[stage][0], (newest[stage][1],)) for stage in sorted(lost)
+        RebuiltStage(stage, BUDDY, newest[stage][0], (newest[stage][1],)) for stage in sorted(lost)
     )
 
 

@@ -19,7 +19,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0
-from skippipe_jax.cluster.ending import may_stem_from_a_peer
+from skippipe_jax.cluster.ending import may_be_caused_by_peer
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
@@ -27,7 +27,7 @@ from skippipe_jax.consensus.generations import Abandoned, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
-from skippipe_jax.runtime.remaking import NO_REMAINS, Remains
+from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
 from skippipe_jax.runtime.topology import spreads_of_host
 from skippipe_jax.runtime.transport import open_servers
 from skippipe_jax.storage.checkpoint import DATA, is_committed, step_folder
@@ -39,7 +39,7 @@ from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
-from skippipe_jax.training.dropped_stages import read_dropped_stages, steps_saved
+from skippipe_jax.training.dropped_stages import read_dropped_stages, saved_steps_of_lost_stages
 from skippipe_jax.training.elastic.coordinator import (
     Action,
     AwaitGeneration,
@@ -64,15 +64,15 @@ from skippipe_jax.training.elastic.coordinator import (
     advance,
     await_first,
 )
-from skippipe_jax.training.elastic.inviting import Inviting
+from skippipe_jax.training.elastic.extra_hosts import host_by_node, stages_for
+from skippipe_jax.training.elastic.join_measurements import JoinMeasurements, new_nodes
+from skippipe_jax.training.elastic.join_offers import JoinOffers
 from skippipe_jax.training.elastic.lost_stages import (
     describe_rebuilds,
     describe_rollback,
     single_host_warning,
 )
-from skippipe_jax.training.elastic.measured import Measured, new_nodes
-from skippipe_jax.training.elastic.places import host_of_places, stages_for
-from skippipe_jax.training.elastic.regroup import regrouped, rules_of
+from skippipe_jax.training.elastic.membership_change import elastic_rules, setup_for_group
 from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
 from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
 from skippipe_jax.training.report import SessionPlan, exchange_reports
@@ -110,9 +110,9 @@ class ElasticRunner:
         """Store the run and the setup of this host."""
         self._run, self._setup = run, setup
         self._config, self._membership = run.config, run.membership
-        self._host_of = host_of_places(run.config, setup.host_of)
-        self._rules = rules_of(run.config, setup)
-        self._inviting = Inviting(run.run_dir, max(setup.host_of) + 1)
+        self._host_of = host_by_node(run.config, setup.host_of)
+        self._rules = elastic_rules(run.config, setup)
+        self._inviting = JoinOffers(run.run_dir, max(setup.host_of) + 1)
         self.metrics_tail = MetricsTail(run.config.averaging.iterations_apart)
         self.recoveries = RecoveryLog(run.run_dir)
         run.callbacks.of_run += (self.metrics_tail, self.recoveries)
@@ -147,7 +147,7 @@ class ElasticRunner:
             PeerTimeout: if the others do not readmit this host.
         """
         _compile_own_stages(self._config, self._setup, self._membership.index)
-        self._membership.ask_in(self._rules, self._store)
+        self._membership.request_admission(self._rules, self._store)
         self._state, self._action = await_first(self._policy)
         return self._until_open(time.monotonic())
 
@@ -170,14 +170,14 @@ class ElasticRunner:
                     log.warning(single)
                 session = self._replanned(Session(self._run, SessionStart(team, setup, state)))
         except Exception as error:
-            if not self.outlives(error):
+            if not self.recovers_from(error):
                 raise
             return self._until_open(time.monotonic())
         self._tell(Signal.OPENED)
         self._session = session
         return session
 
-    def outlives(self, error: Exception) -> bool:
+    def recovers_from(self, error: Exception) -> bool:
         """Return whether the run continues after an error, once that is certain.
 
         It does if the loss of a host or a broken connection has caused the error.
@@ -231,7 +231,7 @@ class ElasticRunner:
                         opened = self._open(self._team, self._held_of(source), since_s)
                     # A fetch from a host that dies raises at once.
                     except Exception as error:
-                        if not self.outlives(error):
+                        if not self.recovers_from(error):
                             raise
                     else:
                         self._tell(Signal.OPENED)
@@ -315,12 +315,15 @@ class ElasticRunner:
         if team.index in team.fresh:
             self.recoveries.forget()
         elif generation.lost:
-            saved, loss = steps_saved(config, generation), self.metrics_tail.last_loss
+            saved, loss = (
+                saved_steps_of_lost_stages(config, generation),
+                self.metrics_tail.last_loss,
+            )
             policy = config.recovery.lost_stage
             self.recoveries.begin_recovery(generation, policy, state.step, loss, saved)
         done, state = state.step, replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
-        team.require_goes_on()  # Do not open a session for an ended one.
+        team.require_current()  # Do not open a session for an ended one.
         serves_data = 0 in self._rules.serves(generation.placement, self._membership.index)
         if serves_data:
             self._setup = try_open_text(config, self._setup)
@@ -331,12 +334,12 @@ class ElasticRunner:
             transfers.connect(agreed.endpoints)
             plan = self.plans.fetch(team, agreed)
             measurements = {
-                host: Measured.parse(own.measured)
+                host: JoinMeasurements.parse(own.measured)
                 for host, own in zip(team.hosts, agreed.reports, strict=True)
                 if own.measured is not None
             }
             new = new_nodes(measurements, self._host_of, len(self._setup.host_of))
-            setup = regrouped(config, self._setup, team, plan, new).after(agreed, transfers)
+            setup = setup_for_group(config, self._setup, team, plan, new).after(agreed, transfers)
             if generation.lost or team.fresh:
                 self.recoveries.adopt([own.recovery for own in agreed.reports])
             if 0 in team.fresh:  # The leader has no lines.
@@ -355,7 +358,7 @@ class ElasticRunner:
                 self._last_led = generation.number
                 self.metrics_tail.flush_to(folder)
             copies = (*state.remains.copies, *read_dropped_stages(config, team))
-            remains = Remains(copies, agreed.squared_norms, agreed.optimizer_updates)
+            remains = RecoverySources(copies, agreed.squared_norms, agreed.optimizer_updates)
             # Some hosts may not have finished the last step.
             start = SessionStart(team, setup, replace(state, remains=remains), generation.step > 0)
             session = Session(self._run, start)
@@ -426,7 +429,7 @@ class ElasticRunner:
             restores_checkpoint=state.restores_checkpoint,
             squared_norms=state.remains.squared_norms,
             optimizer_updates=state.remains.updates,
-            measured=Measured.kept(self._run.run_dir),
+            measured=JoinMeasurements.kept(self._run.run_dir),
             known_plans=self.plans.names,
             recovery=self.recoveries.pending(),
             metrics_tail=self.metrics_tail.snapshot() if 0 in team.fresh else [],
@@ -471,7 +474,7 @@ class ElasticRunner:
         is_outer = config.averaging.is_outer
         if checkpoint is not None and (state.restores_checkpoint or is_older or is_outer):
             read = int(load_data_state(checkpoint)["microbatches"])
-            remains = NO_REMAINS if is_older else state.remains
+            remains = NO_RECOVERY_SOURCES if is_older else state.remains
             state = HeldState(step, read, {}, checkpoint, remains=remains)
         own = state.microbatches_read
         read = from_host_0(team, "checkpoint/read", lambda: own, team.timeout_s)
@@ -492,7 +495,7 @@ def _cause_of(error: Exception) -> Cause:
     # Hosts that continued may have removed a checkpoint that was being written without them.
     if isinstance(error, CheckpointFailed):
         return Cause.CHECKPOINT
-    return Cause.TRANSFER if may_stem_from_a_peer(error) else Cause.OWN
+    return Cause.TRANSFER if may_be_caused_by_peer(error) else Cause.OWN
 
 
 def _compile_own_stages(config: Config, setup: HostSetup, here: int) -> None:

@@ -57,7 +57,7 @@ class PlannerProcess:
         self._errors = Path(self._folder.name, "errors.txt")
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                [*nice, sys.executable, "-m", "skippipe_sched.standby"],
+                [*nice, sys.executable, "-m", "skippipe_sched.command_server"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

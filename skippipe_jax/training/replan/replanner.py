@@ -21,8 +21,8 @@ from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.resume import digest
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.consensus.generations import Wish
-from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.consensus.generations import PlanRequest
+from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.replan.candidates import (
@@ -105,7 +105,7 @@ class Replanner(Callback):
         own: Plan,
         host_of: Sequence[int],
         planner: WarmPlanner,
-        request_plan: Callable[[Wish], object],
+        request_plan: Callable[[PlanRequest], object],
     ):
         """Store the plans; a search starts with training if `current` is a repair plan.
 
@@ -152,7 +152,7 @@ class Replanner(Callback):
         if found is None:
             return
         iterations = config.train.steps - self._view.step
-        sizes = copied_bytes(config, len(found.stages))
+        sizes = buddy_checkpoint_bytes(config, len(found.stages))
         if not pays_off(found, current, config.replan.gain, iterations, host_of, sizes):
             return
         name = self._plans.keep(found)
@@ -163,7 +163,7 @@ class Replanner(Callback):
             f"{current.predicted.iteration_s:.3g} s -> {found.predicted.iteration_s:.3g} s"
         )
         placement = placement_of(found, self._kept, generation.placement)
-        self._request_plan(Wish(generation.number, placement, name))
+        self._request_plan(PlanRequest(generation.number, placement, name))
 
     def _look_for_drift(self, metrics: StepMetrics) -> None:
         """Start at most one search a generation with measured node speeds, if iterations drift."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.fields import LARGEST_WHOLE
+from skippipe_sched.fields import INT32_MAX
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.problem.case import Rules, parse_case
 from skippipe_sched.problem.plan import parse_plan
@@ -147,7 +147,7 @@ def test_a_balanced_plan_is_found_where_few_sets_of_stages_balance(
 
 
 def test_rules_far_beyond_the_stages_limit_nothing():
-    rules = dict.fromkeys(("max_swaps", "max_swap_distance", "max_jump"), LARGEST_WHOLE)
+    rules = dict.fromkeys(("max_swaps", "max_swap_distance", "max_jump"), INT32_MAX)
     case = same_place([2, 2, 2, 2], path_length=3, microbatches_per_data_node=3, rules=rules)
     plan = make_plan(case, "balanced")
     assert violations(case, plan.stages, plan.microbatches) == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.fields import LARGEST_SEED
+from skippipe_sched.fields import MAX_SEED
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.jitter import draw_stretch, replay
@@ -81,7 +81,7 @@ def test_without_jitter_every_draw_is_the_plan(example):
     assert replay(plan, 0.0, 3).tolist() == [planned_s] * 3
 
 
-@given(routed_cases(), st.integers(0, LARGEST_SEED))
+@given(routed_cases(), st.integers(0, MAX_SEED))
 @settings(max_examples=25)
 def test_where_links_do_not_contend_every_draw_takes_longer_and_more_jitter_longer_yet(
     example, seed

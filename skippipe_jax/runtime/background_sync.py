@@ -28,7 +28,7 @@ from skippipe_jax.runtime.events import EventLoop, Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.gathering import Gathering
 from skippipe_jax.runtime.iteration import timeout_text
-from skippipe_jax.runtime.state import UnderWay
+from skippipe_jax.runtime.state import FragmentInTransit
 
 T = TypeVar("T")
 # Interval at which a waiting thread checks for errors and for the deadline.
@@ -53,7 +53,7 @@ class _Part:
 
     replica: int
     step: int
-    own: UnderWay
+    own: FragmentInTransit
     gathering: Gathering
     takes_s: float
     start_s: float = 0.0
@@ -67,7 +67,7 @@ class _Round:
     since_s: float = field(default_factory=time.perf_counter)
 
 
-class Behind:
+class BackgroundSync:
     """Background thread that gathers messages and sums totals.
 
     One other thread calls the public methods.
@@ -105,7 +105,7 @@ class Behind:
         self._thread.start()
 
     def send(
-        self, replica: int, step: int, own: UnderWay, emulation: Emulation | None = None
+        self, replica: int, step: int, own: FragmentInTransit, emulation: Emulation | None = None
     ) -> None:
         """Send a replica's message of a step round its ring, and gather the other messages.
 

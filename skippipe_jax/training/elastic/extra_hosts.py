@@ -24,13 +24,13 @@ from skippipe_jax.consensus.generations import Generation, Rules
 from skippipe_jax.consensus.holders import covering
 
 
-def host_of_places(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
+def host_by_node(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:
     """Map each node of the run's own plan, and then each spare place, to its host."""
     hosts = max(host_of) + 1
     return (*host_of, *range(hosts, hosts + config.cluster.with_ports(hosts, config.join.places)))
 
 
-def with_places(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) -> Plan:
+def extend_case(plan: Plan, nodes: Collection[int], new: Mapping[int, NewNode]) -> Plan:
     """Extend the case of a plan to all of `nodes`, including extra nodes.
 
     `new` describes the extra nodes with measurements, by number. They are in no stage of the plan.
@@ -65,7 +65,7 @@ def with_stages(
     return tuple(map(tuple, stages))
 
 
-def secured(
+def with_second_hosts(
     own: Placement,
     placement: Placement,
     host_of: Sequence[int],

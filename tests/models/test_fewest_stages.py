@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, parse_config
-from skippipe_jax.models.coarsest_cut import (
+from skippipe_jax.models.fewest_stages import (
     IN_FLIGHT,
     coarsest_cut,
     cut_into,

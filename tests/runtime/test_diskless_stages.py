@@ -12,7 +12,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.config import Config, DataConfig, ModelConfig
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.given_stages import GivenStages
+from skippipe_jax.runtime.diskless_stages import DisklessStages
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState, make_states
@@ -65,7 +65,7 @@ def topology_of(plan: Plan, host: int) -> Topology:
 
 
 def states_of(topology: Topology) -> dict[int, StageState]:
-    cut = CONFIG.model.layers_of_stages(2)
+    cut = CONFIG.model.stage_partition(2)
     return make_states(topology, functions_of_run(CONFIG, 2), cut, seed=topology.host, origin=None)
 
 
@@ -78,7 +78,7 @@ def saved(*apart: int) -> list[dict[int, dict[str, Any]]]:
     def save(host: ThreadHost) -> dict[int, dict[str, Any]]:
         team: Any = TeamOfThreads(host, *apart)
         own, topology = states[host.index], topologies[host.index]
-        given = GivenStages(topology, CONFIG, team)
+        given = DisklessStages(topology, CONFIG, team)
         assert given.source_of == ({1: 1} if 1 in apart else {})
         after = given.after(STEP, own, {0: carried, 1: carried})
         return Replicas(topology, own).owned_stages(apart) | after

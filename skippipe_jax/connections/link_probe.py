@@ -28,7 +28,7 @@ _LEAST_S = 1e-6
 
 
 @dataclass(frozen=True)
-class Way:
+class MeasuredLink:
     """Measured link between a newcomer and a host.
 
     Attributes:
@@ -42,7 +42,7 @@ class Way:
     back: float
 
 
-async def measured(link: Link, most_s: float) -> Way:
+async def measured(link: Link, most_s: float) -> MeasuredLink:
     """Measure the link to the host at the other end, for about `most_s` seconds.
 
     Raises:
@@ -62,7 +62,7 @@ async def measured(link: Link, most_s: float) -> Way:
                 break
             size = min(MOST_BYTES, GROWTH * size)
         rates.append(max(1.0, size / seconds))
-    return Way(round_trip_s / 2, *rates)
+    return MeasuredLink(round_trip_s / 2, *rates)
 
 
 async def _asked(link: Link, direction: str, size: int) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt
 
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.inference.decode_requests import MOST_LIKELIEST, ScoredToken
+from skippipe_jax.inference.decode_requests import MAX_TOP_TOKENS, ScoredToken
 
 # Below this every draw is the likeliest token, and the logits over it would not stay finite.
 LEAST_TEMPERATURE = 1e-6
@@ -89,7 +89,7 @@ def penalized(
 
 
 @jax.jit
-def draw_tokens(
+def sample_tokens(
     logits: Float[Array, "slot vocabulary"],
     positions: Int[Array, " slot"],
     keys: UInt[Array, "slot _"],
@@ -166,7 +166,7 @@ def scores_of(logits: Float[Array, "*place vocabulary"], tokens: Int[Array, "*pl
     """Score tokens, and the likeliest ones in their places."""
     logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     own = jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
-    return Scores(own, *jax.lax.top_k(logs, min(MOST_LIKELIEST, logs.shape[-1])))
+    return Scores(own, *jax.lax.top_k(logs, min(MAX_TOP_TOKENS, logs.shape[-1])))
 
 
 score = jax.jit(scores_of)

@@ -21,16 +21,16 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from skippipe_jax import log
-from skippipe_jax.cluster.board import Board
+from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.ending import (
     CODES_OF_PEERS,
     LINGER_S,
     LOST_HOST_EXIT_CODE,
     REASON_CHARACTERS,
-    Verdict,
+    ExitReason,
     exit_at_once,
-    exit_by_fault,
-    say_and_exit,
+    exit_on_error,
+    log_and_exit,
 )
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.status import status_of
@@ -38,9 +38,9 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.connections.mesh import Meeting, Mesh
+from skippipe_jax.connections.mesh import ConnectionSetup, Mesh
 from skippipe_jax.connections.pulse import BEATS
-from skippipe_jax.connections.reception import Reception
+from skippipe_jax.connections.reception import JoinServer
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.control import Control, Store
@@ -53,7 +53,7 @@ ANSWERS_S = 10.0
 """Seconds that the event loop may take for a call from another thread, beyond its own waiting."""
 
 
-class Attendance:
+class ControlLoop:
     """Connections of one host to the others, and its reactions to their messages.
 
     Attributes:
@@ -65,20 +65,20 @@ class Attendance:
         last_words, reception: see `Membership`.
     """
 
-    def __init__(self, config: ClusterConfig, index: int, count: int, board: Board):
+    def __init__(self, config: ClusterConfig, index: int, count: int, board: Mailboxes):
         """Prepare without connecting; values from other hosts go to `board`."""
         self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
         self.process = secrets.randbits(NUMBER_BITS)
         self.is_outside = False
         self.last_words: Callable[[], str] = str
         self.training: TrainingStatus | None = None
-        self.reception = Reception(self._status)
+        self.reception = JoinServer(self._status)
         self._config, self._index, self._count, self._board = config, index, count, board
         # The rest exists only with several hosts, and belongs to the event loop's thread.
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
-        self._meeting: Meeting | None = None
-        self._verdict: asyncio.Future[Verdict]
+        self._meeting: ConnectionSetup | None = None
+        self._verdict: asyncio.Future[ExitReason]
         self._is_failing = self._was_stopped = False
         self._last_beat_s = math.inf
         self.control: Control | None = None
@@ -130,7 +130,7 @@ class Attendance:
 
     def end(self, reason: str) -> NoReturn:
         """End the process for a reason found by this host."""
-        ending = self._end(Verdict(f"{self.name}: {reason}"))
+        ending = self._end(ExitReason(f"{self.name}: {reason}"))
         if self._count == 1:
             asyncio.run(ending)
         with suppress(PeerTimeout):
@@ -177,7 +177,7 @@ class Attendance:
         self._loop.set_exception_handler(self._end_by_fault)
         self._verdict = self._loop.create_future()
         new_mesh = partial(self._new_mesh, place, sockets)
-        self._meeting = Meeting(self._config, place.coordinator, place.keys, new_mesh)
+        self._meeting = ConnectionSetup(self._config, place.coordinator, place.keys, new_mesh)
         try:
             if last_addresses:
                 self.is_outside = await self._meeting.with_remaining(last_addresses)
@@ -197,7 +197,7 @@ class Attendance:
                 await self._end(self._verdict.result())
         except Exception as error:
             # Without the watch this host would hang when the next host is lost.
-            exit_by_fault(error, self.name, self.last_words)
+            exit_on_error(error, self.name, self.last_words)
         finally:
             self._mesh.close()  # New connections would go unanswered while the loop ends.
 
@@ -277,7 +277,7 @@ class Attendance:
         if culprit == self._index:
             why = "suspended or disconnected for over cluster.heartbeat_timeout_s"
             text = f"{text}; this host was declared failed: {why}"
-        self._verdict.set_result(Verdict(text, code))
+        self._verdict.set_result(ExitReason(text, code))
 
     async def _beat(self) -> None:
         """Send heartbeats, and detect hosts that were silent for too long."""
@@ -306,13 +306,13 @@ class Attendance:
         for host in self._mesh.missed:
             self.control.is_missed(host)
 
-    async def _end(self, verdict: Verdict) -> NoReturn:
+    async def _end(self, verdict: ExitReason) -> NoReturn:
         mesh = self._mesh if self._count > 1 else None
-        await say_and_exit(verdict, self.name, self.last_words, mesh and mesh.drained)
+        await log_and_exit(verdict, self.name, self.last_words, mesh and mesh.drained)
 
     def _end_by_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the process upon an unexpected error, after which no host would be watched."""
         error = context.get("exception")
         if error is None or isinstance(error, OSError):
             return log.info(f"{context['message']}: {error!r}")
-        exit_by_fault(error, self.name, self.last_words)
+        exit_on_error(error, self.name, self.last_words)

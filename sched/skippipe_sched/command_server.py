@@ -1,6 +1,6 @@
 """Several commands of the planner in one process, one after another.
 
-    python -m skippipe_sched.standby
+    python -m skippipe_sched.command_server
 
 Each line of standard input is a JSON list of the words of a command; its exit code is a line of
 standard output. Libraries and kernels that one command has loaded and compiled stay available, so

@@ -12,7 +12,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
-from skippipe_jax.inference.evaluation import MOST_NATS
+from skippipe_jax.inference.evaluation import MAX_LOSS_NATS
 from skippipe_jax.inference.language_model import Scorer
 from skippipe_jax.inference.scores import Scores, score
 
@@ -84,7 +84,7 @@ def domain_loss(found: Scores) -> DomainLoss:
     Raises:
         InputError: if it is not finite.
     """
-    if not found.loss < MOST_NATS:
+    if not found.loss < MAX_LOSS_NATS:
         raise InputError(
             "domain",
             found.domain,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import InputError, kind_of
+from skippipe_sched.errors import InputError, error_class
 
 
 def require_writable(option: str, path: Path | None) -> None:
@@ -42,6 +42,6 @@ def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None
         else:
             content(path)
     except OSError as error:
-        raise kind_of(error)(
+        raise error_class(error)(
             option, str(path), f"cannot be written: {error.strerror}", "Give another path"
         ) from error

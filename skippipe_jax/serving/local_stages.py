@@ -63,7 +63,7 @@ class ActivationCodec:
         return self._unpack(jax.device_put(travelled, place))
 
 
-class HeldStages:
+class LocalStages:
     """Stages of one host; stages may be added while others run."""
 
     def __init__(
@@ -84,7 +84,7 @@ class HeldStages:
             for _ in range(slots.groups)
         ]
         place = jax.tree.leaves(parameters)[0].sharding
-        for step in executors[0].steps_of_all_sizes():
+        for step in executors[0].warm_up_steps():
             rows = len(step.positions)
             x = jnp.zeros((*step.positions.shape, self._config.width), self._config.compute_dtype)
             travelled = self._codec.packed(jax.device_put(x, place))

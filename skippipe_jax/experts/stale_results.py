@@ -16,7 +16,7 @@ from skippipe_sched.problem.plan import load_plan
 from skippipe_jax.errors import CorruptCheckpoint
 from skippipe_jax.experts.members import Member
 from skippipe_jax.experts.tasks import Place, Scored, Training
-from skippipe_jax.models.planned_case import is_of_case
+from skippipe_jax.models.planned_case import matches_configured_case
 from skippipe_jax.storage.checkpoint import committed_steps, open_checkpoint
 from skippipe_jax.storage.loading import load_data_state
 from skippipe_jax.storage.run_dir import RunDir
@@ -35,7 +35,7 @@ class Texts:
     held_out: Mapping[tuple[str, str], str]
 
 
-def require_unchanged(place: Place, tasks: Sequence[Training | Scored], texts: Texts) -> None:
+def require_same_inputs(place: Place, tasks: Sequence[Training | Scored], texts: Texts) -> None:
     """Reject existing runs and scores of another text or another case.
 
     This includes runs that started from such a run. `tasks` must be ordered after their needs.
@@ -78,7 +78,7 @@ def _has_changed(place: Place, member: Member, texts: Texts) -> bool:
     plan = RunDir(run).plan()
     if config.plan.file is not None:
         return load_plan(Path(config.plan.file)).to_json() != plan.to_json()
-    return not is_of_case(config, place.configs, plan.case)
+    return not matches_configured_case(config, place.configs, plan.case)
 
 
 def _fingerprint(run: Path) -> str | None:

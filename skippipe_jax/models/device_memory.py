@@ -18,7 +18,7 @@ from skippipe_jax.models.block_footprint import (
     blocks_at_once,
     bytes_of_log_sums,
     bytes_of_places,
-    kept_by_blocks,
+    bytes_saved_by_blocks,
     offloadable_bytes,
     quick_bytes,
     tokens_of,
@@ -66,7 +66,9 @@ class Cuts:
         return cls(mesh.devices, mesh.fsdp, attention, 1, twice=True)
 
 
-def numbers_of_each(model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
+def parameters_per_device(
+    model: ModelConfig, layers: int, mesh: NodeMesh, *, is_data_stage: bool
+) -> int:
     """Return how many of a stage's parameters each device has: norms are split over `fsdp` only."""
     scales = (2 * layers + is_data_stage) * model.width
     whole = stage_parameters(model, layers, is_data_stage=is_data_stage)
@@ -81,7 +83,9 @@ def gathered_bytes(model: ModelConfig, layers: int, mesh: NodeMesh) -> int:
     return computed + scales * DTYPE_BYTES[model.parameter_dtype]
 
 
-def kept_by_each(config: Config, layers: int, mesh: NodeMesh, *, is_data_stage: bool) -> int:
+def saved_bytes_per_device(
+    config: Config, layers: int, mesh: NodeMesh, *, is_data_stage: bool
+) -> int:
     """Return the bytes that a forward pass keeps for its backward pass on each device."""
     model, data = config.model, config.data
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
@@ -108,13 +112,13 @@ def _saved_by_each(model: ModelConfig, data: DataConfig, cuts: Cuts) -> int:
 
 
 def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cuts) -> int:
-    """Return `kept_by_blocks` of each device, each term by its own divisor."""
+    """Return `bytes_saved_by_blocks` of each device, each term by its own divisor."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     packed = data.packing == "documents"
     # Two blocks minus one: what each block keeps. The rest is shared.
-    block = kept_by_blocks(model, data, 2) - kept_by_blocks(model, data, 1)
-    shared = kept_by_blocks(model, data, 1) - block
+    block = bytes_saved_by_blocks(model, data, 2) - bytes_saved_by_blocks(model, data, 1)
+    shared = bytes_saved_by_blocks(model, data, 1) - block
     scores = tokens * model.heads * data.sequence_length * keeps_scores
     sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
@@ -130,7 +134,7 @@ def _kept_by_blocks(model: ModelConfig, data: DataConfig, layers: int, cuts: Cut
     return layers * of_block + masks // cuts.attention + marks // cuts.positions + turns
 
 
-def of_each_device(
+def per_device_memory(
     config: Config,
     layers: int,
     whole: NodeMemory,
@@ -147,7 +151,7 @@ def of_each_device(
     if mesh == ONE_DEVICE:
         return whole
     model, data = config.model, config.data
-    count = numbers_of_each(model, layers, mesh, is_data_stage=is_data_stage)
+    count = parameters_per_device(model, layers, mesh, is_data_stage=is_data_stage)
     cuts, hop = Cuts.of(model, data, mesh), hop_bytes(config)
     parameters = count * DTYPE_BYTES[model.parameter_dtype]
     matrices = block_matrices(model, layers) // mesh.devices
@@ -162,7 +166,7 @@ def of_each_device(
         gradients=GRADIENT_BYTES * count,
         optimizer=0 if state_waits else optimizer,
         gathered=gathered_bytes(model, layers, mesh) if gathers else 0,
-        kept=kept_by_each(config, layers, mesh, is_data_stage=is_data_stage) + targets,
+        kept=saved_bytes_per_device(config, layers, mesh, is_data_stage=is_data_stage) + targets,
         waiting=whole.waiting // max(hop.activation, hop.gradient) * _hop_of_each(config, cuts),
         working=max(
             _of_backward(config, layers, mesh, is_data_stage=is_data_stage, gathers=gathers),
@@ -202,7 +206,7 @@ def _of_backward(
     together = (mesh.fsdp > 1) * (2 - gathers) * gathered_bytes(model, 1, mesh)
     block = together + compute * block_parameters(model) // mesh.devices
     multiplied = 3 * compute * tokens_of(data) * model.width // mesh.fsdp
-    gradients = held * numbers_of_each(model, layers, mesh, is_data_stage=False)
+    gradients = held * parameters_per_device(model, layers, mesh, is_data_stage=False)
     of_block = unpacked_bytes(config) // cuts.all + kept + block + multiplied
     return gradients + max(of_block, embedding)
 

@@ -7,7 +7,7 @@ import time
 
 from skippipe_jax.config import AveragingConfig, Config, DataConfig, NetworkConfig, TrainConfig
 from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.state import UnderWay
+from skippipe_jax.runtime.state import FragmentInTransit
 from tests.one_host import open_alone
 from tests.runtime.test_oracle import BATCH, TIME
 from tests.runtime.test_outer_oracle import model_of
@@ -44,7 +44,7 @@ def test_an_emulated_averaging_takes_what_the_iteration_drew_that_sent_it():
     assert runtime._outer_steps is not None
     for replica in runtime.states:
         own = runtime._outer_steps.send(replica, averaging.every)
-        assert isinstance(own, UnderWay)
+        assert isinstance(own, FragmentInTransit)
         behind.send(replica, averaging.every, own, emulation)
     emulation.begin(shortest)
     goes_on.set()

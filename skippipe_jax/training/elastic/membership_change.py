@@ -20,19 +20,19 @@ from skippipe_jax.consensus.generations import Rules
 from skippipe_jax.program.compiler import compile_plans
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage.joined_folder import is_joined
-from skippipe_jax.training.elastic.lost_stages import rebuild_rule
-from skippipe_jax.training.elastic.places import (
-    host_of_places,
-    secured,
-    with_places,
+from skippipe_jax.training.elastic.extra_hosts import (
+    extend_case,
+    host_by_node,
+    with_second_hosts,
     with_stages,
 )
+from skippipe_jax.training.elastic.lost_stages import rebuild_rule
 from skippipe_jax.training.setup import HostSetup
 
 
-def rules_of(config: Config, setup: HostSetup) -> Rules:
+def elastic_rules(config: Config, setup: HostSetup) -> Rules:
     """Return the rules, the same on all hosts, by which consensus decides who can continue."""
-    host_of = host_of_places(config, setup.host_of)
+    host_of = host_by_node(config, setup.host_of)
     hosts = tuple(range(max(host_of) + 1))
 
     def placed(
@@ -47,7 +47,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
             return None
         # Lost nodes keep their stages, to which they return.
         placement = with_stages(setup.plan, placement, kept, left_out)
-        before = replace(with_places(setup.plan, kept, {}), stages=placement)
+        before = replace(extend_case(setup.plan, kept, {}), stages=placement)
         moved = refilled(before, kept, without_text, left_out)
         lost = [[node for node in nodes if node not in kept] for nodes in placement]
         return tuple(tuple(sorted([*own, *gone])) for own, gone in zip(moved, lost, strict=True))
@@ -64,7 +64,7 @@ def rules_of(config: Config, setup: HostSetup) -> Rules:
 
     def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
         without_text = lacking_text(placement, apart)
-        return secured(setup.plan.stages, placement, host_of, hosts, without_text)
+        return with_second_hosts(setup.plan.stages, placement, host_of, hosts, without_text)
 
     def serves(placement: Placement, host: int) -> frozenset[int]:
         return frozenset(
@@ -102,7 +102,7 @@ def add_up(totals: Mapping[int, Totals]) -> Totals:
     return tuple(summed)
 
 
-def regrouped(
+def setup_for_group(
     config: Config,
     setup: HostSetup,
     group: Group,
@@ -116,7 +116,7 @@ def regrouped(
     measurements. The stage partition stays, so only a host that gets another stage has to compile.
     """
     rank = {host: place for place, host in enumerate(group.hosts)}
-    places = host_of_places(config, setup.host_of)
+    places = host_by_node(config, setup.host_of)
     kept = [node for node, host in enumerate(places) if host in rank]
     present = set(kept)
     stages = tuple(
@@ -124,7 +124,7 @@ def regrouped(
     )
     plans = {
         name: plan_without(
-            with_places(plan, kept, new or {}), kept, stages, group.generation.left_out
+            extend_case(plan, kept, new or {}), kept, stages, group.generation.left_out
         )
         for name, plan in setup.schedule.plans.items()
     }

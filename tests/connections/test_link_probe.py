@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.connections import asking, reception, ways
+from skippipe_jax.connections import asking, link_probe, reception
 from skippipe_jax.connections.asking import Newcomer
 from skippipe_jax.connections.links import Link
 from tests.connections.meshes import KEYS, RUN, line
@@ -26,7 +26,7 @@ def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_newcomer_measures_the_ways_to_those_that_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ways, "MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(link_probe, "MOST_BYTES", 1 << 19)
     monkeypatch.setattr(reception, "MOST_BYTES", 1 << 19)
 
     async def live() -> None:
@@ -75,21 +75,21 @@ def test_it_finds_latency_and_bandwidth_both_ways_and_is_done_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
     slow: Any = Slow()
-    monkeypatch.setattr(ways.time, "perf_counter", lambda: slow.now_s)
-    monkeypatch.setattr(ways.time, "monotonic", lambda: slow.now_s)
-    found = asyncio.run(ways.measured(slow, 4.0))
+    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: slow.now_s)
+    monkeypatch.setattr(link_probe.time, "monotonic", lambda: slow.now_s)
+    found = asyncio.run(link_probe.measured(slow, 4.0))
     assert found.latency_s == pytest.approx(Slow.latency_s)
     assert (found.to, found.back) == pytest.approx((Slow.to, Slow.back))
     assert slow.now_s < 5.0
-    assert len(slow.asked) < ways.MOST_QUESTIONS
+    assert len(slow.asked) < link_probe.MOST_QUESTIONS
     # Where a part of a second is all there is, the least has to do.
     slow.asked.clear()
-    assert asyncio.run(ways.measured(slow, 0.01)).to == pytest.approx(Slow.to)
-    assert {size for _, size in slow.asked} == {0, ways.LEAST_BYTES}
+    assert asyncio.run(link_probe.measured(slow, 0.01)).to == pytest.approx(Slow.to)
+    assert {size for _, size in slow.asked} == {0, link_probe.LEAST_BYTES}
 
 
 def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ways, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(link_probe, "PATIENCE_S", 0.05)
 
     async def ask(answer: bytes) -> float:
         async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,16 +102,17 @@ def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.Monk
             link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
             began_s = time.monotonic()
             with pytest.raises(ValueError, match=r"answered for|did not take"):
-                await ways.measured(link, 1.0)
+                await link_probe.measured(link, 1.0)
             link.writer.close()
             return time.monotonic() - began_s
 
     for answer in (b"", line(["taken", 1]), line(["gone"])):
-        assert asyncio.run(ask(answer)) < ways.PATIENCE_S + 5
+        assert asyncio.run(ask(answer)) < link_probe.PATIENCE_S + 5
 
 
 @pytest.mark.parametrize(
-    "asked", [["give", -1], ["give", ways.MOST_BYTES + 1], ["take"], ["take", 1.0], ["give", "1"]]
+    "asked",
+    [["give", -1], ["give", link_probe.MOST_BYTES + 1], ["take"], ["take", 1.0], ["give", "1"]],
 )
 def test_a_host_answers_nothing_else(asked: list[Any]):
     assert_tells_no_more_than_the_invitation(asked)

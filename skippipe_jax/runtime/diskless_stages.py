@@ -19,15 +19,15 @@ from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.handover import shapes_of_state, wait_for_arrays
 from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState
+from skippipe_jax.runtime.state_transfer import shapes_of_state, wait_for_arrays
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
 
 
-class GivenStages:
+class DisklessStages:
     """Stages that a group transfers to its leader; equal on all hosts.
 
     Attributes:
@@ -45,7 +45,7 @@ class GivenStages:
         ]
         self.source_of = {stage: topology.host_of[replica] for stage, replica in stages_to_send}
         stages = len(topology.plan.stages)
-        cut = config.model.layers_of_stages(stages)
+        cut = config.model.stage_partition(stages)
         functions = functions_of_run(config, stages)
         numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
         self._shapes = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from skippipe_jax.data.batches import NOT_COUNTED
+from skippipe_jax.data.batches import IGNORED_TARGET
 from skippipe_jax.ensemble.mixtures import arithmetic
 from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
 from skippipe_jax.inference.decoding import Step
@@ -54,8 +54,8 @@ class MixtureExecutor:
         self._state = MixtureState(jnp.zeros(shape), jnp.zeros((*shape, self.vocabulary_size)))
 
     @property
-    def is_one_model(self) -> bool:
-        """Return what `Decoder.is_one_model` says."""
+    def is_single_model(self) -> bool:
+        """Return what `Decoder.is_single_model` says."""
         return False
 
     @property
@@ -122,7 +122,7 @@ def _next_logits(
     log_w = jnp.where(is_new, log_prior, normalised(own.log_w + log_p))
     if tokens.shape[1] > 1:
         is_judged = is_token & jnp.roll(is_token, -1, axis=1).at[:, -1].set(False)
-        targets = jnp.where(is_judged, jnp.roll(tokens, -1, axis=1), NOT_COUNTED)
+        targets = jnp.where(is_judged, jnp.roll(tokens, -1, axis=1), IGNORED_TARGET)
         pairs = zip(stages, streams, strict=True)
         nats = jnp.stack([stage.scores(x, targets)[0] for stage, x in pairs])
         begins = ((tokens == begin) & is_token).at[:, 0].set(False)

@@ -7,7 +7,7 @@ import signal
 from skippipe_sched.errors import (
     INPUT_ERROR_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
-    TRY_AGAIN_EXIT_CODE,
+    TEMPORARY_EXIT_CODE,
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -29,7 +29,7 @@ FOR_GOOD = (0, INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, HAS_LEFT)
 """Exit codes without a restart: done, would fail again, or told to stop."""
 
 
-class Tries:
+class RestartPolicy:
     """Counter of the faults of one process, which decides how soon it is restarted."""
 
     def __init__(self, most: int = MOST_FAULTS) -> None:
@@ -50,7 +50,7 @@ class Tries:
         if shell_exit_code(code) in FOR_GOOD:
             return None
         self._faults = max(0, self._faults - int(lived_s // FORGOTTEN_S))
-        if code > 0 and (misses_others or code != TRY_AGAIN_EXIT_CODE):
+        if code > 0 and (misses_others or code != TEMPORARY_EXIT_CODE):
             self._faults += 1
             if self._faults > self._most:
                 return None

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.experts.members import Arm, Member, Members
+from skippipe_jax.experts.members import Arm, Member, MemberFactory
+from skippipe_jax.experts.stale_results import Texts, require_same_inputs
 from skippipe_jax.experts.tasks import Place
-from skippipe_jax.experts.unchanged import Texts, require_unchanged
 from skippipe_jax.experts.work import trainings
 from skippipe_jax.storage.checkpoint import DATA, CommitRecord, commit, digest, step_folder
 from skippipe_jax.storage.run_dir import RunDir
@@ -40,7 +40,7 @@ def begin(place: Place, member: Member, text: str | None = None) -> None:
 def refused(place: Place, arm: Arm, texts: Texts) -> set[str]:
     """The domains of the runs that are refused."""
     try:
-        require_unchanged(place, trainings(place, [arm]), texts)
+        require_same_inputs(place, trainings(place, [arm]), texts)
     except InputError as error:
         return {word.split("-")[1] for word in error.problem.split() if word.startswith("runs/")}
     return set()
@@ -48,7 +48,7 @@ def refused(place: Place, arm: Arm, texts: Texts) -> set[str]:
 
 def test_what_began_with_a_run_of_another_text_is_refused_with_it(folder: Path):
     place = place_in(folder)
-    [arm] = Members(place.config).arms()
+    [arm] = MemberFactory(place.config).arms()
     for own in trainings(place, [arm]):
         begin(place, own.member, TEXTS.training[own.member.domains])
     assert refused(place, arm, TEXTS) == set()
@@ -68,7 +68,7 @@ def test_a_case_or_plan_that_has_changed_in_its_file_is_refused(folder: Path, ke
     write(0.1)
     plan = {"method": "balanced", key: {"case": "case.yaml", "file": "plan.json"}[key]}
     place = place_in(folder, run=CONFIG["run"] | {"plan": plan})
-    [arm] = Members(place.config).arms()
+    [arm] = MemberFactory(place.config).arms()
     for own in trainings(place, [arm])[:2]:
         begin(place, own.member)
     assert refused(place, arm, TEXTS) == set()

@@ -24,11 +24,11 @@ from jaxtyping import PyTree
 
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config.cluster import AVERAGE
-from skippipe_jax.consensus.generations import Remade
+from skippipe_jax.consensus.generations import RebuiltStage
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.copied import Copy, pieces, unpacked
-from skippipe_jax.runtime.handover import wait_for_arrays
 from skippipe_jax.runtime.state import Kept, Origin, State
+from skippipe_jax.runtime.state_transfer import wait_for_arrays
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -37,7 +37,7 @@ PIECE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Remains:
+class RecoverySources:
     """Sources of this host for lost stages, beside the states of its replicas.
 
     Attributes:
@@ -52,7 +52,7 @@ class Remains:
     updates: int | None = None
 
 
-NO_REMAINS = Remains()
+NO_RECOVERY_SOURCES = RecoverySources()
 
 
 class SourceTransfer(NamedTuple):
@@ -62,14 +62,14 @@ class SourceTransfer(NamedTuple):
     hosts in the group.
     """
 
-    made: Remade
+    made: RebuiltStage
     number: int
     source: int
     target: int
     hops: tuple[Hop, ...]
 
 
-class Remaking:
+class StageRebuild:
     """Reconstruction of the lost stages of a group; equal on all of its hosts."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Remaking:
         shapes: Sequence[State],
         numbers: HopNumbers,
         kept: Kept,
-        remains: Remains,
+        remains: RecoverySources,
     ):
         """Plan the transfers, with hops from `numbers`.
 
@@ -100,7 +100,7 @@ class Remaking:
                     hops = tuple(Hop(taken, first, node) for taken in numbers.take(count))
                     yield SourceTransfer(made, number, source, target, hops)
 
-    def _shapes(self, made: Remade) -> list[jax.ShapeDtypeStruct]:
+    def _shapes(self, made: RebuiltStage) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays that a source sends for a stage."""
         shapes = self.shapes[made.stage]
         if made.by == AVERAGE:

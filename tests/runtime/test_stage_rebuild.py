@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from skippipe_jax.models.footprint import copied_bytes
+from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.optim.update_rule import updates_made
 from skippipe_jax.runtime.copied import packed, pieces, unpacked
-from skippipe_jax.runtime.remaking import averaged, with_count
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import TOKENS
+from skippipe_jax.runtime.stage_rebuild import averaged, with_count
 from skippipe_jax.runtime.totals import add_up, apart
 from tests.one_host import open_alone
 from tests.sched.examples import plan_of
@@ -82,7 +82,7 @@ def test_without_norms_that_tell_anything_both_count_alike(
 
 
 def test_a_copy_is_the_state_bit_by_bit(runtime: Runtime):
-    for node, size in zip((0, 1, 2), copied_bytes(CONFIG, 3), strict=True):
+    for node, size in zip((0, 1, 2), buddy_checkpoint_bytes(CONFIG, 3), strict=True):
         state = runtime.states[node].to_save()
         given = packed(state)
         assert len(given) == size

@@ -14,7 +14,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import Config
 from skippipe_jax.ensemble import posterior, priors
 from skippipe_jax.inference.ensemble import Ensemble
-from skippipe_jax.inference.model_source import read_model, require_same_held_out
+from skippipe_jax.inference.model_source import read_model, require_same_split
 from skippipe_jax.storage.run_dir import RunDir
 
 FROM_FILE = "file"
@@ -49,7 +49,7 @@ def read_ensemble(
     read += [read_model(None, folder, None, cut, overrides) for folder in folders]
     config = read[0][1]
     for run in runs[1:]:
-        require_same_held_out(config.data, RunDir(run).located(RunDir(run).config("--run").data))
+        require_same_split(config.data, RunDir(run).located(RunDir(run).config("--run").data))
     ensemble = Ensemble(
         [model for model, _, _ in read],
         log_prior,

@@ -24,7 +24,7 @@ from skippipe_jax.runtime.transport import HostLink
 CHECK_INTERVAL_S = 0.5
 
 
-class Handover(NamedTuple):
+class StateTransfer(NamedTuple):
     """Transfer of a stage's state from one host to a node of another, array by array."""
 
     stage: int
@@ -32,7 +32,7 @@ class Handover(NamedTuple):
     hops: tuple[Hop, ...]
 
 
-class Handovers:
+class StateTransfers:
     """Transfers of states between the hosts of a group; equal on all of its hosts."""
 
     def __init__(self, topology: Topology, config: Config, holders: Sequence[Collection[int]]):
@@ -50,13 +50,13 @@ class Handovers:
     def shapes(self) -> Sequence[State]:
         """Shapes of the arrays that are sent for each stage."""
         stages = len(self.topology.plan.stages)
-        cut = self._config.model.layers_of_stages(stages)
+        cut = self._config.model.stage_partition(stages)
         return [
             shapes_of_state(functions, cut.blocks(stage).start, with_momentum=self.with_momentum)
             for stage, functions in enumerate(functions_of_run(self._config, stages))
         ]
 
-    def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[Handover]:
+    def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[StateTransfer]:
         """Plan a transfer of each stage to each host that serves and lacks it, from owners in turn.
 
         A stage without owners has no transfer: the hosts that serve it rebuild it.
@@ -75,7 +75,7 @@ class Handovers:
                 own = self.topology.first_nodes[source]
                 leaves = len(jax.tree.leaves(self.shapes[stage]))
                 hops = tuple(Hop(number, own, target) for number in numbers.take(leaves))
-                yield Handover(stage, source, hops)
+                yield StateTransfer(stage, source, hops)
 
     @property
     def received_stages(self) -> frozenset[int]:
@@ -83,7 +83,7 @@ class Handovers:
         return frozenset(
             handover.stage
             for handover in self.handovers
-            if self.topology.is_here(handover.hops[0].target)
+            if self.topology.is_local_node(handover.hops[0].target)
         )
 
     def give(self, states: Mapping[int, StageState], links: Mapping[int, HostLink]) -> None:
@@ -109,7 +109,7 @@ class Handovers:
             [own] = [
                 handover
                 for handover in self.handovers
-                if handover.stage == stage and self.topology.is_here(handover.hops[0].target)
+                if handover.stage == stage and self.topology.is_local_node(handover.hops[0].target)
             ]
             leaves, structure = jax.tree.flatten(dict(self.shapes[stage]))
             arrays = [
@@ -124,7 +124,7 @@ class Handovers:
 
 
 def transfer_states(
-    handovers: Handovers,
+    handovers: StateTransfers,
     make: Callable[[Origin | None, Kept, Collection[int]], Mapping[int, StageState]],
     origin: Origin | None,
     kept: Kept,
@@ -176,7 +176,7 @@ def wait_for_arrays(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.A
         try:
             error = ended.get(timeout=CHECK_INTERVAL_S)
         except queue.Empty:
-            group.require_goes_on()
+            group.require_current()
             continue
         if error is not None:
             raise error

@@ -13,11 +13,11 @@ from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.connections.invitation import Files, Place
 from skippipe_jax.connections.reception import Pauses
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.storage.joined_folder import contents_of, state_of_files
+from skippipe_jax.storage.joined_folder import contents_of, file_stamps
 
 
-class Inviting:
-    """Source of the places and files of a run that its `Reception` offers.
+class JoinOffers:
+    """Source of the places and files of a run that its `JoinServer` offers.
 
     Attributes:
         text: the fingerprint of the text that the run reads, once a host has reported it.
@@ -75,7 +75,7 @@ class Inviting:
         Raises:
             InputError: if they cannot be read.
         """
-        state = state_of_files(self._folder)
+        state = file_stamps(self._folder)
         if self._read is None or self._read[0] != state:
             self._read = state, Files(contents_of(self._folder))
         return self._read[1]

@@ -22,14 +22,14 @@ from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.config.resume import identity, settings
-from skippipe_jax.connections.asking import Newcomer, NobodyListens
+from skippipe_jax.connections.asking import Newcomer, NoListener
 from skippipe_jax.connections.hello import Run
-from skippipe_jax.connections.invitation import Invitation, Place
+from skippipe_jax.connections.invitation import JoinOffer, Place
 from skippipe_jax.connections.keys import Keys
+from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.connections.reception import JOINING, LONGEST_S, RUN_ENDED
 from skippipe_jax.connections.waiting import telling
-from skippipe_jax.connections.ways import Way
-from skippipe_jax.storage.joined_folder import configurations, keep, known_before, name_of_run
+from skippipe_jax.storage.joined_folder import configurations, earlier_join, keep, run_dir_of
 from skippipe_jax.storage.run_lock import RunLock
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ FindText = Callable[[Config], str]
 """Function that returns the fingerprint of the local text, or raises `InputError` without text."""
 
 
-class Seeking:
+class JoinSearch:
     """Newcomer that searches for a place in a run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Seeking:
     config: Config
     run: Run
     folder: Path
-    invitation: Invitation
+    invitation: JoinOffer
     asked: str
 
     def __init__(
@@ -102,7 +102,7 @@ class Seeking:
             TemporaryError: if no host answers with a run, or another process has the folder.
         """
         self._ask(FIND_S, [CONFIG])
-        name = name_of_run(self._newcomer.contents)
+        name = run_dir_of(self._newcomer.contents)
         self.folder = self._run_dir or Path(Path(name).name)
         if self._run_dir is None:
             self._load_known(self.folder)
@@ -171,7 +171,7 @@ class Seeking:
         self._clock.sleep(pause_s)
         self._ask(FIND_S)
 
-    def ways(self) -> dict[int, Way]:
+    def ways(self) -> dict[int, MeasuredLink]:
         """Measure latency and bandwidth to the hosts that train and answer."""
         offer, since_s = self.invitation, self._clock.now()
         addresses = {host: at for host, at in offer.addresses.items() if host in offer.members}
@@ -256,7 +256,7 @@ class Seeking:
                 except TemporaryError as error:
                     why = error.problem
                     # A known host may come back; an address that never answered may be wrong.
-                    is_nobody = isinstance(error, NobodyListens)
+                    is_nobody = isinstance(error, NoListener)
                     is_final = why == RUN_ENDED or (is_nobody and not self._known_addresses)
                     if not is_final and self._clock.now() - since_s <= patience_s:
                         self._clock.sleep(AGAIN_S)
@@ -268,7 +268,7 @@ class Seeking:
         self._known_addresses = self._run_addresses
 
     def _load_known(self, folder: Path) -> None:
-        contents, addresses = known_before(folder)
+        contents, addresses = earlier_join(folder)
         self._newcomer.contents = contents | self._newcomer.contents
         self._known_addresses += addresses
 

@@ -18,9 +18,9 @@ from skippipe_sched.problem.more_nodes import NewNode
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
-from skippipe_jax.connections.ways import Way
+from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.profiling.stages import BACKWARD, FORWARD, measure_stage, shapes_of_stages
-from skippipe_jax.runtime.spread import Spread
+from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.storage.files import atomic_write
 
 MEASURED = "measured.json"
@@ -30,7 +30,7 @@ STAGE_S = 1.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class JoinMeasurements:
     """Measurements of one host.
 
     Attributes:
@@ -38,7 +38,7 @@ class Measured:
         forward_s: seconds of a forward pass, as for the nodes of a case; None if not measured.
     """
 
-    ways: Mapping[int, Way] = field(default_factory=dict)
+    ways: Mapping[int, MeasuredLink] = field(default_factory=dict)
     forward_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Measured:
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Measured:
+    def parse(cls, raw: Mapping[str, Any]) -> JoinMeasurements:
         """Parse the JSON form that another host has sent or this one has saved."""
         return msgspec.convert(raw, cls, str_keys=True)
 
@@ -61,7 +61,9 @@ class Measured:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def forward_seconds(config: Config, plan: Plan, stage: int, node_spread: Spread) -> float | None:
+def forward_seconds(
+    config: Config, plan: Plan, stage: int, node_spread: NodeSharding
+) -> float | None:
     """Measure the seconds of a forward on a node, in the unit of the plan's case.
 
     Returns None if that case was not measured: its seconds may not be those of real devices.
@@ -76,7 +78,7 @@ def forward_seconds(config: Config, plan: Plan, stage: int, node_spread: Spread)
 
 
 def new_nodes(
-    measured: Mapping[int, Measured], host_of: Sequence[int], first: int
+    measured: Mapping[int, JoinMeasurements], host_of: Sequence[int], first: int
 ) -> dict[int, NewNode]:
     """Describe the extra nodes, numbered from `first`, of hosts with measurements.
 
@@ -94,7 +96,7 @@ def new_nodes(
     }
 
 
-def _links(own: Measured, host_of: Sequence[int], *, back: bool) -> dict[int, Link]:
+def _links(own: JoinMeasurements, host_of: Sequence[int], *, back: bool) -> dict[int, Link]:
     return {
         node: Link(way.latency_s, way.back if back else way.to)
         for node, host in enumerate(host_of)
