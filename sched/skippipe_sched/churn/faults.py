@@ -27,11 +27,11 @@ def draw_changes(
     random numbers, the same at every rate: with half the `mtbf_s`, each of its lives is half as
     long.
     """
-    lives = (_of_node(node, mtbf_s, repair_s, end_s, seed) for node in range(nodes))
+    lives = (_changes_of_node(node, mtbf_s, repair_s, end_s, seed) for node in range(nodes))
     return tuple(heapq.merge(*lives))
 
 
-def _of_node(
+def _changes_of_node(
     node: int, mtbf_s: float, repair_s: float, end_s: float, seed: int
 ) -> Iterator[Change]:
     random = np.random.default_rng((seed, node))
@@ -45,16 +45,16 @@ def _of_node(
         time_s += mtbf_s * random.standard_exponential()
 
 
-class Attendance:
+class AvailabilityTrace:
     """Set of present nodes over time.
 
     Attributes:
-        there: the nodes that are present now.
+        present: the nodes that are present now.
     """
 
     def __init__(self, nodes: int, changes: tuple[Change, ...]):
         """Take `changes` in order of time; all nodes are present before the first."""
-        self.there = set(range(nodes))
+        self.present = set(range(nodes))
         self._changes = changes
         self._next = 0
 
@@ -64,9 +64,9 @@ class Attendance:
         done = self._next == len(self._changes)
         return float("inf") if done else self._changes[self._next].time_s
 
-    def take(self) -> Change:
+    def apply_next(self) -> Change:
         """Apply the next change and return it."""
         change = self._changes[self._next]
         self._next += 1
-        (self.there.add if change.is_back else self.there.discard)(change.node)
+        (self.present.add if change.is_back else self.present.discard)(change.node)
         return change

@@ -74,11 +74,13 @@ class IterationTimes:
 
         The first stage must have a node, as every path begins there.
         """
-        known = self._seconds.get(placement)
-        if known is None:
-            known = self._planned(placement) if self.planned < self.most else self._like(placement)
-            self._seconds[placement] = known
-        return known
+        cached_s = self._seconds.get(placement)
+        if cached_s is None:
+            cached_s = (
+                self._planned(placement) if self.planned < self.most else self._similar_s(placement)
+            )
+            self._seconds[placement] = cached_s
+        return cached_s
 
     def _planned(self, placement: Placement) -> float:
         seconds = self.planned_s(placement)
@@ -93,14 +95,14 @@ class IterationTimes:
         """Simulate an iteration with these nodes on each stage, by a new plan [s]."""
         if placement == self._plan.stages:
             return simulate_plan(self._plan).iteration_s
-        left_out = [stage for stage, nodes in enumerate(placement) if not nodes]
+        skipped_stages = [stage for stage, nodes in enumerate(placement) if not nodes]
         kept = [node for nodes in placement for node in nodes]
-        return plan_without(self._plan, kept, placement, left_out).predicted.iteration_s
+        return plan_without(self._plan, kept, placement, skipped_stages).predicted.iteration_s
 
-    def _like(self, placement: Placement) -> float:
+    def _similar_s(self, placement: Placement) -> float:
         self.likened += 1
-        apart = np.abs(np.stack(self._counts) - self._count(placement)).sum(axis=(1, 2))
-        return float(np.array(self._times)[apart == apart.min()].mean())
+        distances = np.abs(np.stack(self._counts) - self._count(placement)).sum(axis=(1, 2))
+        return float(np.array(self._times)[distances == distances.min()].mean())
 
     def _count(self, placement: Placement) -> np.ndarray:
         """Count the nodes that each stage has at each location."""

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from skippipe_sched.churn.faults import Attendance, Change
+from skippipe_sched.churn.faults import AvailabilityTrace, Change
 from skippipe_sched.churn.policies import (
     AVERAGE,
     BUDDY,
@@ -108,7 +108,7 @@ class Record:
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
 
 
-def live(
+def simulate_run(
     plan: Plan,
     policy: str,
     costs: Costs,
@@ -120,11 +120,11 @@ def live(
 
     `iteration_s` gives the duration of an iteration by placement; a skipped stage has no nodes.
     """
-    return _Life(plan, policy, costs, changes, end_s, iteration_s).record()
+    return _Simulation(plan, policy, costs, changes, end_s, iteration_s).record()
 
 
 @dataclass(eq=False)
-class _Life:
+class _Simulation:
     """State of a run: the time, the members, and the holders of states and copies."""
 
     plan: Plan
@@ -136,26 +136,26 @@ class _Life:
 
     def __post_init__(self):
         self.states = States(self.plan.case, self.costs.state_factor)
-        self.hosts = Attendance(len(self.plan.case.nodes), self.changes)
+        self.hosts = AvailabilityTrace(len(self.plan.case.nodes), self.changes)
         self.now_s = 0.0
         self.saved = 0
         self.stage_of = list(self.plan.stage_of)
         # Members of the generation, their number when it formed, and the members that have the
         # state of their stage.
-        self.members = set(self.hosts.there)
+        self.members = set(self.hosts.present)
         self.formed = len(self.members)
         self.holders = set(self.members)
         # Holder of the copy of each stage, and the stages that the others train without.
         self.copies: dict[int, int] = {}
         self.skipped: set[int] = set()
-        self.told = Record()
+        self.result = Record()
 
     def record(self) -> Record:
         while self.now_s < self.end_s:
             lost = self.train()
             if self.now_s < self.end_s:
-                self.go_on(lost=lost)
-        return self.told
+                self.next_generation(lost=lost)
+        return self.result
 
     # Training.
 
@@ -165,7 +165,7 @@ class _Life:
         costs, iteration_s = self.costs, self.iteration_s(placement)
         if self.policy == BUDDY:
             iteration_s = max(iteration_s, self.states.copied_s(placement, costs.copy_every))
-        pace = Pace(self.now_s, self.told.steps, iteration_s, costs.save_every, costs.save_s)
+        pace = Pace(self.now_s, self.result.steps, iteration_s, costs.save_every, costs.save_s)
         join_s = float("inf")
         while True:
             next_s = self.hosts.next_s
@@ -174,25 +174,25 @@ class _Life:
                 return False
             if join_s <= next_s:
                 self.settle(pace, placement, join_s)
-                self.told.returns += 1
+                self.result.returns += 1
                 return False
-            change = self.hosts.take()
-            if self.misses(change):
+            change = self.hosts.apply_next()
+            if self.drop_lost(change):
                 self.settle(pace, placement, change.time_s)
                 return True
             if change.is_back:
                 join_s = min(join_s, pace.free_after(change.time_s))
-            elif self.hosts.there == self.members:
+            elif self.hosts.present == self.members:
                 join_s = float("inf")
 
     def settle(self, pace: Pace, placement: Placement, time_s: float) -> None:
         """Advance to a time: steps commit, checkpoints and copies complete, if due by then."""
         self.now_s = time_s
-        self.told.steps = pace.steps_by(time_s)
+        self.result.steps = pace.steps_by(time_s)
         saved = pace.saved_by(time_s)
         self.saved = self.saved if saved is None else saved
-        if self.policy == BUDDY and self.told.steps - pace.step >= self.costs.copy_every:
-            kept = buddies(placement).items()
+        if self.policy == BUDDY and self.result.steps - pace.step >= self.costs.copy_every:
+            kept = copy_holders(placement).items()
             self.copies = {stage: node for stage, node in kept if node in self.members}
 
     def placement(self, nodes: set[int]) -> Placement:
@@ -206,19 +206,19 @@ class _Life:
                 placed[self.stage_of[node]].append(node)
         return tuple(map(tuple, placed))
 
-    def misses(self, change: Change) -> bool:
+    def drop_lost(self, change: Change) -> bool:
         """Return whether a change is the loss of a member; drop the member and what it holds."""
         if change.is_back or change.node not in self.members:
             return False
         self.members.discard(change.node)
         self.holders.discard(change.node)
         self.copies = {stage: node for stage, node in self.copies.items() if node != change.node}
-        self.told.losses += 1
+        self.result.losses += 1
         return True
 
     # The next generation.
 
-    def go_on(self, *, lost: bool) -> None:
+    def next_generation(self, *, lost: bool) -> None:
         """Continue after a loss, or with returning hosts, until all present hosts may train."""
         while self.now_s < self.end_s:
             if lost:
@@ -227,33 +227,33 @@ class _Life:
                 of_two = self.formed == 2 and self.members
                 is_majority = 2 * len(self.members) > self.formed or of_two
                 if not (POLICIES[self.policy].survives and is_majority):
-                    self.start_again()
+                    self.restart()
                     return
             lost = True
             if self.wait(self.costs.regroup_s + self.costs.planning_s, REGROUPING):
                 seconds = self.generation_s()
                 if seconds is None:
-                    self.start_again()
+                    self.restart()
                     return
                 if self.wait(seconds, REGROUPING):
                     self.holders = set(self.members)
                     return
 
-    def wait(self, seconds: float, what_for: str) -> bool:
+    def wait(self, seconds: float, activity: str) -> bool:
         """Let time pass; return false as soon as a member is lost."""
         until_s = self.now_s + seconds
         while self.hosts.next_s <= until_s:
-            change = self.hosts.take()
-            if self.misses(change):
-                self.pass_to(change.time_s, what_for)
+            change = self.hosts.apply_next()
+            if self.drop_lost(change):
+                self.advance_to(change.time_s, activity)
                 return False
-        self.pass_to(until_s, what_for)
+        self.advance_to(until_s, activity)
         return True
 
-    def pass_to(self, time_s: float, what_for: str) -> None:
+    def advance_to(self, time_s: float, activity: str) -> None:
         """Advance to a time; add the time until then to the time spent."""
         spent_s = min(time_s, self.end_s) - min(self.now_s, self.end_s)
-        self.told.spent_s[what_for] += spent_s
+        self.result.spent_s[activity] += spent_s
         self.now_s = time_s
 
     def generation_s(self) -> float | None:
@@ -261,7 +261,7 @@ class _Life:
 
         None if the run has to restart.
         """
-        self.members = set(self.hosts.there)
+        self.members = set(self.hosts.present)
         self.formed = len(self.members)
         held = [
             {node for node in self.holders if self.stage_of[node] == stage}
@@ -269,10 +269,10 @@ class _Life:
         ]
         lost = [stage for stage, holders in enumerate(held) if not holders]
         if not lost:
-            self.go_home()
+            self.return_moved()
             return self.fetched_s(held)
         recovery = recovery_of(self.policy, lost, held, self.copies)
-        if recovery in (BUDDY, AVERAGE) and self.told.steps == self.saved:
+        if recovery in (BUDDY, AVERAGE) and self.result.steps == self.saved:
             recovery = REWIND  # No steps are lost.
         if recovery == STOP or (recovery != SKIP and not self.refill()):
             return None
@@ -310,8 +310,8 @@ class _Life:
         if len(self.members) < len(self.plan.stages):
             return False
         if not all(self.placement(self.members)):
-            everywhere = self.placement(set(range(len(self.stage_of))))
-            moved = refilled(replace(self.plan, stages=everywhere), self.members)
+            all_placed = self.placement(set(range(len(self.stage_of))))
+            moved = refilled(replace(self.plan, stages=all_placed), self.members)
             for stage, nodes in enumerate(moved):
                 for node in nodes:
                     if self.stage_of[node] != stage:
@@ -319,7 +319,7 @@ class _Life:
                         self.holders.discard(node)
         return True
 
-    def go_home(self) -> None:
+    def return_moved(self) -> None:
         """Return moved hosts to their own stages, if no stage is then without a host."""
         own = self.plan.stage_of
         if len({own[node] for node in self.members}) == len(self.plan.stages):
@@ -330,31 +330,31 @@ class _Life:
 
     def rewind(self) -> None:
         """Return all hosts to the last checkpoint; drop the states that they hold."""
-        self.told.undone += self.told.steps - self.saved
-        self.told.steps = self.saved
+        self.result.undone += self.result.steps - self.saved
+        self.result.steps = self.saved
         self.holders = set()
         self.copies = {}
 
-    def start_again(self) -> None:
+    def restart(self) -> None:
         """End all hosts and restart them from the last checkpoint when all are present."""
         self.count(RESTART)
         self.rewind()
         self.skipped = set()
         self.stage_of = list(self.plan.stage_of)
         while self.now_s < self.end_s:
-            while len(self.hosts.there) < len(self.stage_of) and self.hosts.next_s < self.end_s:
-                self.pass_to(self.hosts.take().time_s, DOWN)
-            if len(self.hosts.there) < len(self.stage_of):
-                self.pass_to(self.end_s, DOWN)
+            while len(self.hosts.present) < len(self.stage_of) and self.hosts.next_s < self.end_s:
+                self.advance_to(self.hosts.apply_next().time_s, DOWN)
+            if len(self.hosts.present) < len(self.stage_of):
+                self.advance_to(self.end_s, DOWN)
                 return
-            self.members = set(self.hosts.there)
+            self.members = set(self.hosts.present)
             self.formed = len(self.members)
             if self.wait(self.costs.restart_s, DOWN):
                 self.holders = set(self.members)
                 return
 
     def count(self, recovery: str) -> None:
-        self.told.recoveries[recovery] = self.told.recoveries.get(recovery, 0) + 1
+        self.result.recoveries[recovery] = self.result.recoveries.get(recovery, 0) + 1
 
 
 # Bound on the steps of a run; the range that is bisected must have a machine-word length.
@@ -374,7 +374,7 @@ class Pace:
     save_every: int
     save_s: float
 
-    def counts_s(self, step: int) -> float:
+    def commit_s(self, step: int) -> float:
         """Return the time at which a later step commits [s]."""
         return self._time_s(step, step - 1)
 
@@ -390,7 +390,7 @@ class Pace:
         """Return the last step that commits by this time."""
         most = min(MOST_STEPS, int((time_s - self.start_s) / self.iteration_s) + 1)
         later = range(self.step + 1, self.step + most + 1)
-        return self.step + bisect_right(later, time_s, key=self.counts_s)
+        return self.step + bisect_right(later, time_s, key=self.commit_s)
 
     def saved_by(self, time_s: float) -> int | None:
         """Return the last of these steps whose checkpoint is complete by this time, if any."""
@@ -405,7 +405,7 @@ class Pace:
         return self.free_s(step) if self.free_s(step) >= time_s else self.free_s(step + 1)
 
 
-def buddies(placement: Sequence[Sequence[int]]) -> dict[int, int]:
+def copy_holders(placement: Sequence[Sequence[int]]) -> dict[int, int]:
     """Return the holder of each stage's copy: the first node of the next non-empty stage, cyclic.
 
     The copy is sent by the first node of the stage itself, as in a run.
@@ -439,14 +439,14 @@ class States:
         """Compute the seconds until all `targets` have the state of a stage from its `holders`."""
         return self._seconds(self._factor * self._stage_bytes[stage], targets, holders)
 
-    def averaged_s(self, stage: int, targets: Iterable[int], beside: Sequence[set[int]]) -> float:
+    def averaged_s(self, stage: int, targets: Iterable[int], sources: Sequence[set[int]]) -> float:
         """Compute the seconds until all `targets` have both neighbors' parameters, in turn.
 
-        `beside` are the nodes that hold the stage before and the stage after; equal stages have
+        `sources` are the nodes that hold the stage before and the stage after; equal stages have
         equal numbers of bytes.
         """
         targets, size = list(targets), self._stage_bytes[stage]
-        return sum(self._seconds(size, targets, holders) for holders in beside)
+        return sum(self._seconds(size, targets, holders) for holders in sources)
 
     def copied_s(self, placement: Sequence[Sequence[int]], parts: int) -> float:
         """Compute the seconds until the buddies of all stages have one part of their copies."""
@@ -455,16 +455,16 @@ class States:
                 self._seconds(
                     self._factor * self._stage_bytes[stage] / parts, [node], placement[stage][:1]
                 )
-                for stage, node in buddies(placement).items()
+                for stage, node in copy_holders(placement).items()
             ),
             default=0.0,
         )
 
     def _seconds(self, size: float, targets: Iterable[int], holders: Collection[int]) -> float:
-        lacking = [node for node in targets if node not in holders]
-        if not lacking:
+        missing = [node for node in targets if node not in holders]
+        if not missing:
             return 0.0
-        return float(self._each_s(size, lacking, holders).min(axis=0).max())
+        return float(self._each_s(size, missing, holders).min(axis=0).max())
 
     def _each_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> np.ndarray:
         """Compute the seconds from each holder (row) to each target (column)."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from skippipe_sched.churn.faults import draw_changes
 from skippipe_sched.churn.iteration_times import IterationTimes
-from skippipe_sched.churn.life import SPENT, Costs, Pace, Record, live
+from skippipe_sched.churn.life import SPENT, Costs, Pace, Record, simulate_run
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import duration_text
@@ -72,7 +72,7 @@ def sweep(
     Raises:
         InputError: if a run without faults would not complete a single step.
     """
-    calm = calm_steps(times(plan.stages), costs, churn.end_s)
+    fault_free = fault_free_steps(times(plan.stages), costs, churn.end_s)
     most, points = times.most, []
     for done, mtbf_s in enumerate(mtbfs_s, start=1):
         times.most = most * done // len(mtbfs_s)
@@ -82,14 +82,18 @@ def sweep(
             nodes = len(plan.case.nodes)
             changes = draw_changes(nodes, mtbf_s, churn.repair_s, churn.end_s, seed)
             faults.append(sum(not change.is_back for change in changes))
-            for policy, of_policy in records.items():
-                of_policy.append(live(plan, policy, costs, changes, churn.end_s, times))
+            for policy, policy_records in records.items():
+                policy_records.append(
+                    simulate_run(plan, policy, costs, changes, churn.end_s, times)
+                )
                 watch()
-        points += [_point(policy, mtbf_s, calm, faults, own) for policy, own in records.items()]
+        points += [
+            _point(policy, mtbf_s, fault_free, faults, own) for policy, own in records.items()
+        ]
     return points
 
 
-def calm_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
+def fault_free_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
     """Count the steps of a run without faults.
 
     Raises:
@@ -105,9 +109,9 @@ def calm_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
 
 
 def _point(
-    policy: str, mtbf_s: float, calm: int, faults: Sequence[int], records: Sequence[Record]
+    policy: str, mtbf_s: float, fault_free: int, faults: Sequence[int], records: Sequence[Record]
 ) -> Point:
-    goodputs = [record.steps / calm for record in records]
+    goodputs = [record.steps / fault_free for record in records]
 
     def mean(values: Iterable[float]) -> float:
         return float(np.mean(list(values)))
@@ -172,21 +176,22 @@ def verdict(points: Sequence[Point]) -> str:
     mtbfs_s = sorted({point.mtbf_s for point in points}, reverse=True)
     ends = " to ".join(map(duration_text, dict.fromkeys((mtbfs_s[0], mtbfs_s[-1]))))
     return (
-        f"exact recovery ({REWIND}) {_stops(points, inexact, 'the inexact policies')}, and "
-        f"{_stops(points, [RESTART], 'restarting')} (mean time between faults of a node: {ends})"
+        f"exact recovery ({REWIND}) {_comparison(points, inexact, 'the inexact policies')}, and "
+        f"{_comparison(points, [RESTART], 'restarting')} "
+        f"(mean time between faults of a node: {ends})"
     )
 
 
-def _stops(points: Sequence[Point], others: Collection[str], called: str) -> str:
-    for own in sorted(points, key=lambda point: -point.mtbf_s):
-        if own.policy != REWIND:
+def _comparison(points: Sequence[Point], others: Collection[str], label: str) -> str:
+    for exact in sorted(points, key=lambda point: -point.mtbf_s):
+        if exact.policy != REWIND:
             continue
-        rivals = [p for p in points if p.mtbf_s == own.mtbf_s and p.policy in others]
+        rivals = [p for p in points if p.mtbf_s == exact.mtbf_s and p.policy in others]
         best = max(rivals, key=lambda rival: rival.goodput)
-        if best.goodput > own.goodput + MARGIN:
+        if best.goodput > exact.goodput + MARGIN:
             name = "" if len(others) == 1 else f" ({best.policy})"
             return (
-                f"falls behind {called}{name} at {duration_text(own.mtbf_s)}, with a goodput of "
-                f"{own.goodput:.3f} against {best.goodput:.3f}"
+                f"falls behind {label}{name} at {duration_text(exact.mtbf_s)}, with a goodput of "
+                f"{exact.goodput:.3f} against {best.goodput:.3f}"
             )
-    return f"never falls behind {called}"
+    return f"never falls behind {label}"

@@ -139,7 +139,7 @@ class _Layout:
 
 def _layout(plan: Plan, by_node: bool, listed: int) -> _Layout:
     members: dict[str, list[int | str]] = {}
-    for location in _near_side_by_side(plan.case):
+    for location in _ordered_by_distance(plan.case):
         nodes = [n for n, node in enumerate(plan.case.nodes) if node.location == location]
         nodes.sort(key=lambda node: (plan.stage_of[node], node))
         members[location] = [*nodes] if by_node else [location]
@@ -195,7 +195,7 @@ def _level_names_fit(arcs: Mapping[str, tuple[float, float]], radius: float) -> 
     )
 
 
-def _near_side_by_side(case: Case) -> list[str]:
+def _ordered_by_distance(case: Case) -> list[str]:
     """Order the locations so that neighbors on the circle have short hops between them.
 
     The tour goes from the first name always to the nearest next one, and is then shortened by
@@ -205,18 +205,18 @@ def _near_side_by_side(case: Case) -> list[str]:
     names = sorted(node_at)
     nodes = [node_at[name] for name in names]
     round_trip_s = case.round_trip_s[np.ix_(nodes, nodes)]
-    apart_s = ((round_trip_s + round_trip_s.T) / 4).tolist()
+    distances_s = ((round_trip_s + round_trip_s.T) / 4).tolist()
     order, left = [0], set(range(1, len(names)))
     while left:
-        order.append(min(left, key=lambda place: (apart_s[order[-1]][place], place)))
+        order.append(min(left, key=lambda place: (distances_s[order[-1]][place], place)))
         left.remove(order[-1])
     improved = True
     while improved:
         improved = False
         for first, last in combinations(range(1, len(names)), 2):
             before, after = order[first - 1], order[(last + 1) % len(names)]
-            now_s = apart_s[before][order[first]] + apart_s[order[last]][after]
-            turned_s = apart_s[before][order[last]] + apart_s[order[first]][after]
+            now_s = distances_s[before][order[first]] + distances_s[order[last]][after]
+            turned_s = distances_s[before][order[last]] + distances_s[order[first]][after]
             # Require more than rounding, so that the loop ends.
             if turned_s < now_s * (1 - 1e-9):
                 order[first : last + 1] = order[first : last + 1][::-1]

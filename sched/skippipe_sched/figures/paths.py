@@ -77,7 +77,7 @@ def paths_picture(plan: Plan) -> str:
     legend = "below a column: the stage is skipped; to the left: a swap"
     add_text(svg, "", MARGIN, LEGEND_Y, f"a line is the path of a microbatch; {legend}")
     for microbatch in range(len(plan.microbatches)):
-        _draw_way(svg, layout, plan, microbatch)
+        _draw_path(svg, layout, plan, microbatch)
     for stage, nodes in enumerate(plan.stages):
         x = layout.left[stage]
         label = f"Stage {stage} · data" if stage == 0 else f"Stage {stage}"
@@ -124,7 +124,7 @@ def _layout(plan: Plan) -> _Layout:
     )
 
 
-def _draw_way(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> None:
+def _draw_path(svg: Element, layout: _Layout, plan: Plan, microbatch: int) -> None:
     path = plan.microbatches[microbatch]
     group = SubElement(svg, "g", {"class": f"way m{microbatch}"})
     add_tip(group, f"Microbatch {microbatch}: nodes {', '.join(map(str, path))}")

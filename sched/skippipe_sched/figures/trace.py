@@ -56,11 +56,11 @@ def chrome_trace(
     predicted.
     """
     shown = {"": timeline}
-    told = {"iteration_s": timeline.iteration_s, "pipeline_s": timeline.pipeline_s}
+    metadata = {"iteration_s": timeline.iteration_s, "pipeline_s": timeline.pipeline_s}
     if measured is not None:
         shown = {"predicted · ": timeline, "measured · ": measured}
-        told["measured_iteration_s"] = measured.iteration_s
-        told["measured_pipeline_s"] = measured.pipeline_s
+        metadata["measured_iteration_s"] = measured.iteration_s
+        metadata["measured_pipeline_s"] = measured.pipeline_s
     # In Perfetto, process and thread 0 are the idle ones, and a thread with the number of its
     # process is the main one.
     thread = len(shown) * len(plan.stages)
@@ -84,7 +84,7 @@ def chrome_trace(
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"method": plan.method} | told,
+        "otherData": {"method": plan.method} | metadata,
     }
 
 

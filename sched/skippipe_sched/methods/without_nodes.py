@@ -65,7 +65,7 @@ def plan_without(
     _require_placement(plan, nodes, stages, left_out)
     if stages == plan.stages:
         return plan
-    plan = _leading_past(plan, left_out) if left_out else plan
+    plan = _without_stages(plan, left_out) if left_out else plan
     targets = {
         stage: _targets(plan, stage, replicas)
         for stage, replicas in enumerate(stages)
@@ -78,15 +78,15 @@ def plan_without(
     microbatches = [max(1, sent[node]) for node in stages[0]]
     case = with_nodes(plan.case, nodes, [len(replicas) for replicas in stages], microbatches)
     once_s = start_times(plan)
-    found = []
+    options = []
     for all_visits in (False, True):
         dealt = _dealt(plan, targets, all_visits=all_visits)
         paths = tuple(tuple(number[node] for node in path) for path in dealt)
-        found.append((forecast(case, placed, paths), paths))
+        options.append((forecast(case, placed, paths), paths))
         order = earlier_order(once_s, case, paths)
         if order is not None:
-            found.append((forecast(case, placed, paths, order), paths))
-    timeline, paths = min(found, key=lambda one: (one[0].iteration_s, one[0].pipeline_s))
+            options.append((forecast(case, placed, paths, order), paths))
+    timeline, paths = min(options, key=lambda one: (one[0].iteration_s, one[0].pipeline_s))
     before = {node for replicas in plan.stages for node in replicas}
     lost, new = len(before - set(nodes)), len(set(nodes) - before)
     method = plan.method
@@ -105,11 +105,11 @@ def stages_of(plan: Plan, kept: Collection[int]) -> Placement:
     return tuple(tuple(node for node in stage if node in nodes) for stage in plan.stages)
 
 
-def _leading_past(plan: Plan, left_out: Collection[int]) -> Plan:
+def _without_stages(plan: Plan, left_out: Collection[int]) -> Plan:
     """Return the plan whose paths and orders omit the nodes of these stages."""
-    past = {node for stage in left_out for node in plan.stages[stage]}
-    paths = tuple(tuple(node for node in path if node not in past) for path in plan.microbatches)
-    order = tuple(() if node in past else own for node, own in enumerate(plan.order))
+    skipped = {node for stage in left_out for node in plan.stages[stage]}
+    paths = tuple(tuple(node for node in path if node not in skipped) for path in plan.microbatches)
+    order = tuple(() if node in skipped else own for node, own in enumerate(plan.order))
     return replace(plan, microbatches=paths, order=order)
 
 
@@ -143,7 +143,7 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
     )
     visits = now.total()
     if stage == 0:
-        return _shared_as_before(plan.case, {node: now[node] for node in replicas}, visits)
+        return _distributed_as_before(plan.case, {node: now[node] for node in replicas}, visits)
     # TC1. Where shares are not integers, nodes that have more already keep them.
     of_each = fair_shares(plan.case, stage, replicas, visits)
     shares = dict(zip(replicas, of_each, strict=True))
@@ -151,17 +151,19 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
     high = {node: int(np.ceil(share - SHARE_TOLERANCE)) for node, share in shares.items()}
     targets = {node: min(max(now[node], low[node]), high[node]) for node in replicas}
 
-    def lacks(node: int) -> tuple[float, int]:
+    def deficit(node: int) -> tuple[float, int]:
         return shares[node] - targets[node], plan.case.nodes[node].memory
 
     while sum(targets.values()) < visits:
-        targets[max((node for node in replicas if targets[node] < high[node]), key=lacks)] += 1
+        targets[max((node for node in replicas if targets[node] < high[node]), key=deficit)] += 1
     while sum(targets.values()) > visits:
-        targets[min((node for node in replicas if targets[node] > low[node]), key=lacks)] -= 1
+        targets[min((node for node in replicas if targets[node] > low[node]), key=deficit)] -= 1
     return targets
 
 
-def _shared_as_before(case: Case, sent: Mapping[int, int], microbatches: int) -> dict[int, int]:
+def _distributed_as_before(
+    case: Case, sent: Mapping[int, int], microbatches: int
+) -> dict[int, int]:
     """Distribute microbatches over the data nodes, given the numbers that they `sent` before.
 
     The shares are even if they were so before, and otherwise in proportion (D'Hondt's method, by
@@ -174,12 +176,12 @@ def _shared_as_before(case: Case, sent: Mapping[int, int], microbatches: int) ->
     }
     counts = dict.fromkeys(sent, 0)
 
-    def turn(node: int) -> tuple[bool, float, int, float, int]:
+    def priority(node: int) -> tuple[bool, float, int, float, int]:
         of_node, would_have = case.nodes[node], (counts[node] + 1) / weight[node]
         return counts[node] > 0, would_have, -sent[node], of_node.forward_s, -of_node.memory
 
     for _ in range(microbatches):
-        counts[min(counts, key=turn)] += 1
+        counts[min(counts, key=priority)] += 1
     return counts
 
 
@@ -202,50 +204,50 @@ def _dealt(
         visits, nodes = visitors[stage], list(targets[stage])
         if not visits:
             continue
-        here = [path[position] for path, position in visits]
+        current = [path[position] for path, position in visits]
         before = [path[position - 1] for path, position in visits]
         after = [path[(position + 1) % len(path)] for path, position in visits]
         cost_s = round_trip_s[np.ix_(before, nodes)] + round_trip_s.T[np.ix_(after, nodes)]
-        place = np.array([nodes.index(node) if node in nodes else -1 for node in here])
-        place[moving[stage]] = -1
+        assigned = np.array([nodes.index(node) if node in nodes else -1 for node in current])
+        assigned[moving[stage]] = -1
         free = np.array([targets[stage][node] for node in nodes])
-        free -= np.bincount(place[place >= 0], minlength=len(nodes))
+        free -= np.bincount(assigned[assigned >= 0], minlength=len(nodes))
         for visit in moving[stage]:
-            place[visit] = np.argmin(np.where(free > 0, cost_s[visit], np.inf))
-            free[place[visit]] -= 1
+            assigned[visit] = np.argmin(np.where(free > 0, cost_s[visit], np.inf))
+            free[assigned[visit]] -= 1
         traders = np.arange(len(visits)) if all_visits else np.array(moving[stage], dtype=int)
         for start in range(0, len(traders), TRADED_AT_ONCE):
-            _trade(cost_s, place, traders[start : start + TRADED_AT_ONCE])
-        for (path, position), chosen in zip(visits, place.tolist(), strict=True):
+            _trade(cost_s, assigned, traders[start : start + TRADED_AT_ONCE])
+        for (path, position), chosen in zip(visits, assigned.tolist(), strict=True):
             path[position] = nodes[chosen]
     return [tuple(path) for path in paths]
 
 
 def _moving(visits: Sequence[tuple[list[int], int]], targets: Mapping[int, int]) -> list[int]:
     """List the visits of a stage that must move: those of lost nodes and those above targets."""
-    left = dict(targets)
+    remaining = dict(targets)
     moving = []
     for index, (path, position) in enumerate(visits):
         node = path[position]
-        if left.get(node, 0) > 0:
-            left[node] -= 1
+        if remaining.get(node, 0) > 0:
+            remaining[node] -= 1
         else:
             moving.append(index)
     return moving
 
 
-def _trade(cost_s: np.ndarray, place: np.ndarray, traders: np.ndarray) -> None:
+def _trade(cost_s: np.ndarray, assigned: np.ndarray, traders: np.ndarray) -> None:
     """Let pairs of the `traders` trade places as long as that makes their trips shorter."""
     cost_s = cost_s[traders]
     while len(traders):
-        now = place[traders]
-        own_s = cost_s[np.arange(len(traders)), now]
-        of_others_s = cost_s[:, now]
-        saved_s = own_s[:, None] + own_s - of_others_s - of_others_s.T
+        now = assigned[traders]
+        current_s = cost_s[np.arange(len(traders)), now]
+        swapped_s = cost_s[:, now]
+        saved_s = current_s[:, None] + current_s - swapped_s - swapped_s.T
         first, second = np.unravel_index(np.argmax(saved_s), saved_s.shape)
         if saved_s[first, second] <= ROUNDING_S:
             return
-        place[traders[[first, second]]] = now[[second, first]]
+        assigned[traders[[first, second]]] = now[[second, first]]
 
 
 Order = tuple[tuple[Operation, ...], ...]
@@ -347,19 +349,19 @@ def refilled(
 
     for place, replicas in enumerate(stages):
         if not replicas and place not in left_out:
-            barred = set(without_text) if place == 0 else set[int]()
-            givers = [own for own in range(len(stages)) if set(stages[own]) - barred]
-            giver = max(
-                givers, key=lambda stage: (len(stages[stage]), stage > 0, -stage), default=None
+            excluded = set(without_text) if place == 0 else set[int]()
+            candidates = [own for own in range(len(stages)) if set(stages[own]) - excluded]
+            source_stage = max(
+                candidates, key=lambda stage: (len(stages[stage]), stage > 0, -stage), default=None
             )
-            if giver is None:
+            if source_stage is None:
                 raise InputError(
                     "nodes",
                     sorted(nodes),
                     "none of the remaining nodes has the text that the data stage reads",
                     "Restart one of the failed data nodes",
                 )
-            moved = min((node for node in stages[giver] if node not in barred), key=alone)
-            stages[giver].remove(moved)
+            moved = min((node for node in stages[source_stage] if node not in excluded), key=alone)
+            stages[source_stage].remove(moved)
             replicas.append(moved)
     return tuple(map(tuple, stages))

@@ -48,21 +48,21 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
     """
     if not isinstance(value, dict) or AUTO not in (value.get("stages"), value.get("path_length")):
         return (parse_case(value, folder),)
-    given = dict(fields.mapping(value, "case", value, REQUIRED))
-    if "left_out" in given:
+    raw = dict(fields.mapping(value, "case", value, REQUIRED))
+    if "left_out" in raw:
         problem = "cannot be combined with stages: auto or path_length: auto"
-        raise InputError("case.left_out", given["left_out"], problem, "Remove this key")
-    open_sizes = given["stages"] == AUTO
+        raise InputError("case.left_out", raw["left_out"], problem, "Remove this key")
+    open_sizes = raw["stages"] == AUTO
     if open_sizes:
-        given["stages"] = _any_sizes(given)
-        del given["stage_count"]
-    if given["path_length"] == AUTO:
-        stage_count = len(fields.sequence(given["stages"], "case.stages"))
-        lengths = _path_lengths(given.pop("skip_ratio", DEFAULT_SKIP_RATIO), stage_count)
+        raw["stages"] = _any_sizes(raw)
+        del raw["stage_count"]
+    if raw["path_length"] == AUTO:
+        stage_count = len(fields.sequence(raw["stages"], "case.stages"))
+        lengths = _path_lengths(raw.pop("skip_ratio", DEFAULT_SKIP_RATIO), stage_count)
     else:
-        lengths = [fields.integer(given["path_length"], "case.path_length", 1)]
+        lengths = [fields.integer(raw["path_length"], "case.path_length", 1)]
     # The rest of the case does not depend on the choice, so it is checked with any choice.
-    any_case = parse_case(given | {"path_length": lengths[0]}, folder)
+    any_case = parse_case(raw | {"path_length": lengths[0]}, folder)
 
     balanced, neighbours = [], []
     for length in lengths:
@@ -101,11 +101,11 @@ def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
     return cases[min(seconds, key=lambda index: seconds[index])]
 
 
-def _any_sizes(given: Mapping[str, Any]) -> list[int]:
+def _any_sizes(raw: Mapping[str, Any]) -> list[int]:
     """Return sizes that fit the nodes, with one data node."""
-    fields.mapping(given, "case", given, ("stage_count",))
-    nodes = node_count(given["nodes"])
-    stages = fields.integer(given["stage_count"], "case.stage_count", 1)
+    fields.mapping(raw, "case", raw, ("stage_count",))
+    nodes = node_count(raw["nodes"])
+    stages = fields.integer(raw["stage_count"], "case.stage_count", 1)
     if nodes < stages:
         raise InputError(
             "case.stage_count",
@@ -113,10 +113,10 @@ def _any_sizes(given: Mapping[str, Any]) -> list[int]:
             f"there are only {nodes} nodes, and each stage needs one",
             f"Write {nodes} or less, or add {stages - nodes} nodes",
         )
-    if isinstance(given.get("microbatches_per_data_node"), list):
+    if isinstance(raw.get("microbatches_per_data_node"), list):
         raise InputError(
             "case.microbatches_per_data_node",
-            given["microbatches_per_data_node"],
+            raw["microbatches_per_data_node"],
             "must be one number, as stages: auto leaves the number of data nodes open",
             "Write one number for all data nodes, or replace it by microbatches: (the total)",
         )
@@ -137,14 +137,14 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
         )  # fmt: skip
     low, high = shares
 
-    def beyond(length: int) -> float:
+    def excess(length: int) -> float:
         """Compute how far the share that a path of this length skips lies outside the ratio."""
         share = 1 - length / stages
         return max(low - share, share - high)
 
-    lengths = [n for n in range(1, stages + 1) if beyond(n) <= RATIO_TOLERANCE]
+    lengths = [n for n in range(1, stages + 1) if excess(n) <= RATIO_TOLERANCE]
     if not lengths:
-        nearest = min(range(1, stages + 1), key=beyond)
+        nearest = min(range(1, stages + 1), key=excess)
         share = round(1 - nearest / stages, 2)
         raise InputError(
             field,
@@ -191,11 +191,11 @@ def _balanced(case: Case, work: Float[np.ndarray, " stages"]) -> Sizes:
 def _neighbours(case: Case, sizes: Sizes) -> list[Sizes]:
     """Move replicas of these sizes; keep one of those that differ in equal inner stages only."""
     found = {_kind(case, sizes): sizes}
-    for giver, taker in permutations(range(len(sizes)), 2):
-        moved = max(1, int(MOVED_SHARE * sizes[giver]))
+    for source, target in permutations(range(len(sizes)), 2):
+        moved = max(1, int(MOVED_SHARE * sizes[source]))
         other = np.array(sizes)
-        other[[giver, taker]] += -moved, moved
-        if other[giver] > 0 and other[0] <= _most_data_nodes(case):
+        other[[source, target]] += -moved, moved
+        if other[source] > 0 and other[0] <= _most_data_nodes(case):
             found.setdefault(_kind(case, other.tolist()), tuple(other.tolist()))
     return [other for other in found.values() if other != sizes]
 

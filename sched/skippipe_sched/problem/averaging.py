@@ -50,10 +50,10 @@ class AveragingPolicy:
         Iterations count from 1. Of n fragments the k-th is sent after k / n of a cycle, rounded
         down to whole iterations: the last one at every multiple of `every`.
         """
-        place = (iteration - 1) % self.every + 1
+        position = (iteration - 1) % self.every + 1
         # The first fragment that is not sent earlier.
-        number = -(-place * self.fragments // self.every)
-        return number - 1 if number * self.every // self.fragments == place else None
+        number = -(-position * self.fragments // self.every)
+        return number - 1 if number * self.every // self.fragments == position else None
 
     def fragment_bytes(self, stage_bytes: float) -> float:
         """Return the bytes of one message about a fragment, of `stage_bytes` in float32."""
@@ -72,21 +72,21 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
     if isinstance(value, str):
         problem = "must be a mapping; auto works only in a case that is the plan.case of a run"
         raise InputError(field, value, problem, "Write {mode: outer}, or remove this key (exact)")
-    given = fields.mapping(value, field, ("mode", *DEFAULTS))
-    mode = fields.text(given.get("mode", EXACT.mode), f"{field}.mode", MODES)
+    raw = fields.mapping(value, field, ("mode", *DEFAULTS))
+    mode = fields.text(raw.get("mode", EXACT.mode), f"{field}.mode", MODES)
     if mode == EXACT.mode:
         for key in DEFAULTS:
-            if key in given:
+            if key in raw:
                 raise InputError(
                     f"{field}.{key}",
-                    given[key],
+                    raw[key],
                     "requires mode: outer; with mode: exact, replicas average in every iteration",
                     "Remove this key, or write mode: outer",
                 )
         return EXACT
-    given = DEFAULTS | given
-    every = fields.integer(given["every"], f"{field}.every", 1, MOST_ITERATIONS)
-    fragments = fields.integer(given["fragments"], f"{field}.fragments", 1)
+    raw = DEFAULTS | raw
+    every = fields.integer(raw["every"], f"{field}.every", 1, MOST_ITERATIONS)
+    fragments = fields.integer(raw["fragments"], f"{field}.fragments", 1)
     if fragments > every:
         raise InputError(
             f"{field}.fragments",
@@ -94,7 +94,7 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
             f"must be at most every = {every}, as an iteration sends at most one fragment",
             f"Write {every} or less, or raise every to {fragments}",
         )
-    delay = fields.integer(given["delay"], f"{field}.delay", 0)
+    delay = fields.integer(raw["delay"], f"{field}.delay", 0)
     if delay >= every:
         raise InputError(
             f"{field}.delay",
@@ -102,5 +102,5 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
             f"must be less than every = {every}, as a fragment is applied before it is sent again",
             f"Write {every - 1} or less, or raise every to {delay + 1}",
         )
-    dtype = fields.text(given["dtype"], f"{field}.dtype", tuple(WIDTHS))
+    dtype = fields.text(raw["dtype"], f"{field}.dtype", tuple(WIDTHS))
     return AveragingPolicy("outer", every, fragments, delay, dtype)

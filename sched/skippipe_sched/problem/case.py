@@ -259,11 +259,11 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     Raises:
         InputError: naming the field, its value, and what to write instead.
     """
-    given = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
-    stages, left_out = sizes_and_left_out(given)
-    nodes = _nodes(given, stages)
-    table_source = links.rows_of(given["links"], folder)
-    path_length = fields.integer(given["path_length"], "case.path_length", 1)
+    raw = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
+    stages, left_out = sizes_and_left_out(raw)
+    nodes = _nodes(raw, stages)
+    table_source = links.rows_of(raw["links"], folder)
+    path_length = fields.integer(raw["path_length"], "case.path_length", 1)
     visited = len(stages) - len(left_out)
     if path_length > visited:
         raise InputError(
@@ -273,38 +273,38 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
             f"Write {visited} or less, or add {path_length - visited} to case.stages",
         )
     link_table = _all_times(
-        links.table(table_source, links.same_location_of(given)),
+        links.table(table_source, links.same_location_of(raw)),
         fields.number(
-            given.get("bandwidth_factor", 1.0), "case.bandwidth_factor", links.LEAST_BANDWIDTH
+            raw.get("bandwidth_factor", 1.0), "case.bandwidth_factor", links.LEAST_BANDWIDTH
         ),
     )
     _require_links(nodes, link_table)
     return Case(
         nodes=nodes,
         link_table=link_table,
-        activation_bytes=_of_hop(given, "activation_bytes"),
-        gradient_bytes=_of_hop(
-            given, "gradient_bytes" if "gradient_bytes" in given else "activation_bytes"
+        activation_bytes=_bytes_of_hop(raw, "activation_bytes"),
+        gradient_bytes=_bytes_of_hop(
+            raw, "gradient_bytes" if "gradient_bytes" in raw else "activation_bytes"
         ),
-        stage_bytes=of_each_stage(_known(given, "stage_bytes"), "case.stage_bytes", len(stages)),
+        stage_bytes=of_each_stage(_required(raw, "stage_bytes"), "case.stage_bytes", len(stages)),
         stage_cost=of_each_stage(
-            given.get("stage_cost", 1.0), "case.stage_cost", len(stages), above=True
+            raw.get("stage_cost", 1.0), "case.stage_cost", len(stages), above=True
         ),
         stages=stages,
         path_length=path_length,
-        microbatches=_microbatches(given, stages[0]),
-        rules=_rules(given.get("rules", {}), len(stages)),
-        hop_overhead_s=fields.duration(given.get("hop_overhead_s", 0.0), "case.hop_overhead_s"),
+        microbatches=_microbatches(raw, stages[0]),
+        rules=_rules(raw.get("rules", {}), len(stages)),
+        hop_overhead_s=fields.duration(raw.get("hop_overhead_s", 0.0), "case.hop_overhead_s"),
         backward_ratio=fields.number(
-            given.get("backward_ratio", 1.5), "case.backward_ratio", 0.0, above=True
+            raw.get("backward_ratio", 1.5), "case.backward_ratio", 0.0, above=True
         ),
-        loss_ratio=fields.number(given.get("loss_ratio", 0.25), "case.loss_ratio", 0.0),
+        loss_ratio=fields.number(raw.get("loss_ratio", 0.25), "case.loss_ratio", 0.0),
         contention=fields.text(  # pyright: ignore[reportArgumentType]
-            given.get("contention", "link"), "case.contention", CONTENTIONS
+            raw.get("contention", "link"), "case.contention", CONTENTIONS
         ),
-        averaging=parse_averaging(given.get("averaging", {}), "case.averaging"),
+        averaging=parse_averaging(raw.get("averaging", {}), "case.averaging"),
         left_out=left_out,
-        source={**given, "links": table_source},
+        source={**raw, "links": table_source},
     )
 
 
@@ -317,91 +317,91 @@ def node_count(nodes: Any) -> int:
     )
 
 
-def _nodes(given: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
-    count = node_count(given["nodes"])
+def _nodes(raw: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
+    count = node_count(raw["nodes"])
     if count != sum(stages):
         raise InputError(
             "case.stages",
-            given["stages"],
+            raw["stages"],
             f"the stages have {sum(stages)} nodes in total, but case.nodes has {count}",
-            so_that_they_add_up(count, stages),
+            sizes_remedy(count, stages),
         )
-    described = given["nodes"] if isinstance(given["nodes"], list) else [{}] * count
+    described = raw["nodes"] if isinstance(raw["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
         fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH, *RATES))
-    shared = _of_all_nodes(given, described)
+    shared = _of_all_nodes(raw, described)
     nodes = []
     for index, node in enumerate(described):
         field = f"case.nodes[{index}]"
-        own = {key: values[index % len(values)] for key, values in shared.items()} | node
+        merged = {key: values[index % len(values)] for key, values in shared.items()} | node
         nodes.append(
             Node(
-                fields.text(own["location"], f"{field}.location"),
-                fields.duration(own["forward_s"], f"{field}.forward_s", above=True),
-                _memory(own, field),
-                _memory_bytes(own, field),
-                _mesh(own, field),
-                *(_rate(direction, given, node, field) for direction in DIRECTIONS),
+                fields.text(merged["location"], f"{field}.location"),
+                fields.duration(merged["forward_s"], f"{field}.forward_s", above=True),
+                _memory(merged, field),
+                _memory_bytes(merged, field),
+                _mesh(merged, field),
+                *(_rate(direction, raw, node, field) for direction in DIRECTIONS),
             )
         )
     return tuple(nodes)
 
 
 def _of_all_nodes(
-    given: Mapping[str, Any], described: Sequence[Mapping[str, Any]]
+    raw: Mapping[str, Any], described: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
     """Read the values that the case gives its nodes in turn; raise if a node has none."""
     shared = {}
-    if "locations" in given:
-        names = enumerate(fields.sequence(given["locations"], "case.locations"))
+    if "locations" in raw:
+        names = enumerate(fields.sequence(raw["locations"], "case.locations"))
         shared["location"] = [fields.text(name, f"case.locations[{n}]") for n, name in names]
-    if "forward_s" in given:
-        seconds = fields.duration(given["forward_s"], "case.forward_s", above=True)
+    if "forward_s" in raw:
+        seconds = fields.duration(raw["forward_s"], "case.forward_s", above=True)
         shared["forward_s"] = [seconds]
-    if "memory" in given:
-        shared["memory"] = [_memory(given, "case")]
-    if MEMORY_BYTES in given:
-        shared[MEMORY_BYTES] = [_memory_bytes(given, "case")]
+    if "memory" in raw:
+        shared["memory"] = [_memory(raw, "case")]
+    if MEMORY_BYTES in raw:
+        shared[MEMORY_BYTES] = [_memory_bytes(raw, "case")]
     for key, of_case in OF_NODES.items():
-        silent = [index for index, node in enumerate(described) if key not in node]
-        if not silent or key in shared:
+        unset = [index for index, node in enumerate(described) if key not in node]
+        if not unset or key in shared:
             continue
         problem, remedy = "is missing", f"Add {of_case}: to case"
-        if isinstance(given["nodes"], list):
-            problem += f", and {len(silent)} of {len(described)} nodes do not set it"
-            remedy += f", or {key}: to case.nodes[{silent[0]}]"
-            remedy += " and the others" if len(silent) > 1 else ""
+        if isinstance(raw["nodes"], list):
+            problem += f", and {len(unset)} of {len(described)} nodes do not set it"
+            remedy += f", or {key}: to case.nodes[{unset[0]}]"
+            remedy += " and the others" if len(unset) > 1 else ""
         raise InputError(f"case.{of_case}", None, problem, remedy)
     return shared
 
 
-def _memory(given: Mapping[str, Any], of: str) -> int:
-    return fields.integer(_known(given, "memory", of, "number of microbatches"), f"{of}.memory", 1)
+def _memory(raw: Mapping[str, Any], of: str) -> int:
+    return fields.integer(_required(raw, "memory", of, "number of microbatches"), f"{of}.memory", 1)
 
 
-def _memory_bytes(given: Mapping[str, Any], of: str) -> float | None:
-    size = given.get(MEMORY_BYTES)
+def _memory_bytes(raw: Mapping[str, Any], of: str) -> float | None:
+    size = raw.get(MEMORY_BYTES)
     return None if size is None else fields.number(size, f"{of}.{MEMORY_BYTES}", 0.0, above=True)
 
 
 def _mesh(node: Mapping[str, Any], field: str) -> tuple[int, int] | None:
     if node.get(MESH) is None:
         return None
-    own = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
-    fsdp, tensor = (fields.integer(own.get(axis, 1), f"{field}.{MESH}.{axis}", 1) for axis in AXES)
+    axes = fields.mapping(node[MESH], f"{field}.{MESH}", AXES)
+    fsdp, tensor = (fields.integer(axes.get(axis, 1), f"{field}.{MESH}.{axis}", 1) for axis in AXES)
     return fsdp, tensor
 
 
-def _rate(direction: str, given: Mapping[str, Any], node: Mapping[str, Any], field: str) -> float:
+def _rate(direction: str, raw: Mapping[str, Any], node: Mapping[str, Any], field: str) -> float:
     """Read the rate of one direction of a node's connection [bytes/s]; infinite by default."""
     rate = math.inf
-    for of, values in (("case", given), (field, node)):
+    for of, values in (("case", raw), (field, node)):
         keys = [f"{direction}_{unit}" for unit in RATE_UNITS if f"{direction}_{unit}" in values]
         for key in keys[1:]:
             problem = f"duplicates {keys[0]}"
             raise InputError(f"{of}.{key}", values[key], problem, "Remove one of them")
         for key in keys:
-            if given.get("contention") != "node":
+            if raw.get("contention") != "node":
                 raise InputError(
                     f"{of}.{key}",
                     values[key],
@@ -425,13 +425,13 @@ def of_each_stage(value: Any, field: str, stages: int, *, above: bool = False) -
     return tuple(fields.number(v, f"{field}[{s}]", 0.0, above=above) for s, v in enumerate(value))
 
 
-def _of_hop(given: Mapping[str, Any], key: str) -> float:
-    return fields.number(_known(given, key), f"case.{key}", 0.0)
+def _bytes_of_hop(raw: Mapping[str, Any], key: str) -> float:
+    return fields.number(_required(raw, key), f"case.{key}", 0.0)
 
 
-def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "bytes") -> Any:
+def _required(raw: Mapping[str, Any], key: str, of: str = "case", unit: str = "bytes") -> Any:
     """Return a value of a case that is required, in this unit, where no model is known."""
-    if given[key] == AUTO:
+    if raw[key] == AUTO:
         raise InputError(
             f"{of}.{key}",
             AUTO,
@@ -439,7 +439,7 @@ def _known(given: Mapping[str, Any], key: str, of: str = "case", unit: str = "by
             f"Write the {unit} that skippipe estimate-memory prints for a configuration with this "
             "case as plan.case",
         )
-    return given[key]
+    return raw[key]
 
 
 def _all_times(table: links.LinkTable, factor: float) -> links.LinkTable:
@@ -466,17 +466,17 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
     if unreachable:
         missing = [pair for pair in missing if unreachable[0] in pair]
     known = {name for pair in table.links for name in pair}
-    near = "".join(
+    hint = "".join(
         fields.suggestion(name, known) for pair in missing[:1] for name in {*pair} - known
     )
     if unreachable:
-        there = [index for index, node in enumerate(nodes) if node.location == unreachable[0]]
+        isolated = [index for index, node in enumerate(nodes) if node.location == unreachable[0]]
         raise InputError(
             "case.links",
             unreachable[0],
-            f"no other node can reach the nodes {there} at this location: "
+            f"no other node can reach the nodes {isolated} at this location: "
             f"all of its {len(missing)} links are missing",
-            f"{near}Move these nodes to another location, or add {len(missing)} rows, the first: "
+            f"{hint}Move these nodes to another location, or add {len(missing)} rows, the first: "
             f"{_row(missing[0])}",
         )
     if missing:
@@ -484,7 +484,7 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
             "case.links",
             " to ".join(missing[0]),
             f"no link between these locations ({len(missing)} missing in total)",
-            f"{near}Add a row: {_row(missing[0])}",
+            f"{hint}Add a row: {_row(missing[0])}",
         )
 
 
@@ -492,13 +492,13 @@ def _row(pair: tuple[str, str]) -> str:
     return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
 
 
-def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
+def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
     """Read the microbatches of each data node, from the number of each or from the total."""
-    if "microbatches" in given:
-        return _spread(given, data_nodes)
-    fields.mapping(given, "case", given, ("microbatches_per_data_node",))
+    if "microbatches" in raw:
+        return _shared_evenly(raw, data_nodes)
+    fields.mapping(raw, "case", raw, ("microbatches_per_data_node",))
     field = "case.microbatches_per_data_node"
-    value = given["microbatches_per_data_node"]
+    value = raw["microbatches_per_data_node"]
     if not isinstance(value, list):
         return (fields.integer(value, field, 1, MOST_MICROBATCHES),) * data_nodes
     if len(value) != data_nodes:
@@ -512,9 +512,9 @@ def _microbatches(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
     )
 
 
-def _spread(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
-    total = fields.integer(given["microbatches"], "case.microbatches", 1, MOST_MICROBATCHES)
-    if "microbatches_per_data_node" in given:
+def _shared_evenly(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
+    total = fields.integer(raw["microbatches"], "case.microbatches", 1, MOST_MICROBATCHES)
+    if "microbatches_per_data_node" in raw:
         raise InputError(
             "case.microbatches",
             total,
@@ -533,26 +533,26 @@ def _spread(given: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
 
 def _rules(value: Any, stages: int) -> Rules:
     names = ("max_swaps", "max_swap_distance", "max_jump")
-    given = fields.mapping(value, "case.rules", names)
+    raw = fields.mapping(value, "case.rules", names)
     return Rules(
-        max_swaps=fields.integer(given.get("max_swaps", 0), "case.rules.max_swaps", 0),
+        max_swaps=fields.integer(raw.get("max_swaps", 0), "case.rules.max_swaps", 0),
         max_swap_distance=fields.integer(
-            given.get("max_swap_distance", 1), "case.rules.max_swap_distance", 1
+            raw.get("max_swap_distance", 1), "case.rules.max_swap_distance", 1
         ),
-        max_jump=fields.integer(given.get("max_jump", stages), "case.rules.max_jump", 0),
+        max_jump=fields.integer(raw.get("max_jump", stages), "case.rules.max_jump", 0),
     )
 
 
-def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sizes_and_left_out(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read the numbers of nodes of a case's stages, and the stages that are left out.
 
     Raises:
         InputError: if another stage has no node, or one that is left out has some; the first stage
             cannot be left out.
     """
-    sizes = fields.sequence(given["stages"], "case.stages")
+    sizes = fields.sequence(raw["stages"], "case.stages")
     left_out = []
-    stages = fields.sequence(given.get("left_out", []), "case.left_out", minimum_length=0)
+    stages = fields.sequence(raw.get("left_out", []), "case.left_out", minimum_length=0)
     for position, stage in enumerate(stages):
         field = f"case.left_out[{position}]"
         left_out.append(fields.integer(stage, field, 1, len(sizes) - 1))
@@ -568,15 +568,15 @@ def sizes_and_left_out(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple
     return tuple(sizes), tuple(left_out)
 
 
-def so_that_they_add_up(nodes: int, stages: Sequence[int]) -> str:
+def sizes_remedy(nodes: int, stages: Sequence[int]) -> str:
     """Write what to change where the sizes of the stages do not add up to the nodes."""
-    lacking = sum(stages) - nodes
-    if lacking < 0:
-        return f"Add {-lacking} to case.stages in total, or remove {-lacking} from case.nodes"
+    excess = sum(stages) - nodes
+    if excess < 0:
+        return f"Add {-excess} to case.stages in total, or remove {-excess} from case.nodes"
     if nodes < len(stages):
         least = len(stages) - nodes
         return (
             f"Each stage needs a node: remove {least} of the stages or add {least} to case.nodes; "
             "then make the totals equal"
         )
-    return f"Remove {lacking} from case.stages in total, or add {lacking} to case.nodes"
+    return f"Remove {excess} from case.stages in total, or add {excess} to case.nodes"

@@ -52,38 +52,38 @@ def with_nodes(
         path_length = min(case.path_length, len(stages) - len(left_out))
         source |= {"left_out": left_out, "path_length": path_length, "rules": rules}
     source |= {
-        "nodes": [_described(case.nodes[node]) for node in kept],
+        "nodes": [_node_entry(case.nodes[node]) for node in kept],
         "stages": list(stages),
         "microbatches_per_data_node": counts[0] if len(set(counts)) == 1 else counts,
     }
     return parse_case(source)
 
 
-def with_stages_left(case: Case) -> Case:
+def without_skipped_stages(case: Case) -> Case:
     """Make a case that has only the stages that are not left out, renumbered.
 
     Its `source` stays that of the whole case.
     """
-    left = [stage for stage in range(len(case.stages)) if stage not in case.left_out]
+    remaining = [stage for stage in range(len(case.stages)) if stage not in case.left_out]
     return replace(
         case,
-        stages=tuple(case.stages[stage] for stage in left),
-        stage_bytes=tuple(case.stage_bytes[stage] for stage in left),
-        stage_cost=tuple(case.stage_cost[stage] for stage in left),
+        stages=tuple(case.stages[stage] for stage in remaining),
+        stage_bytes=tuple(case.stage_bytes[stage] for stage in remaining),
+        stage_cost=tuple(case.stage_cost[stage] for stage in remaining),
         left_out=(),
     )
 
 
-def _described(node: Node) -> dict[str, Any]:
+def _node_entry(node: Node) -> dict[str, Any]:
     """Write a node as the entry of a case, with all its values."""
-    said = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
+    entry = {key: getattr(node, key) for key in (*OF_NODES, MEMORY_BYTES)}
     if node.mesh is not None:
-        said[MESH] = dict(zip(AXES, node.mesh, strict=True))
-    said |= rates_told(node.uplink, node.downlink)
-    return {key: value for key, value in said.items() if value is not None}
+        entry[MESH] = dict(zip(AXES, node.mesh, strict=True))
+    entry |= rates_as_keys(node.uplink, node.downlink)
+    return {key: value for key, value in entry.items() if value is not None}
 
 
-def rates_told(uplink: float, downlink: float) -> dict[str, float]:
+def rates_as_keys(uplink: float, downlink: float) -> dict[str, float]:
     """Write the limited rates of a connection [bytes/s] as keys of a case."""
     rates = {"uplink_GiB_per_s": uplink, "downlink_GiB_per_s": downlink}
     return {key: rate / GIBIBYTE for key, rate in rates.items() if isfinite(rate)}
@@ -95,12 +95,12 @@ def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:
     Raises:
         InputError: if one of them is not in the case.
     """
-    strange = set(nodes) - set(range(len(case.nodes)))
-    if strange:
+    unknown = set(nodes) - set(range(len(case.nodes)))
+    if unknown:
         raise InputError(
             "nodes",
             sorted(nodes),
-            f"the case has no node {min(strange)}: its nodes are 0 to {len(case.nodes) - 1}",
+            f"the case has no node {min(unknown)}: its nodes are 0 to {len(case.nodes) - 1}",
             "Use only these nodes",
         )
     return tuple(sorted(set(nodes)))

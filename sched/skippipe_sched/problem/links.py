@@ -118,10 +118,10 @@ def table(value: Any, same_location: Link) -> LinkTable:
     return LinkTable(links, same_location)
 
 
-def same_location_of(given: Mapping[str, Any]) -> Link:
+def same_location_of(raw: Mapping[str, Any]) -> Link:
     """Read the link between nodes at one location, from `same_location` of a case."""
     same = fields.mapping(
-        given.get("same_location", DEFAULT_SAME_LOCATION),
+        raw.get("same_location", DEFAULT_SAME_LOCATION),
         "case.same_location",
         DEFAULT_SAME_LOCATION,
         DEFAULT_SAME_LOCATION,
@@ -149,8 +149,8 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         ) from error
     header = [cell.strip() for cell in lines[0][1]] if lines else []
     latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
-    of_ms, of_gib = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
-    if (*header[:2],) != COLUMNS[:2] or of_ms is None or of_gib is None:
+    ms_factor, gib_factor = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
+    if (*header[:2],) != COLUMNS[:2] or ms_factor is None or gib_factor is None:
         units = ", ".join(name.split("_", 1)[1] for name in [*LATENCIES, *BANDWIDTHS])
         raise InputError(
             f"case.links ({origin}, line 1)",
@@ -168,8 +168,8 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         rows.append(
             [
                 *cells[:2],
-                of_ms * fields.number(cells[2], f"{field}.{latency}"),
-                of_gib * fields.number(cells[3], f"{field}.{bandwidth}"),
+                ms_factor * fields.number(cells[2], f"{field}.{latency}"),
+                gib_factor * fields.number(cells[3], f"{field}.{bandwidth}"),
             ]
         )
     return rows

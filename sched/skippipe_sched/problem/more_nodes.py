@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.fewer_nodes import rates_told, with_nodes
+from skippipe_sched.problem.fewer_nodes import rates_as_keys, with_nodes
 from skippipe_sched.problem.links import DEFAULT_SAME_LOCATION, GIBIBYTE, Link
 
 
@@ -65,22 +65,22 @@ def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
     table = {pair: link for pair, link in case.link_table.links.items() if set(pair) <= {*places}}
     for place, own in enumerate(new):
         for location, nodes in places.items():
-            there = own.links_to, own.links_from
+            links_of_new = own.links_to, own.links_from
             pairs = (own.location, location), (location, own.location)
-            for links, pair in zip(there, pairs, strict=True):
+            for links, pair in zip(links_of_new, pairs, strict=True):
                 found = [links[node] for node in nodes if node in links]
                 table[pair] = mean_link(found) if found else usual
         for earlier, other in enumerate(new[:place], len(case.nodes)):
             number = len(case.nodes) + place
-            there = own.links_to.get(earlier) or other.links_from.get(number)
+            forth = own.links_to.get(earlier) or other.links_from.get(number)
             back = own.links_from.get(earlier) or other.links_to.get(number)
-            table[own.location, other.location] = there or usual
+            table[own.location, other.location] = forth or usual
             table[other.location, own.location] = back or usual
     same = case.link_table.same_location
     source = dict(with_nodes(case, range(len(case.nodes)), case.stages, case.microbatches).source)
     source.pop("bandwidth_factor", None)
-    source["same_location"] = dict(zip(DEFAULT_SAME_LOCATION, _told(same), strict=True))
-    source["links"] = [[*pair, *_told(link)] for pair, link in table.items()]
+    source["same_location"] = dict(zip(DEFAULT_SAME_LOCATION, _in_table_units(same), strict=True))
+    source["links"] = [[*pair, *_in_table_units(link)] for pair, link in table.items()]
     forward_s = float(np.mean([node.forward_s for node in case.nodes]))
     memory = min(node.memory for node in case.nodes)
     source["nodes"] = source["nodes"] + [
@@ -94,12 +94,12 @@ def with_more_nodes(case: Case, new: Sequence[NewNode]) -> Case:
 
 def _connection(location: str, table: Mapping[tuple[str, str], Link]) -> dict[str, float]:
     """Describe a connection by the fastest link from a location, and by the fastest to it."""
-    ways = [
+    bandwidths = [
         [link.bandwidth for pair, link in table.items() if pair[end] == location] for end in (0, 1)
     ]
-    return rates_told(*map(max, ways))
+    return rates_as_keys(*map(max, bandwidths))
 
 
-def _told(link: Link) -> tuple[float, float]:
+def _in_table_units(link: Link) -> tuple[float, float]:
     """Convert a link to the units of tables."""
     return 1e3 * link.latency_s, link.bandwidth / GIBIBYTE

@@ -77,12 +77,12 @@ class Predicted:
 
     def to_json(self, averaging: AveragingPolicy) -> dict[str, float | None]:
         """Return the form that a plan stores; `late_s` only in `outer` mode."""
-        told = asdict(self)
+        stored = asdict(self)
         if self.placement_bound_s is None:
-            del told["placement_bound_s"]
+            del stored["placement_bound_s"]
         if not averaging.is_outer:
-            del told["late_s"]
-        return told
+            del stored["late_s"]
+        return stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,18 +170,18 @@ def parse_plan(value: Any) -> Plan:
         InputError: naming the field, its value, and what to write instead.
     """
     keys = ("format", "version", "method", "stages", "microbatches", "order", "predicted", "case")
-    given = fields.mapping(value, "plan", keys, keys)
-    fields.text(given["format"], "plan.format", (FORMAT,))
-    fields.integer(given["version"], "plan.version", VERSION, VERSION)
-    case = parse_case(given["case"])
-    stages = _stages(given["stages"], case)
-    paths = _paths(given["microbatches"], stages)
+    raw = fields.mapping(value, "plan", keys, keys)
+    fields.text(raw["format"], "plan.format", (FORMAT,))
+    fields.integer(raw["version"], "plan.version", VERSION, VERSION)
+    case = parse_case(raw["case"])
+    stages = _stages(raw["stages"], case)
+    paths = _paths(raw["microbatches"], stages)
     return Plan(
-        method=fields.text(given["method"], "plan.method"),
+        method=fields.text(raw["method"], "plan.method"),
         stages=stages,
         microbatches=paths,
-        order=_order(given["order"], len(case.nodes), paths),
-        predicted=_predicted(given["predicted"], case.averaging),
+        order=_order(raw["order"], len(case.nodes), paths),
+        predicted=_predicted(raw["predicted"], case.averaging),
         case=case,
     )
 
@@ -279,12 +279,12 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
 def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
     names += ("late_s",) if averaging.is_outer else ()
-    given: Mapping[str, Any] = fields.mapping(
+    raw: Mapping[str, Any] = fields.mapping(
         value, "plan.predicted", (*names, "placement_bound_s"), names
     )
-    told = {
+    checked = {
         name: fields.number(seconds, f"plan.predicted.{name}", 0.0)
-        for name, seconds in given.items()
+        for name, seconds in raw.items()
         if (name, seconds) != ("lower_bound_s", None)
     }
-    return Predicted(**{"lower_bound_s": None, **told})  # pyright: ignore[reportArgumentType]
+    return Predicted(**{"lower_bound_s": None, **checked})  # pyright: ignore[reportArgumentType]

@@ -42,10 +42,10 @@ def sequence_problem(stages: Sequence[int], rules: Rules) -> str | None:
     swaps = 0
     highest = 0
     for previous, stage in pairwise(stages):
-        passed_over = stage - previous - 1
-        if passed_over > rules.max_jump:
+        skipped = stage - previous - 1
+        if skipped > rules.max_jump:
             return (
-                f"CC2: the jump from stage {previous} to {stage} skips {passed_over} "
+                f"CC2: the jump from stage {previous} to {stage} skips {skipped} "
                 f"stages, more than max_jump = {rules.max_jump}"
             )
         if stage < highest:
@@ -80,11 +80,11 @@ def violations(
     Stages that the case leaves out do not count: the stages before and after are neighbors.
     """
     stage_of = stage_of_nodes(stages)
-    left = [stage for stage in range(len(stages)) if stage not in case.left_out]
-    found = []
+    remaining = [stage for stage in range(len(stages)) if stage not in case.left_out]
+    broken = []
     sizes = tuple(len(nodes) for nodes in stages)
     if sizes != case.stages:
-        found.append(
+        broken.append(
             Violation(
                 "placement",
                 "plan.stages",
@@ -93,14 +93,14 @@ def violations(
             )
         )
     for microbatch, path in enumerate(paths):
-        problem = sequence_problem([left.index(stage_of[node]) for node in path], case.rules)
+        problem = sequence_problem([remaining.index(stage_of[node]) for node in path], case.rules)
         if problem:
-            found.append(Violation(problem[:3], f"plan.microbatches[{microbatch}]", path, problem))
+            broken.append(Violation(problem[:3], f"plan.microbatches[{microbatch}]", path, problem))
     visits = Counter(node for path in paths for node in path)
     stage_visits = [sum(visits[node] for node in nodes) for nodes in stages]
-    inner = [stage_visits[stage] for stage in left[1:]]
+    inner = [stage_visits[stage] for stage in remaining[1:]]
     if inner and max(inner) - min(inner) > 1:
-        found.append(
+        broken.append(
             Violation(
                 "CC3",
                 "plan.microbatches",
@@ -108,25 +108,25 @@ def violations(
                 "CC3: the visit counts of the inner stages differ by more than one",
             )
         )
-    own = [visits[node] for node in stages[0]]
-    if len(own) == len(case.microbatches) and tuple(own) != case.microbatches:
-        found.append(
+    sent = [visits[node] for node in stages[0]]
+    if len(sent) == len(case.microbatches) and tuple(sent) != case.microbatches:
+        broken.append(
             Violation(
                 "TC1",
                 "plan.microbatches",
-                own,
-                f"TC1: the data nodes {list(stages[0])} send {own} microbatches, and the case "
+                sent,
+                f"TC1: the data nodes {list(stages[0])} send {sent} microbatches, and the case "
                 f"requires {list(case.microbatches)}",
             )
         )
-    for stage in left[1 : len(case.stages) - len(case.left_out)]:
+    for stage in remaining[1 : len(case.stages) - len(case.left_out)]:
         nodes = stages[stage]
         shares = fair_shares(case, stage, nodes, stage_visits[stage])
         for node, share in zip(nodes, shares, strict=True):
             low = math.floor(share + SHARE_TOLERANCE)
             high = math.ceil(share - SHARE_TOLERANCE)
             if not low <= visits[node] <= high:
-                found.append(
+                broken.append(
                     Violation(
                         "TC1",
                         "plan.microbatches",
@@ -135,7 +135,7 @@ def violations(
                         f"its share is {low}" + (f" to {high}" if high > low else ""),
                     )
                 )
-    return found
+    return broken
 
 
 def require(plan: Plan) -> Plan:

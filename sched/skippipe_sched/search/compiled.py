@@ -70,12 +70,12 @@ def _machine_code(function: Callable[..., Any]) -> Any:
     with _lock:
         while _not_registered:
             register_jitable(_not_registered.pop())
-        others_folder = settings.CACHE_DIR
+        previous_folder = settings.CACHE_DIR
         settings.CACHE_DIR = str(_cache_folder())
         try:
             return njit(cache=True, nogil=True)(function)
         finally:
-            settings.CACHE_DIR = others_folder
+            settings.CACHE_DIR = previous_folder
 
 
 def is_compiled() -> bool:
@@ -101,21 +101,21 @@ class Compilation:
 
     def __init__(self, program: str):
         """Run a program in Python; its output is written to a file next to the compiled code."""
-        self._said = _cache_folder() / "compilation.txt"
-        with self._said.open("wb") as said:
+        self._log = _cache_folder() / "compilation.txt"
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
-        self._is_failure_told = False
+        self._is_failure_reported = False
 
     def succeeded(self) -> bool | None:
         """Return whether it has succeeded; None while it runs. Print a failure once."""
         code = self._process.poll()
-        if code and not self._is_failure_told:
-            self._is_failure_told = True
+        if code and not self._is_failure_reported:
+            self._is_failure_reported = True
             print(
-                f"the search could not be compiled (exit code {code}, see {self._said}); it "
+                f"the search could not be compiled (exit code {code}, see {self._log}); it "
                 "continues in plain Python, about 1,000 times slower",
                 file=sys.stderr,
             )
@@ -124,16 +124,16 @@ class Compilation:
 
 def _mark() -> Path:
     # numba has a folder for each location of a module: another installation compiles again.
-    place = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
-    name = f"{place}-{sys.implementation.cache_tag}-numba-{importlib.metadata.version('numba')}"
+    location = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:16]
+    name = f"{location}-{sys.implementation.cache_tag}-numba-{importlib.metadata.version('numba')}"
     return _cache_folder() / name
 
 
 @cache
 def _cache_folder() -> Path:
     """Make a cache folder for this code: in the user's cache, or among temporary files."""
-    here = Path(__file__).parents[1]
-    modules = [*sorted(here.glob("search/*.py")), *(here / name for name in MODULES)]
+    package = Path(__file__).parents[1]
+    modules = [*sorted(package.glob("search/*.py")), *(package / name for name in MODULES)]
     digest = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()
     name = f"skippipe_sched/{digest[:16]}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -24,10 +24,10 @@ TRADES_SHARE = 0.3
 
 
 @kernel
-def _left_s(room, power_of_others, weight):
+def _remaining_s(room, power_of_others, weight):
     """Compute the longest iteration [s] that keeps the mean of the ends within its limit."""
-    left = room - power_of_others
-    return left ** (1.0 / POWER) / weight if left > 0.0 else 0.0
+    remaining = room - power_of_others
+    return remaining ** (1.0 / POWER) / weight if remaining > 0.0 else 0.0
 
 
 @kernel
@@ -83,7 +83,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
             move = draw_move(piece.weights, chain.state)
             made = propose(problem, chain.candidate, chain.undo, move, chain.state)
             if made:
-                limit_s = _left_s(room, beside, weights[place])
+                limit_s = _remaining_s(room, beside, weights[place])
                 cost_s = cost_of(
                     problem, chain.candidate, chain.scratch, limit_s, piece.mean_weight
                 )
@@ -105,7 +105,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
             taken = b.candidate.node_of_slot[y]
         _put(first, a, x, taken)
         beside = power_b if with_idle else 0.0
-        limit_s = _left_s(room, beside, weights[places[0]])
+        limit_s = _remaining_s(room, beside, weights[places[0]])
         cost_s = cost_of(first, a.candidate, a.scratch, limit_s, piece.mean_weight)
         kept = cost_s < limit_s
         if kept and with_idle:
@@ -113,7 +113,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
         elif kept:
             _put(second, b, y, given)
             power_now = (cost_s * weights[places[0]]) ** POWER
-            limit_b_s = _left_s(room, power_now, weights[places[1]])
+            limit_b_s = _remaining_s(room, power_now, weights[places[1]])
             cost_b_s = cost_of(second, b.candidate, b.scratch, limit_b_s, piece.mean_weight)
             kept = cost_b_s < limit_b_s
             if kept:

@@ -58,12 +58,12 @@ class _Column:
     Attributes:
         rows: its coefficients in the conditions.
         steps: number of steps that end with it.
-        whole: whether it is 0 or 1.
+        is_integer: whether it is 0 or 1.
     """
 
     rows: Mapping[Row, float]
     steps: float = 0.0
-    whole: bool = False
+    is_integer: bool = False
 
 
 def bounds(case: ServingCase) -> Bounds:
@@ -86,13 +86,13 @@ def _visits(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
     begin_s = np.where(np.arange(case.hosts) == FRONT, case.head_s + case.step_s[FRONT, 0], np.inf)
     for first in range(1, case.stages + 1):
         for run in runs_from(case, first, skips):
-            yield from _of_run(case, run, run.first, run.takes_s, unit_s)
+            yield from _visits_of_run(case, run, run.first, run.takes_s, unit_s)
             if first == 1:
-                yield from _of_run(case, run, 0, begin_s + run.takes_s, unit_s)
-    yield from _of_run(case, Run(1, 1, 0, begin_s), 0, begin_s, unit_s)
+                yield from _visits_of_run(case, run, 0, begin_s + run.takes_s, unit_s)
+    yield from _visits_of_run(case, Run(1, 1, 0, begin_s), 0, begin_s, unit_s)
 
 
-def _of_run(
+def _visits_of_run(
     case: ServingCase, run: Run, first: int, takes_s: Float[np.ndarray, " hosts"], unit_s: float
 ) -> Iterator[_Column]:
     """List the visits of this run to all hosts with enough memory, for stages from `first` on."""
@@ -127,7 +127,7 @@ def _held_stages(case: ServingCase) -> Iterator[_Column]:
     for host, stage in itertools.product(range(case.hosts), range(1, case.stages)):
         if case.stage_bytes[stage] <= free_bytes[host]:
             share = float(case.stage_bytes[stage] / free_bytes[host])
-            yield _Column({("runs", stage, host): -1.0, ("room", host): share}, whole=True)
+            yield _Column({("runs", stage, host): -1.0, ("room", host): share}, is_integer=True)
 
 
 def _most_steps(columns: Sequence[_Column], limits: Mapping[str, float]) -> float:
@@ -140,15 +140,17 @@ def _most_steps(columns: Sequence[_Column], limits: Mapping[str, float]) -> floa
     }
     highest = np.array([limits.get(row[0], 0.0) for row in numbers])
     lowest = np.array([0.0 if row[0] in ("arrived", "done") else -np.inf for row in numbers])
-    entries = [(n, numbers[row], own) for n, c in enumerate(columns) for row, own in c.rows.items()]
+    entries = [
+        (n, numbers[row], factor) for n, c in enumerate(columns) for row, factor in c.rows.items()
+    ]
     column, row, value = zip(*entries, strict=True)
     matrix = coo_array((value, (row, column)), shape=(len(numbers), len(columns))).tocsr()
-    whole = np.array([column.whole for column in columns])
+    is_integer = np.array([column.is_integer for column in columns])
     solved = milp(
         -np.array([column.steps for column in columns]),
-        integrality=whole,
-        bounds=Limits(0.0, np.where(whole, 1.0, np.inf)),  # pyright: ignore[reportArgumentType]
+        integrality=is_integer,
+        bounds=Limits(0.0, np.where(is_integer, 1.0, np.inf)),  # pyright: ignore[reportArgumentType]
         constraints=LinearConstraint(matrix, lowest, highest),  # pyright: ignore[reportArgumentType]
         options={"node_limit": MOST_NODES},
     )
-    return -float(solved.mip_dual_bound if whole.any() else solved.fun)
+    return -float(solved.mip_dual_bound if is_integer.any() else solved.fun)

@@ -92,10 +92,10 @@ class ServingCase:
             problem = f"has shape {list(np.shape(array))}, expected {list(shape)}"
             remedy = f"Give it for {self.step_s.shape[0]} hosts and {self.step_s.shape[1]} stages"
             raise InputError(f"case.{name}", array, problem, remedy)
-        right = (array > 0.0 if above else array >= 0.0) & (array <= fields.MAX_NUMBER)
-        for index in np.argwhere(~right).tolist():
-            place = "".join(f"[{number}]" for number in index)
-            fields.number(float(array[tuple(index)]), f"case.{name}{place}", 0.0, above=above)
+        valid = (array > 0.0 if above else array >= 0.0) & (array <= fields.MAX_NUMBER)
+        for index in np.argwhere(~valid).tolist():
+            indexes = "".join(f"[{number}]" for number in index)
+            fields.number(float(array[tuple(index)]), f"case.{name}{indexes}", 0.0, above=above)
 
     @property
     def hosts(self) -> int:
@@ -148,16 +148,16 @@ def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
     Raises:
         InputError: naming the field, its value, and what to write instead.
     """
-    given = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
-    sizes = fields.sequence(given["stage_bytes"], "case.stage_bytes")
+    raw = fields.mapping(value, "case", (*REQUIRED, *OPTIONAL), REQUIRED)
+    sizes = fields.sequence(raw["stage_bytes"], "case.stage_bytes")
     locations, step_s, room_bytes = [], [], []
-    for index, entry in enumerate(fields.sequence(given["hosts"], "case.hosts")):
+    for index, entry in enumerate(fields.sequence(raw["hosts"], "case.hosts")):
         field = f"case.hosts[{index}]"
         host = fields.mapping(entry, field, OF_HOST, OF_HOST)
         locations.append(fields.text(host["location"], f"{field}.location"))
         step_s.append(_durations(host["step_s"], f"{field}.step_s", len(sizes)))
         room_bytes.append(fields.number(host["room_bytes"], f"{field}.room_bytes", 0.0))
-    table = links.table(links.rows_of(given["links"], folder), links.same_location_of(given))
+    table = links.table(links.rows_of(raw["links"], folder), links.same_location_of(raw))
     latency_s, bandwidth = table.matrices(locations)
     return ServingCase(
         step_s=np.array(step_s),
@@ -165,10 +165,10 @@ def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
         stage_bytes=np.array(of_each_stage(sizes, "case.stage_bytes", len(sizes))),
         latency_s=latency_s,
         bandwidth=bandwidth,
-        activation_bytes=fields.number(given["activation_bytes"], "case.activation_bytes", 0.0),
-        groups=given["groups"],
-        slots=given["slots"],
-        head_s=fields.duration(given.get("head_s", 0.0), "case.head_s"),
+        activation_bytes=fields.number(raw["activation_bytes"], "case.activation_bytes", 0.0),
+        groups=raw["groups"],
+        slots=raw["slots"],
+        head_s=fields.duration(raw.get("head_s", 0.0), "case.head_s"),
     )
 
 
@@ -194,19 +194,19 @@ def checked_placement(case: ServingCase, placement: Any, field: str) -> Placemen
         raise InputError(field, placement, problem, "Write a list of stages for each host")
     checked = []
     for host, row in enumerate(rows):
-        own = f"{field}[{host}]"
-        stages = fields.sequence(row, own, minimum_length=0)
+        host_field = f"{field}[{host}]"
+        stages = fields.sequence(row, host_field, minimum_length=0)
         for number, stage in enumerate(stages):
-            fields.integer(stage, f"{own}[{number}]", 0, case.stages - 1)
+            fields.integer(stage, f"{host_field}[{number}]", 0, case.stages - 1)
         if sorted({*stages}) != stages:
-            raise InputError(own, row, "is not ascending", "Name each stage once, in order")
+            raise InputError(host_field, row, "is not ascending", "Name each stage once, in order")
         if (0 in stages) != (host == FRONT):
             problem = "stage 0 must be on the front and on no other host"
-            raise InputError(own, row, problem, f"List stage 0 only in {field}[{FRONT}]")
+            raise InputError(host_field, row, problem, f"List stage 0 only in {field}[{FRONT}]")
         needed = float(case.stage_bytes[stages].sum())
         if needed > case.room_bytes[host] * (1 + ROUNDING):
             problem = f"needs {needed:g} bytes, but the host has room for {case.room_bytes[host]:g}"
-            raise InputError(own, row, problem, "Remove a stage")
+            raise InputError(host_field, row, problem, "Remove a stage")
         checked.append(tuple(stages))
     return tuple(checked)
 

@@ -46,7 +46,7 @@ def packed(
     """
     order = sorted(stages, key=lambda stage: -case.stage_bytes[stage])
     packing = _Packing(case, order, loading)
-    packing.go_on(0, 0.0, skips)
+    packing.choose_from(0, 0.0, skips)
     return packing.best
 
 
@@ -68,12 +68,12 @@ class _Packing:
         self.sizes = self.case.stage_bytes[self.order]
         self.least = self.loading.min(axis=0)[self.order]
 
-    def go_on(self, place: int, cost: float, skips: int) -> None:
+    def choose_from(self, position: int, cost: float, skips: int) -> None:
         """Choose hosts for the stages from this place in the order on."""
-        sizes = self.sizes[place:]
+        sizes = self.sizes[position:]
         needed = len(sizes) - skips
         # The skipped stages may be the most expensive ones.
-        least = np.sort(self.least[place:])[: max(needed, 0)].sum()
+        least = np.sort(self.least[position:])[: max(needed, 0)].sum()
         if self.tries > MOST_TRIES or cost + least >= self.best_cost:
             return
         if needed <= 0:
@@ -81,14 +81,14 @@ class _Packing:
             return
         if np.floor(self.free / sizes[-1]).sum() < needed or self.free.sum() < sizes[skips:].sum():
             return
-        stage, size = self.order[place], sizes[0]
+        stage, size = self.order[position], sizes[0]
         for host in np.lexsort((self.free, self.loading[:, stage])).tolist():
             if self.free[host] >= size:
                 self.tries += 1
                 self.free[host] -= size
                 self.chosen[stage] = host
-                self.go_on(place + 1, cost + float(self.loading[host, stage]), skips)
+                self.choose_from(position + 1, cost + float(self.loading[host, stage]), skips)
                 del self.chosen[stage]
                 self.free[host] += size
         if skips:
-            self.go_on(place + 1, cost, skips - 1)
+            self.choose_from(position + 1, cost, skips - 1)

@@ -56,13 +56,13 @@ def place(
             front or not in the case.
     """
     fields.text(objective, "objective", OBJECTIVES)
-    gone = list(checked_lost(case, lost))
+    lost_hosts = list(checked_lost(case, lost))
     room_bytes = case.room_bytes.copy()
-    room_bytes[gone] = 0.0
+    room_bytes[lost_hosts] = 0.0
     kept = empty_room(case).held
     if held is not None:
         kept = held_stages(case, checked_placement(case, held, "held"))
-        kept[gone] = False
+        kept[lost_hosts] = False
     case = replace(case, room_bytes=room_bytes)
     empty = np.array(~kept.any(axis=1))
     empty[FRONT] |= held is None
@@ -72,7 +72,7 @@ def place(
     run = np.array(kept.any(axis=0))
     run[list(hosts)] = True
     if held is None and not run.all():
-        run = _run_by_the_quickest(case, room, run)
+        run = _stages_of_fastest_route(case, room, run)
     of_objective = replace(case, groups=1) if objective == "seconds_per_token" else case
     loaded = _loaded(of_objective, room, run, seed, tries)
     if loaded is None:
@@ -105,7 +105,7 @@ def _with_needed(
     return kept
 
 
-def _run_by_the_quickest(
+def _stages_of_fastest_route(
     case: ServingCase, room: Room, run: Bool[np.ndarray, " stages"]
 ) -> Bool[np.ndarray, " stages"]:
     """Choose the stages that are run, if not all can be: as many as in `run`."""

@@ -29,7 +29,7 @@ from skippipe_sched.serving.simulate import Use, cycle, steps_per_s
 
 TRIES = 150
 # Partial routes kept for one of many routes, and steps of a group for one of many simulations.
-MOST_WAYS, STEPS = 16, 60
+MOST_PARTIALS, STEPS = 16, 60
 # The logarithm of a busy host's price factor lies within this of the logarithm of the number of
 # groups.
 SPREAD = 4.0
@@ -72,7 +72,7 @@ def held_stages(case: ServingCase, placement: Placement) -> Bool[np.ndarray, "ho
 def through(run: Bool[np.ndarray, " stages"], route: Route) -> Route:
     """Return a route through all stages, from one through the stages in `run`."""
     hosts = iter(route)
-    return tuple(next(hosts) if own else None for own in run)
+    return tuple(next(hosts) if is_run else None for is_run in run)
 
 
 def search(case: ServingCase, room: Room, seed: int, tries: int) -> list[Route] | None:
@@ -127,33 +127,35 @@ class _Search:
         """
         random, case = self.random, self.case
         if random.random() < 0.5:
-            again = random.permutation(case.groups)[: random.integers(1, case.groups + 1)]
+            chosen = random.permutation(case.groups)[: random.integers(1, case.groups + 1)]
         else:
             host = random.choice(np.unique(np.array(best)))
-            again = random.permutation([g for g, route in enumerate(best) if host in route])
-        tried = {group: route for group, route in enumerate(best) if group not in again}
-        for groups in np.array_split(again, random.integers(1, 3)):
+            chosen = random.permutation([g for g, route in enumerate(best) if host in route])
+        tried = {group: route for group, route in enumerate(best) if group not in chosen}
+        for groups in np.array_split(chosen, random.integers(1, 3)):
             busy_s, _ = self.load(best if random.random() < 0.5 else tried.values())
             busy_share = busy_s / self.load(best)[0].max()
             price = case.groups * np.exp(random.uniform(-SPREAD, SPREAD))
-            chance = np.exp(random.random() * random.normal(size=case.step_s.shape))
-            dearer = chance * (1.0 + price * busy_share[:, None] ** 2)
-            costs = replace(alone(case), step_s=case.step_s * dearer)
+            noise = np.exp(random.random() * random.normal(size=case.step_s.shape))
+            cost_factors = noise * (1.0 + price * busy_share[:, None] ** 2)
+            costs = replace(alone(case), step_s=case.step_s * cost_factors)
             route = self.shortest(tried.values(), costs)
             if route is None:
                 return None
             tried |= dict.fromkeys(groups.tolist(), route)
         return [tried[group] for group in range(case.groups)]
 
-    def shortest(self, beside: Iterable[Route], costs: Costs) -> Route | None:
+    def shortest(self, other_routes: Iterable[Route], costs: Costs) -> Route | None:
         """Find a route of low cost in the memory that other routes leave."""
-        return shortest(self.case, self.left(beside), costs, self.rest_s, MOST_WAYS)[0]
+        return shortest(self.case, self.free_room(other_routes), costs, self.rest_s, MOST_PARTIALS)[
+            0
+        ]
 
     def steps_per_s(self, routes: Iterable[Route]) -> float:
         """Count steps of all groups per second, in a short simulation."""
         return steps_per_s([self.cycle(route) for route in routes], STEPS)
 
-    def left(self, routes: Iterable[Route]) -> Room:
+    def free_room(self, routes: Iterable[Route]) -> Room:
         """Return the memory that the stages of these routes leave."""
         held = self.room.held.copy()
         for route in routes:
@@ -169,8 +171,8 @@ class _Search:
         sending_s = np.zeros((self.case.hosts, self.case.hosts))
         for route in routes:
             for use in self.cycle(route):
-                of_kind = sending_s if isinstance(use.resource, tuple) else busy_s
-                of_kind[use.resource] += use.takes_s
+                totals = sending_s if isinstance(use.resource, tuple) else busy_s
+                totals[use.resource] += use.takes_s
         return busy_s, sending_s
 
     def cycle(self, route: Route) -> list[Use]:

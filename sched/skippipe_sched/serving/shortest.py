@@ -1,10 +1,10 @@
 """Shortest route through hosts that hold stages, or have memory for them.
 
-A route is found stage by stage, as partial routes (ways) through the first stages. Of the ways that
-end on one host and leave the same memory on all hosts, only the fastest is kept. Where no host has
-memory left, there are at most as many ways as hosts, and the route is the shortest. Otherwise the
-most promising ways are kept, by a lower bound on the whole route (`remaining_s`); the lower bound
-of the best dropped way is a bound on all routes.
+A route is found stage by stage, as partial routes ("partials") through the first stages. Of the
+partials that end on one host and leave the same memory on all hosts, only the fastest is kept.
+Where no host has memory left, there are at most as many partials as hosts, and the route is the
+shortest. Otherwise the most promising partials are kept, by a lower bound on the whole route
+(`remaining_s`); the lower bound of the best dropped partial is a bound on all routes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, UInt64
 
 from skippipe_sched.serving.case import FRONT, MOST_HOSTS, Route, ServingCase
 
-MOST_WAYS = 1_000
+MOST_PARTIALS = 1_000
 # Sums of products with these numbers identify the load of the hosts.
 MARKS = np.random.default_rng(0).integers(2**63, size=MOST_HOSTS + 2, dtype=np.uint64)
 
@@ -54,28 +54,28 @@ class Run:
     takes_s: Float[np.ndarray, " hosts"]
 
 
-class _Ways(NamedTuple):
+class _PartialRoutes(NamedTuple):
     """Partial routes through the first stages.
 
     Attributes:
         host: last host of each.
         cost_s: its cost so far.
         skips: number of stages that it may still skip.
-        loaded: equal for ways that have given each host as many stages of each size.
-        parent: the way without its last stage.
+        loaded: equal for partials that have given each host as many stages of each size.
+        parent: index of the partial without its last stage.
         visits: whether that stage was run.
     """
 
-    host: Int[np.ndarray, " ways"]
-    cost_s: Float[np.ndarray, " ways"]
-    skips: Int[np.ndarray, " ways"]
-    loaded: UInt64[np.ndarray, " ways"]
-    parent: Int[np.ndarray, " ways"]
-    visits: Bool[np.ndarray, " ways"]
+    host: Int[np.ndarray, " partials"]
+    cost_s: Float[np.ndarray, " partials"]
+    skips: Int[np.ndarray, " partials"]
+    loaded: UInt64[np.ndarray, " partials"]
+    parent: Int[np.ndarray, " partials"]
+    visits: Bool[np.ndarray, " partials"]
 
-    def some(self, which: Int[np.ndarray, " some"]) -> _Ways:
-        """Return some of the ways."""
-        return _Ways(*(array[which] for array in self))
+    def some(self, which: Int[np.ndarray, " some"]) -> _PartialRoutes:
+        """Return some of the partials."""
+        return _PartialRoutes(*(array[which] for array in self))
 
 
 def empty_room(case: ServingCase) -> Room:
@@ -127,15 +127,15 @@ def shortest(
     room: Room,
     costs: Costs,
     rest_s: Float[np.ndarray, "skips stages hosts"],
-    most_ways: int = MOST_WAYS,
+    most_partials: int = MOST_PARTIALS,
 ) -> tuple[Route | None, float]:
     """Find a route of low cost, and a lower bound on the cost of all routes [s].
 
     A stage that no host holds is placed on one that has memory for it, or is skipped, as often as
-    `rest_s` allows (`remaining_s`). If each stage had at most `most_ways` ways, the route is the
-    cheapest, and the bound is its cost. The route is None if none was found.
+    `rest_s` allows (`remaining_s`). If each stage had at most `most_partials` partials, the route
+    is the cheapest, and the bound is its cost. The route is None if none was found.
     """
-    ways = _Ways(
+    partials = _PartialRoutes(
         host=np.array([FRONT]),
         cost_s=case.head_s + costs.step_s[FRONT, :1],
         skips=np.array([len(rest_s) - 1]),
@@ -147,25 +147,25 @@ def shortest(
     bound_s = np.inf
     found = []
     for stage in range(1, case.stages):
-        ways = _extended(case, room, costs, ways, free_bytes, stage)
-        promised_s = ways.cost_s + rest_s[ways.skips, stage + 1, ways.host]
-        order = _best_of_equals(ways, promised_s)
-        if len(order) > most_ways:
-            bound_s = min(bound_s, float(promised_s[order[most_ways]]))
-        ways = ways.some(order[:most_ways])
-        free_bytes = free_bytes[ways.parent]
-        loads = np.flatnonzero(ways.visits & ~room.held[ways.host, stage])
-        free_bytes[loads, ways.host[loads]] -= case.stage_bytes[stage]
-        found.append(ways)
-    cost_s = ways.cost_s + costs.back_s[ways.host]
+        partials = _extended(case, room, costs, partials, free_bytes, stage)
+        promised_s = partials.cost_s + rest_s[partials.skips, stage + 1, partials.host]
+        order = _best_of_equals(partials, promised_s)
+        if len(order) > most_partials:
+            bound_s = min(bound_s, float(promised_s[order[most_partials]]))
+        partials = partials.some(order[:most_partials])
+        free_bytes = free_bytes[partials.parent]
+        loads = np.flatnonzero(partials.visits & ~room.held[partials.host, stage])
+        free_bytes[loads, partials.host[loads]] -= case.stage_bytes[stage]
+        found.append(partials)
+    cost_s = partials.cost_s + costs.back_s[partials.host]
     if not len(cost_s):
         return None, bound_s
     at = int(np.argmin(cost_s))
     bound_s = min(bound_s, float(cost_s[at]))
     backwards: list[int | None] = []
-    for ways in reversed(found):
-        backwards.append(int(ways.host[at]) if ways.visits[at] else None)
-        at = int(ways.parent[at])
+    for partials in reversed(found):
+        backwards.append(int(partials.host[at]) if partials.visits[at] else None)
+        at = int(partials.parent[at])
     return (FRONT, *reversed(backwards)), bound_s
 
 
@@ -173,38 +173,38 @@ def _extended(
     case: ServingCase,
     room: Room,
     costs: Costs,
-    ways: _Ways,
-    free_bytes: Float[np.ndarray, "ways hosts"],
+    partials: _PartialRoutes,
+    free_bytes: Float[np.ndarray, "partials hosts"],
     stage: int,
-) -> _Ways:
-    """Extend each way by the stage on each host that holds it or has room, or by skipping it."""
+) -> _PartialRoutes:
+    """Extend each partial by the stage, on each host that holds it or has room, or by a skip."""
     held = room.held[:, stage]
     parent, host = np.nonzero(held | (free_bytes >= case.stage_bytes[stage]))
     marks = np.where(held, np.uint64(0), MARKS[: case.hosts] * case.kinds[stage])
-    run = _Ways(
+    run = _PartialRoutes(
         host=host,
-        cost_s=ways.cost_s[parent]
-        + (costs.hop_s[ways.host[parent], host] + costs.step_s[host, stage]),
-        skips=ways.skips[parent],
-        loaded=ways.loaded[parent] + marks[host],
+        cost_s=partials.cost_s[parent]
+        + (costs.hop_s[partials.host[parent], host] + costs.step_s[host, stage]),
+        skips=partials.skips[parent],
+        loaded=partials.loaded[parent] + marks[host],
         parent=parent,
         visits=np.ones(len(parent), dtype=bool),
     )
-    able = np.flatnonzero(ways.skips)
+    able = np.flatnonzero(partials.skips)
     if not len(able) or held.any():
         return run
-    skipped = ways.some(able)._replace(
-        skips=ways.skips[able] - 1, parent=able, visits=np.zeros(len(able), dtype=bool)
+    skipped = partials.some(able)._replace(
+        skips=partials.skips[able] - 1, parent=able, visits=np.zeros(len(able), dtype=bool)
     )
-    return _Ways(*map(np.concatenate, zip(run, skipped, strict=True)))
+    return _PartialRoutes(*map(np.concatenate, zip(run, skipped, strict=True)))
 
 
 def _best_of_equals(
-    ways: _Ways, promised_s: Float[np.ndarray, " ways"]
+    partials: _PartialRoutes, promised_s: Float[np.ndarray, " partials"]
 ) -> Int[np.ndarray, " some"]:
-    """Sort ways by their bounds, and drop impossible ones and those that another way beats."""
+    """Sort partials by their bounds, and drop impossible ones and those that another one beats."""
     order = np.argsort(promised_s, kind="stable")
     order = order[: np.searchsorted(promised_s[order], np.inf)]
-    equal = ways.loaded + MARKS[-1] * ways.host.astype(np.uint64)
-    equal += MARKS[-2] * ways.skips.astype(np.uint64)
+    equal = partials.loaded + MARKS[-1] * partials.host.astype(np.uint64)
+    equal += MARKS[-2] * partials.skips.astype(np.uint64)
     return order[np.sort(np.unique(equal[order], return_index=True)[1])]

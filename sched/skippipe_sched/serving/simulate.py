@@ -54,7 +54,7 @@ def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> 
             front, or misses a stage that another one visits.
     """
     cycles = [cycle(case, route) for route in checked_routes(case, routes)]
-    alone_s = [sum(use.takes_s + use.after_s for use in own) for own in cycles]
+    alone_s = [sum(use.takes_s + use.after_s for use in uses) for uses in cycles]
     return Prediction(case.slots * steps_per_s(cycles, steps), min(alone_s))
 
 
@@ -100,31 +100,31 @@ def steps_per_s(cycles: Sequence[Sequence[Use]], steps: int) -> float:
     """Simulate groups going round their cycles; count steps of all per second (`simulate`)."""
     unit_s = SAME * sum(use.takes_s + use.after_s for use in cycles[0])
     numbers: dict[int | tuple[int, int], int] = {}
-    for use in (use for own in cycles for use in own):
+    for use in (use for uses in cycles for use in uses):
         numbers.setdefault(use.resource, len(numbers))
-    todo = [[(numbers[use.resource], use.takes_s, use.after_s) for use in own] for own in cycles]
+    todo = [[(numbers[use.resource], use.takes_s, use.after_s) for use in uses] for uses in cycles]
     free_s = [0.0] * len(numbers)
     # Time of each group's next use. The earliest is taken up first, so every resource serves in the
     # order of arrival. Of two simultaneous arrivals, the lower group goes first.
     coming = [(0.0, group, 0) for group in range(len(cycles))]
-    done, of_group = 0, [0] * len(cycles)
+    done, steps_of_group = 0, [0] * len(cycles)
     seen: dict[tuple[float, ...], tuple[float, int]] = {}
-    found_per_s = 0.0
+    best_per_s = 0.0
     while True:
         now_s, group, place = coming[0]
         if place == 0 and now_s > 0.0:
-            done, of_group[group] = done + 1, of_group[group] + 1
+            done, steps_of_group[group] = done + 1, steps_of_group[group] + 1
             # The rate from the start is at most the sustainable rate.
-            if 2 * of_group[group] >= steps:
-                found_per_s = max(found_per_s, done / now_s)
+            if 2 * steps_of_group[group] >= steps:
+                best_per_s = max(best_per_s, done / now_s)
             if group == 0:
                 state = _state(now_s, coming, free_s, unit_s)
                 if state in seen:
-                    then_s, done_then = seen[state]
-                    return (done - done_then) / (now_s - then_s)
+                    earlier_s, earlier_done = seen[state]
+                    return (done - earlier_done) / (now_s - earlier_s)
                 seen[state] = now_s, done
-            if of_group[group] == steps:
-                return found_per_s
+            if steps_of_group[group] == steps:
+                return best_per_s
         resource, takes_s, after_s = todo[group][place]
         free_s[resource] = max(now_s, free_s[resource]) + takes_s
         after = (place + 1) % len(todo[group])

@@ -20,11 +20,11 @@ from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import shortest_path
 
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.fewer_nodes import with_stages_left
+from skippipe_sched.problem.fewer_nodes import without_skipped_stages
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_iteration
 from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
-from skippipe_sched.timing.one_node import NodeWork, busy_apart_s, busy_s
+from skippipe_sched.timing.one_node import NodeWork, busy_s, relaxed_busy_s
 
 # Above this number of different nodes, the weaker bound is used.
 MOST_NODES_INTERLEAVED = 64
@@ -60,14 +60,14 @@ def lower_bound_s(case: Case, path_length: int) -> float:
     before another has ended the previous one, unless there is only one data node, and rings are
     hidden behind later iterations, except as `least_averaged_s` bounds.
     """
-    return float(_Bound(with_stages_left(case), path_length).seconds())
+    return float(_Bound(without_skipped_stages(case), path_length).seconds())
 
 
 def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
-    """Compute `busy_s` of each, or the weaker `busy_apart_s` if too many differ."""
+    """Compute `busy_s` of each, or the weaker `relaxed_busy_s` if too many differ."""
     distinct = set(works)
-    reckon = busy_s if len(distinct) <= MOST_NODES_INTERLEAVED else busy_apart_s
-    seconds = {work: reckon(work) for work in distinct}
+    node_busy_s = busy_s if len(distinct) <= MOST_NODES_INTERLEAVED else relaxed_busy_s
+    seconds = {work: node_busy_s(work) for work in distinct}
     return np.array([seconds[work] for work in works])
 
 

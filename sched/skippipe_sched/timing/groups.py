@@ -54,9 +54,9 @@ def groups_of(case: Case, path_length: int) -> Groups:
         from scipy.cluster.hierarchy import fcluster, linkage
         from scipy.spatial.distance import squareform
 
-        apart_s = (there_and_back_s + there_and_back_s.T) / 2
-        np.fill_diagonal(apart_s, 0.0)
-        group = fcluster(linkage(squareform(apart_s), "average"), most, "maxclust") - 1
+        distances_s = (there_and_back_s + there_and_back_s.T) / 2
+        np.fill_diagonal(distances_s, 0.0)
+        group = fcluster(linkage(squareform(distances_s), "average"), most, "maxclust") - 1
     members = [np.flatnonzero(group == g) for g in range(group.max() + 1)]
 
     def best(matrix: np.ndarray, choose: np.ufunc) -> np.ndarray:

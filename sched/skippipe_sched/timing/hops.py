@@ -38,14 +38,14 @@ def parts_of_hops(case: Case) -> Float[np.ndarray, "2 nodes nodes 5"]:
     latency, bandwidth = case.pair_matrices
     sending, receiving = case.connection_rates
     location, *_ = case.location_matrices
-    apart = location[:, None] != location
+    is_wide_area = location[:, None] != location
     parts = np.empty((2, *latency.shape, 5))
     for own, size in zip(parts, (case.activation_bytes, case.gradient_bytes), strict=True):
         link_s = size / bandwidth
         own[..., 0] = case.hop_overhead_s
-        own[..., 1] = np.where(apart, (size / sending)[:, None], -np.inf)
+        own[..., 1] = np.where(is_wide_area, (size / sending)[:, None], -np.inf)
         own[..., 2] = link_s
-        own[..., 3] = np.where(apart, np.maximum(link_s, size / receiving), link_s)
+        own[..., 3] = np.where(is_wide_area, np.maximum(link_s, size / receiving), link_s)
         own[..., 4] = latency
     return parts
 

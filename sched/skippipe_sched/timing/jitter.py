@@ -45,13 +45,13 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
     size = len(plan.microbatches), len(plan.stages)
     if plan.case.averaging.is_outer:
         every = plan.case.averaging.every
-        lucks = (
+        factors_of_draws = (
             draw_stretch(*size, jitter, seed, draw)
             for draw in chain(range(draws, draws + every), range(draws))
         )
         require_memory(plan)
         work = Work(plan.case, plan.stages, plan.microbatches, plan.order)
-        return np.array(successive_s(work, lucks)[every:])
+        return np.array(successive_s(work, factors_of_draws)[every:])
     iterations = (
         simulate_plan(plan, draw_stretch(*size, jitter, seed, draw)).iteration_s
         for draw in range(draws)

@@ -59,7 +59,7 @@ def busy_s(work: NodeWork) -> float:
                     future = _future(end_s, to_loss, to_backward[1:])
                     longer[forwards, losses, backwards + 1].add(future)
         if followed > MOST_INTERLEAVINGS:
-            return busy_apart_s(work)
+            return relaxed_busy_s(work)
         states = {key: _undominated(futures) for key, futures in longer.items()}
     (ends,) = states.values()
     return min(free_s for (free_s,), _, _ in ends)
@@ -88,7 +88,7 @@ def _undominated(futures: set[_Future]) -> list[_Future]:
     return result
 
 
-def busy_apart_s(work: NodeWork) -> float:
+def relaxed_busy_s(work: NodeWork) -> float:
     """Bound `busy_s` from below [s]: forwards, losses and backwards as if each on its own node."""
     microbatches, memory, forward_s, away_s, loss_s, away_back_s, backward_s = work
     forward = loss = backward = 0.0

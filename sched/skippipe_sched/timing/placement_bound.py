@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.fewer_nodes import with_stages_left
+from skippipe_sched.problem.fewer_nodes import without_skipped_stages
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import all_reduce_bytes, rings_of_iteration
 from skippipe_sched.timing.bound import lower_bound_s
@@ -47,7 +47,7 @@ def placement_bound_s(case: Case, path_length: int, most_s: float, limit_s: floa
     contention "node", it is `lower_bound_s`.
     """
     least_s = lower_bound_s(case, path_length)
-    case = with_stages_left(case)
+    case = without_skipped_stages(case)
     # With shared connections, shares also depend on them, which is not listed here.
     if path_length == 1 or case.shares_connections or not _few_enough(case, path_length):
         return least_s
@@ -289,8 +289,8 @@ class _Search:
         shut = np.full(of.forward_s.shape, np.inf)
         for stage, high in zip(self.stage_of, box.high, strict=True):
             shut[stage][high > 0] = 0.0
-        itself = np.where(np.eye(len(of.count), dtype=bool), of.apart, 0.0)
-        there, back = of.there_s + of.apart, of.back_s + of.apart
+        itself = np.where(np.eye(len(of.count), dtype=bool), of.revisit_penalty, 0.0)
+        there, back = of.there_s + of.revisit_penalty, of.back_s + of.revisit_penalty
         head_s, away_s, tail_s = np.full((3, *of.forward_s.shape), np.inf)
         out_s, home_s = np.full((2, len(of.count)), np.inf)
         start = shut[0][:, None] + itself

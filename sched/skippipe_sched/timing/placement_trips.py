@@ -25,7 +25,7 @@ from skippipe_sched.problem.rules import sequence_problem
 
 # With more equal inner stages, these are not distinguished: CC2 is ignored, and their order is
 # free.
-MOST_TOLD_APART = 4
+MOST_DISTINGUISHED = 4
 # Price of a missing or excess visit in the linear program [s], so that it is always feasible.
 MISSING_S = 50.0
 # Zero threshold, in seconds of all microbatches together; sums are exact to 1e-9 of it.
@@ -66,14 +66,14 @@ class Classes:
         last = np.array([np.flatnonzero(self.of_node == k)[-1] for k in range(len(kinds))])
         self.there_s = case.forward_hop_s[np.ix_(first, last)]
         self.back_s = case.backward_hop_s[np.ix_(first, last)].T
-        self.apart = np.where(np.diag(self.count == 1), np.inf, 0.0)
+        self.revisit_penalty = np.where(np.diag(self.count == 1), np.inf, 0.0)
         cost = np.array(case.stage_cost)[:, None]
         self.forward_s = cost * np.array([forward_s for _, forward_s, _ in kinds])
         self.backward_s = self.forward_s * case.backward_ratio
         self.loss_s = self.forward_s[0] * case.loss_ratio
         self.memory = [memory for *_, memory in kinds]
         inner = range(1, len(case.stages))
-        self.alike = max(Counter(stage_kinds(case)[1:]).values()) > MOST_TOLD_APART
+        self.alike = max(Counter(stage_kinds(case)[1:]).values()) > MOST_DISTINGUISHED
         self.sequences = [
             sequence
             for sequence in permutations(inner, path_length - 1)
@@ -133,7 +133,7 @@ class Relaxation:
     `places[g]` are stage, number of nodes, and microbatches of each of them. The unknowns are, as
     real numbers, the nodes of each class in each place, and how often each trip is made. They keep
     the conditions of every plan: sizes of places, numbers of nodes in classes, microbatches of data
-    nodes, CC1, CC2 (except for `MOST_TOLD_APART`), CC3, TC1, and room in memory (`_Program`).
+    nodes, CC1, CC2 (except for `MOST_DISTINGUISHED`), CC3, TC1, and room in memory (`_Program`).
     """
 
     def __init__(self, case: Case, classes: Classes, places: Sequence[tuple[int, int, int]]):
@@ -142,8 +142,8 @@ class Relaxation:
         self.stage_of = np.array([stage for stage, *_ in places])
         inner, visits = len(case.stages) - 1, sum(case.microbatches) * classes.visited
         self.least, self.most = visits // inner, -(-visits // inner)
-        no_way = np.zeros((0, classes.visited), dtype=int)
-        self.trips = self.trips_of(no_way[:, 0], no_way, no_way)
+        no_sequences = np.zeros((0, classes.visited), dtype=int)
+        self.trips = self.trips_of(no_sequences[:, 0], no_sequences, no_sequences)
 
     def trips_of(self, start: np.ndarray, stages: np.ndarray, classes: np.ndarray) -> Trips:
         """Make trips of these starts, inner stages and classes, with their durations."""
@@ -194,7 +194,7 @@ class Relaxation:
         room, visit, sent = program.prices(prices)
         banned = np.where(program.allowed, 0.0, np.inf)
         here = np.eye(len(of.count), dtype=bool)
-        itself = np.where(here, of.apart, 0.0)
+        itself = np.where(here, of.revisit_penalty, 0.0)
         least_s = np.full(len(of.count), np.inf)
         every = np.arange(len(of.count))
         found: list[tuple[float, int, tuple[int, ...], list[int]]] = []
@@ -212,7 +212,7 @@ class Relaxation:
             came = []
             for position, stage in enumerate(sequence, start=1):
                 hop_s = there[:, None] * of.there_s + back[position][:, None, None] * of.back_s
-                step = cost[:, :, None] + hop_s + of.apart
+                step = cost[:, :, None] + hop_s + of.revisit_penalty
                 came.append(step.argmin(axis=1))
                 work_s = there * of.forward_s[stage]
                 work_s = work_s + back[position + 1][:, None] * of.backward_s[stage]

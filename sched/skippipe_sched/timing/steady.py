@@ -43,10 +43,10 @@ def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
     rings are shown with it. `stretch` has factors on all times of every iteration.
     """
     run = _Iterations(work, stretch)
-    iteration_s, late_s = _settled(run)
+    iteration_s, late_s = _run_until_steady(run)
     pipeline_s = iteration_s
     if run.has_waited:
-        pipeline_s, _ = _settled(_Iterations(work, stretch, without_rings=True))
+        pipeline_s, _ = _run_until_steady(_Iterations(work, stretch, without_rings=True))
     if work.case.averaging.delay:
         run.iterate()
     longest_s = max(map(run.ring_s, run.rings), default=0.0)
@@ -196,7 +196,7 @@ class _Iterations(Replay):
         )
 
 
-def _settled(run: _Iterations) -> tuple[float, float]:
+def _run_until_steady(run: _Iterations) -> tuple[float, float]:
     """Run until steady; return an iteration's mean seconds, and by how much rings are late then."""
     nodes, every = len(run.free_s), run.policy.every
     states, late = [], []
@@ -215,7 +215,7 @@ def _settled(run: _Iterations) -> tuple[float, float]:
             for number in range(1, min(MOST_IN_TURN + 1, len(states)))
         }
         number = min(most_s, key=lambda number: most_s[number])
-        least_s = _slowest_circle_s(run.origins(), states[-1] - states[-2])
+        least_s = _slowest_cycle_s(run.origins(), states[-1] - states[-2])
         if most_s[number] - least_s > TOLERANCE * most_s[number]:
             continue
         mean_s = most_s[number] / every
@@ -237,17 +237,17 @@ def _mean_s(states: Sequence[Float[np.ndarray, " things"]], nodes: int, every: i
     return (last_s - first_s) / (len(states) - 1) / every
 
 
-def _slowest_circle_s(origins: Sequence[int], longer_s: Float[np.ndarray, " things"]) -> float:
+def _slowest_cycle_s(origins: Sequence[int], longer_s: Float[np.ndarray, " things"]) -> float:
     """Find the greatest mean delay of a circle of entries, each the origin of the next."""
     greatest_s = 0.0
     walked = [-1] * len(origins)
     for start in range(len(origins)):
-        place, way = start, []
+        place, visited = start, []
         while walked[place] < 0:
             walked[place] = start
-            way.append(place)
+            visited.append(place)
             place = origins[place]
         if walked[place] == start:
-            circle = way[way.index(place) :]
-            greatest_s = max(greatest_s, float(longer_s[circle].mean()))
+            cycle = visited[visited.index(place) :]
+            greatest_s = max(greatest_s, float(longer_s[cycle].mean()))
     return greatest_s

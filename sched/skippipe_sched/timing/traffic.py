@@ -43,12 +43,12 @@ def link_traffic(plan: Plan, timeline: Timeline) -> list[Flow[int]]:
 
     Replicas of one stage never send each other activations, so each pair has one use.
     """
-    return _added_up(_sendings(plan, timeline), lambda node: node)
+    return _summed(_sendings(plan, timeline), lambda node: node)
 
 
 def location_traffic(plan: Plan, timeline: Timeline) -> list[Flow[str]]:
     """Sum as `link_traffic`, by directed pairs of locations; within one, from it to itself."""
-    return _added_up(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
+    return _summed(_sendings(plan, timeline), lambda node: plan.case.nodes[node].location)
 
 
 def wide_area_bytes(case: Case, flows: Iterable[Flow[int]]) -> float:
@@ -92,7 +92,7 @@ def _sendings(plan: Plan, timeline: Timeline) -> Iterator[_Sending]:
             yield _Sending(*link, "averaging", size, start_s, end_s)
 
 
-def _added_up(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
+def _summed(sendings: Iterable[_Sending], place_of: Callable[[int], Place]) -> list[Flow[Place]]:
     groups: dict[tuple[Place, Place, Use], list[_Sending]] = defaultdict(list)
     for sending in sendings:
         groups[place_of(sending.source), place_of(sending.target), sending.use].append(sending)

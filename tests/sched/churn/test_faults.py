@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippipe_sched.churn.faults import Attendance, Change, draw_changes
+from skippipe_sched.churn.faults import AvailabilityTrace, Change, draw_changes
 
 
 @given(
@@ -43,9 +43,9 @@ def test_other_seeds_draw_other_faults():
 
 
 def test_who_is_there_follows_the_changes():
-    hosts = Attendance(3, (Change(1.0, 2, is_back=False), Change(4.0, 2, is_back=True)))
-    assert (hosts.there, hosts.next_s) == ({0, 1, 2}, 1.0)
-    assert hosts.take().node == 2
-    assert (hosts.there, hosts.next_s) == ({0, 1}, 4.0)
-    hosts.take()
-    assert (hosts.there, hosts.next_s) == ({0, 1, 2}, float("inf"))
+    hosts = AvailabilityTrace(3, (Change(1.0, 2, is_back=False), Change(4.0, 2, is_back=True)))
+    assert (hosts.present, hosts.next_s) == ({0, 1, 2}, 1.0)
+    assert hosts.apply_next().node == 2
+    assert (hosts.present, hosts.next_s) == ({0, 1}, 4.0)
+    hosts.apply_next()
+    assert (hosts.present, hosts.next_s) == ({0, 1, 2}, float("inf"))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.churn.faults import Change, draw_changes
-from skippipe_sched.churn.life import DOWN, NOTICING, REGROUPING, Costs, live
+from skippipe_sched.churn.life import DOWN, NOTICING, REGROUPING, Costs, simulate_run
 from skippipe_sched.churn.policies import POLICIES
-from skippipe_sched.churn.sweep import calm_steps
+from skippipe_sched.churn.sweep import fault_free_steps
 
 from tests.sched.examples import case_with, in_order, planned
 
@@ -55,7 +55,7 @@ def lived(sizes, policy, outages, end_s=150.0, costs=COSTS):
     def iteration_s(placement):
         return 10.0 if sum(map(len, placement)) == nodes else 15.0
 
-    return live(plan_of(*sizes), policy, costs, tuple(sorted(changes)), end_s, iteration_s)
+    return simulate_run(plan_of(*sizes), policy, costs, tuple(sorted(changes)), end_s, iteration_s)
 
 
 def spent(record):
@@ -124,7 +124,7 @@ def test_who_has_moved_goes_back_to_its_own_stage():
 
     changes = [Change(50.0, 3, is_back=False), Change(52.0, 4, is_back=False)]
     changes += [Change(100.0, 4, is_back=True)]
-    live(plan, "rewind", COSTS, tuple(changes), 150.0, iteration_s)
+    simulate_run(plan, "rewind", COSTS, tuple(changes), 150.0, iteration_s)
     assert seen == [((0, 1, 2), (3, 4)), ((1, 2), (0,)), ((0, 1, 2), (4,))]
 
 
@@ -236,14 +236,14 @@ def test_goodput_is_between_0_and_1(sizes, policy, costs, mtbf_s, repair_s, seed
         return 10.0 + 5.0 * (sum(sizes) - len(nodes))
 
     changes = draw_changes(sum(sizes), mtbf_s, repair_s, end_s, seed)
-    record = live(plan, policy, costs, changes, end_s, iteration_s)
-    assert 0 <= record.steps <= calm_steps(10.0, costs, end_s)
+    record = simulate_run(plan, policy, costs, changes, end_s, iteration_s)
+    assert 0 <= record.steps <= fault_free_steps(10.0, costs, end_s)
     assert record.undone >= 0
     assert min(record.spent_s.values()) >= 0
     assert 10 * (record.steps + record.undone) + sum(record.spent_s.values()) <= end_s + 1e-6
     assert record.losses <= sum(not change.is_back for change in changes)
-    calm = live(plan, policy, costs, (), end_s, iteration_s)
-    assert calm.steps == calm_steps(10.0, costs, end_s)
+    calm = simulate_run(plan, policy, costs, (), end_s, iteration_s)
+    assert calm.steps == fault_free_steps(10.0, costs, end_s)
     assert (calm.losses, calm.undone, calm.recoveries) == (0, 0, {})
 
 

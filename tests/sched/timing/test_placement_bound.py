@@ -72,7 +72,7 @@ def test_it_is_not_above_the_optimum_of_other_cases(seed, places, told_apart):
     optimum_s = optimum(case).iteration_s
     bound_s = bound_between(case, optimum_s)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement_trips, "MOST_TOLD_APART", told_apart)
+        patch.setattr(placement_trips, "MOST_DISTINGUISHED", told_apart)
         assert bound_between(case, optimum_s) <= bound_s / (1 - 2 * placement_bound.PRECISION)
 
 

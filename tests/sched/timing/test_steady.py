@@ -464,7 +464,7 @@ def test_quicker_rings_make_no_iteration_longer_and_none_late_that_was_in_time(e
 @settings(max_examples=80)
 def test_if_nobody_waits_for_a_ring_it_could_as_well_be_free(example):
     case, stages, paths = example
-    free = steady._settled(steady._Iterations(work_of(case, stages, paths),
+    free = steady._run_until_steady(steady._Iterations(work_of(case, stages, paths),
                                               without_rings=True))[0]  # fmt: skip
     timeline = forecast(case, stages, paths)
     assert timeline.pipeline_s == pytest.approx(free)
@@ -511,14 +511,14 @@ def test_the_slowest_circle_is_found():
     origins = [1, 0, 2, 1, 3]
     longer_s = np.array([3.0, 5.0, 3.5, 9.0, 9.0])
     # 0 and 1 wait for each other, 2 for itself; 3 and 4 wait for others, and nothing for them.
-    assert steady._slowest_circle_s(origins, longer_s) == 4.0
+    assert steady._slowest_cycle_s(origins, longer_s) == 4.0
 
 
 def test_what_drifts_for_long_does_not_delay_what_is_said():
     """The second node is quicker by a ten-thousandth: it would come to wait after 70,000 s."""
     case, stages, paths = replicas(1.0, (1.0, 0.9999), every=2, delay=1)
     run = steady._Iterations(work_of(case, stages, paths))
-    iteration_s, late_s = steady._settled(run)
+    iteration_s, late_s = steady._run_until_steady(run)
     assert iteration_s == pytest.approx(ALONE_S)
     assert late_s == 0
     assert run.number <= 4 * case.averaging.every
@@ -533,7 +533,7 @@ def test_rings_that_come_to_set_the_pace_are_late_by_what_they_are_then():
 
 
 def test_if_no_cycle_settles_the_later_half_must_do(monkeypatch):
-    monkeypatch.setattr(steady, "_slowest_circle_s", lambda *_: 0.0)
+    monkeypatch.setattr(steady, "_slowest_cycle_s", lambda *_: 0.0)
     timeline = forecast(*replicas(5.0, every=2, delay=1))
     assert timeline.iteration_s == pytest.approx((5.0 + ALONE_S) / 2)
     assert timeline.late_s == pytest.approx(1.5)
