@@ -84,6 +84,7 @@ def test_iterations_become_the_text_that_prometheus_reads():
     }
 
 
+@pytest.mark.nightly
 def test_hosts_serve_metrics_while_they_train_and_after_one_is_lost(tmp_path: Path):
     first, network, steps = free_block(), Network(3), 4
     over = [f"train.metrics_port={first}", f"train.steps={steps}", "trace=never"]
