@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
-from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import OPTIONAL, REQUIRED
+from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.serving import case as serving
 
 from docs import reference

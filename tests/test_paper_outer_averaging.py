@@ -60,7 +60,7 @@ def test_runs_of_equal_time_take_as_long_as_the_control(tmp_path: Path):
         assert limit_s - cycle_s < clock_s(run.arm, averaging, steps) <= limit_s
         # The last fragment is applied as the run ends.
         own = parse_config(config | {"run_dir": "run"}).averaging
-        assert own.sent_after(steps - own.delay) == 1
+        assert own.fragment_sent_after(steps - own.delay) == 1
 
 
 def test_the_clock_is_the_planners():

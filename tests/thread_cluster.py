@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.control_loop import ControlLoop
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig, load_config
@@ -119,7 +119,7 @@ class ThreadMembership(Membership):
     def __init__(self, config: ClusterConfig, host: int, network: Network):
         super().__init__(config, host, network.hosts)
         self._control_loop = ThreadControlLoop(config, host, self._board, network)
-        self.reception = self._control_loop.reception
+        self.join_server = self._control_loop.join_server
         self.depth, self.puts = 0, list[str]()
 
     def next_team(self, after: int, timeout_s: float) -> Team | None:

@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 from skippipe_sched import fields
-from skippipe_sched.division.dividing import divide
 from skippipe_sched.division.lanes import Division, Lane, Training
 from skippipe_sched.division.parts import Whole
 from skippipe_sched.division.picture import picture, table
+from skippipe_sched.division.search import divide
 from skippipe_sched.errors import run_command
 from skippipe_sched.problem.case import node_count
 from skippipe_sched.search.budget import Search

@@ -43,7 +43,7 @@ from skippipe_sched.errors import InputError, run_command
 from skippipe_sched.problem.links import Link, LinkTable
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.simulate import simulate_plan
-from skippipe_sched.timing.timeline import Run, Stretch, Timeline
+from skippipe_sched.timing.timeline import Run, TimeFactors, Timeline
 
 import skippipe_jax as sp
 from experiments.benchmarks import machine
@@ -209,7 +209,7 @@ def figures_of(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def compute_alone_s(plan: Plan, stretch: Stretch | None = None) -> float:
+def compute_alone_s(plan: Plan, stretch: TimeFactors | None = None) -> float:
     """Seconds of the plan's operations in the plan's order, when hops cost nothing."""
     table = plan.case.link_table
     free = LinkTable({pair: Link(0.0, math.inf) for pair in table.links}, Link(0.0, math.inf))
@@ -246,11 +246,11 @@ def by_kind(slowdown: Iterable[tuple[Operation, float]]) -> dict[str, float]:
     return {kind: statistics.median(values) for kind, values in of_kinds.items()}
 
 
-def stretch_of(plan: Plan, slowdown: Mapping[Operation, float]) -> Stretch:
+def stretch_of(plan: Plan, slowdown: Mapping[Operation, float]) -> TimeFactors:
     """For the simulator; all paths are full, and so their chains are equally long."""
     chains = [microbatch_chain(number, path) for number, path in enumerate(plan.microbatches)]
     operations = np.array([[slowdown[operation] for operation in chain] for chain in chains])
-    return Stretch(operations, np.ones_like(operations), np.ones(len(plan.stages)))
+    return TimeFactors(operations, np.ones_like(operations), np.ones(len(plan.stages)))
 
 
 def dispatches_s(timeline: Timeline) -> list[float]:

@@ -35,8 +35,8 @@ from skippipe_sched import compare
 from skippipe_sched.errors import run_command
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.methods.routes import place_in_order
-from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.arrays import (
@@ -139,7 +139,7 @@ def first(seeds: int) -> dict[str, Any]:
     own = make_plan(case, "joint", Search(0))
     losses = []
     for lost in LOSSES:
-        repaired = plan_without(own, set(range(len(case.nodes))) - set(lost))
+        repaired = repair_plan(own, set(range(len(case.nodes))) - set(lost))
         before_s = repaired.predicted.iteration_s
         found = []
         for seed in range(seeds):

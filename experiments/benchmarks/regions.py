@@ -48,7 +48,7 @@ from skippipe_sched.figures.svg import (
     svg_text,
 )
 from skippipe_sched.figures.tables import aligned
-from skippipe_sched.problem.auto import load_cases
+from skippipe_sched.problem.open_case import load_cases
 from skippipe_sched.problem.plan import Plan, load_plan
 
 from experiments.benchmarks import reporting, wan

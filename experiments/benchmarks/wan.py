@@ -52,8 +52,8 @@ from skippipe_sched.figures.gantt import (
 )
 from skippipe_sched.methods import dtfm, make_plan
 from skippipe_sched.problem import links
-from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.open_case import load_cases
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.timing.simulate import simulate_plan

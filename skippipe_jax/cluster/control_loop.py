@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from skippipe_jax import log
-from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.ending import (
     CODES_OF_PEERS,
     LINGER_S,
@@ -32,15 +31,16 @@ from skippipe_jax.cluster.ending import (
     exit_on_error,
     log_and_exit,
 )
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
+from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
+from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.connections.mesh import ConnectionSetup, Mesh
-from skippipe_jax.connections.pulse import BEATS
-from skippipe_jax.connections.reception import JoinServer
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.control import Control, Store
@@ -72,7 +72,7 @@ class ControlLoop:
         self.is_outside = False
         self.last_words: Callable[[], str] = str
         self.training: TrainingStatus | None = None
-        self.reception = JoinServer(self._status)
+        self.join_server = JoinServer(self._status)
         self._config, self._index, self._count, self._board = config, index, count, board
         # The rest exists only with several hosts, and belongs to the event loop's thread.
         self._loop: asyncio.AbstractEventLoop
@@ -217,7 +217,7 @@ class ControlLoop:
             lost=self._report_lost,
             found=self._report_found,
             goes_on_without=self._goes_on_without,
-            reception=self.reception,
+            join_server=self.join_server,
             service=f"{sockets}/service" if sockets and place.index == 0 else None,
             keys=place.keys,
         )

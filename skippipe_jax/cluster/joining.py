@@ -66,7 +66,7 @@ def joined(
     distributed: bool = False,
     last_addresses: Sequence[str] = (),
     run: Run | None = None,
-    is_newcomer: bool = False,
+    is_joiner: bool = False,
     spare: int = 0,
 ) -> Iterator[Membership]:
     """Make this process a host of a run for a block; enter it before JAX's backend starts.
@@ -91,7 +91,7 @@ def joined(
         last_addresses: last known addresses of the run's hosts. If one of them answers, the run is
             alive and has lost this host, which `is_outside` until `Membership.ask_in`.
         run: identity of the run, by which hosts of other runs are rejected.
-        is_newcomer: this host may only join a live run, and its end does not end the others.
+        is_joiner: this host may only join a live run, and its end does not end the others.
         spare: number of extra hosts that may join, with host ids after those of the `hosts`.
 
     Raises:
@@ -99,18 +99,18 @@ def joined(
         TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
             not connect within ``connect_timeout_s``.
     """
-    beside = spare if is_newcomer else 0
+    beside = spare if is_joiner else 0
     place = find_place(config, coordinator, hosts, host_id, distributed, beside)
     if place is not None:
         spare = config.with_ports(place.count, spare)
         place = replace(place, run=run or place.run, keys=Keys.of(config), spare=spare)
     runtime = chosen_runtime(config, distributed)
-    membership = _join(config, place, runtime, last_addresses, is_newcomer)
+    membership = _join(config, place, runtime, last_addresses, is_joiner)
     try:
         yield membership
         membership.leave()
     except BaseException as error:
-        _abandon(membership, error, is_newcomer)
+        _abandon(membership, error, is_joiner)
         raise
 
 
@@ -119,7 +119,7 @@ def _join(
     place: Place | None,
     runtime: str,
     last_addresses: Sequence[str],
-    is_newcomer: bool,
+    is_joiner: bool,
 ) -> Membership:
     if place is None or place.count == 1:
         return Membership(config, 0, 1)
@@ -128,7 +128,7 @@ def _join(
         membership.enter(place, None, last_addresses)
         if membership.is_outside:
             return membership
-        if is_newcomer:
+        if is_joiner:
             problem = "no host at these addresses has a running job that this host can join"
             raise TemporaryError("join", ", ".join(last_addresses), problem, "Join again later")
         membership = Membership(config, place.index, place.count)
@@ -144,7 +144,7 @@ def _join(
     return membership
 
 
-def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = False) -> None:
+def _abandon(membership: Membership, error: BaseException, is_joiner: bool = False) -> None:
     """End this process because of its own error, or of the lost host that caused the error.
 
     It returns on a single host, unless the error is a `PeerTimeout`.
@@ -154,7 +154,7 @@ def _abandon(membership: Membership, error: BaseException, is_newcomer: bool = F
     if membership.count == 1:
         return
     membership.explain(error)
-    decision = exit_decision(error, membership.phase, joined=is_newcomer)
+    decision = exit_decision(error, membership.phase, joined=is_joiner)
     words = resume_hint_in_time(membership.last_words, decision.code)
     if decision.sentence:
         log.error(f"{decision.sentence} {words}".strip())

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.board import NOBODY, Mailboxes
 from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.ending import (
     LINGER_S,
@@ -26,15 +25,16 @@ from skippipe_jax.cluster.ending import (
     Phase,
     may_be_caused_by_peer,
 )
+from skippipe_jax.cluster.generation_queue import Counted, GenerationQueue
 from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.mailboxes import NOBODY, Mailboxes
 from skippipe_jax.cluster.place import Place
-from skippipe_jax.cluster.succession import Counted, GenerationQueue
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
+from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.connections.pulse import BEATS
 from skippipe_jax.connections.status import TrainingStatus
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
@@ -67,7 +67,7 @@ class Membership(Group):
         self._control_loop = ControlLoop(config, index, count, self._board)
         self.last_words: Callable[[], str] = str
         self._control_loop.last_words = lambda: self.last_words()
-        self.reception = self._control_loop.reception
+        self.join_server = self._control_loop.join_server
 
     @property
     def is_outside(self) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from skippipe_jax.cluster.board import named
+from skippipe_jax.cluster.generation_queue import Counted
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.succession import Counted
+from skippipe_jax.cluster.mailboxes import named
 from skippipe_jax.consensus.generations import Copies, Generation, Held, RolledBack, Saved
 
 if TYPE_CHECKING:

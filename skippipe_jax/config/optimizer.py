@@ -123,11 +123,11 @@ class AveragingConfig(Section, name="averaging"):
         """Return whether an iteration, counted from 1, averages gradients before it ends."""
         return not self.is_outer or iteration <= self.exact_steps
 
-    def sent_after(self, iteration: int) -> int | None:
+    def fragment_sent_after(self, iteration: int) -> int | None:
         """Return the fragment sent at the end of an iteration, counted from 1, or None."""
         if self.is_exact(iteration):
             return None
-        return self.policy.sent_after(iteration - self.exact_steps)
+        return self.policy.fragment_sent_after(iteration - self.exact_steps)
 
     def blocks_of(self, fragment: int, layers: int) -> range:
         """Return the blocks of a fragment in a stage of `layers` blocks.

@@ -1,7 +1,7 @@
 """Control plane: one connection between every two hosts of a run.
 
 Other packages use `mesh` (the connections of a host), `links` (messages), `keys` (authentication),
-`addresses`, and `severing`, which cuts connections. For newcomers and observers, `asking` is the
-client and `reception` the server, with the messages of `invitation` and `status`. Only
+`addresses`, and `severing`, which cuts connections. For joiners and observers, `asking` is the
+client and `join_server` the server, with the messages of `offer` and `status`. Only
 `jax_runtime` uses `jax._src`.
 """

@@ -1,6 +1,6 @@
 """Client for machines that are not hosts of a run: requests its status, or a place in it.
 
-A file that has been received completely is not requested again from any host. So a newcomer that
+A file that has been received completely is not requested again from any host. So a joiner that
 was disconnected continues where it was, and one that waits for a place requests only the places.
 """
 
@@ -14,7 +14,8 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
-from skippipe_jax.connections.invitation import File, JoinOffer, decode_piece
+from skippipe_jax.connections.join_offer import File, JoinOffer, decode_piece
+from skippipe_jax.connections.join_server import ASKS_S, JOINER, JOINING, OBSERVED, OBSERVER
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.link_probe import MeasuredLink, measured
 from skippipe_jax.connections.links import (
@@ -24,7 +25,6 @@ from skippipe_jax.connections.links import (
     Link,
     open_link,
 )
-from skippipe_jax.connections.reception import ASKS_S, JOINING, NEWCOMER, OBSERVED, OBSERVER
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.waiting import why_unreachable
 
@@ -143,8 +143,8 @@ async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple
     return await first_answer(addresses, ask)
 
 
-class Newcomer:
-    """Client of a newcomer, with the files that it has received so far.
+class JoinClient:
+    """Client of a joiner, with the files that it has received so far.
 
     Attributes:
         contents: complete files, by name; they may be set before.
@@ -160,10 +160,10 @@ class Newcomer:
     async def ask(
         self, addresses: Sequence[str], wanted: Collection[str] | None = None
     ) -> tuple[str, JoinOffer]:
-        """Request an invitation and its files; return the first address that answers, and it.
+        """Request a join offer and its files; return the first address that answers, and it.
 
-        Fetches the `wanted` files, by default all of the invitation, and drops `contents` that the
-        invitation does not list.
+        Fetches the `wanted` files, by default all of the join offer, and drops `contents` that the
+        join offer does not list.
 
         Raises:
             InputError: if a host refuses this machine permanently.
@@ -172,9 +172,9 @@ class Newcomer:
         """
 
         async def ask(address: str) -> JoinOffer:
-            async with self._invited(address) as (link, invitation):
-                await self._fetch(link, invitation.files, wanted)
-            return invitation
+            async with self._invited(address) as (link, offer):
+                await self._fetch(link, offer.files, wanted)
+            return offer
 
         return await first_answer(addresses, ask)
 
@@ -188,7 +188,7 @@ class Newcomer:
         return ways
 
     def _invited(self, address: str) -> AbstractAsyncContextManager[tuple[Link, JoinOffer]]:
-        question, answer = (NEWCOMER, versions()), ("invitation", JoinOffer.parse)
+        question, answer = (JOINER, versions()), ("offer", JoinOffer.parse)
         return asking(JOINING, address, self._keys, question, answer, ASKS_S)
 
     async def _fetch(

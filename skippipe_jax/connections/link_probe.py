@@ -1,6 +1,6 @@
-"""Measurement of the link between a newcomer and a host, before the newcomer joins.
+"""Measurement of the link between a joiner and a host, before the joiner joins.
 
-The newcomer uses the connection of its invitation. It sends `["take", size]` and `size` bytes, and
+The joiner uses the connection of its join offer. It sends `["take", size]` and `size` bytes, and
 the host answers `["taken", size]`; the answer to `["give", size]` is `size` bytes. Each takes a
 round trip plus the transfer time of the bytes. The host trains meanwhile, so a link is measured
 for a part of a second only.
@@ -18,7 +18,7 @@ from skippipe_jax.connections.links import Link
 LEAST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 8
 ROUND_TRIPS = 4
 MOST_QUESTIONS = 64
-"""Maximum number of measurements for a newcomer."""
+"""Maximum number of measurements for a joiner."""
 
 PATIENCE_S = 10.0
 """Seconds that either end waits for the other."""
@@ -29,12 +29,12 @@ _LEAST_S = 1e-6
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Measured link between a newcomer and a host.
+    """Measured link between a joiner and a host.
 
     Attributes:
         latency_s: half of the shortest round trip, in seconds.
-        to: bytes per second from the newcomer to the host.
-        back: bytes per second from the host to the newcomer.
+        to: bytes per second from the joiner to the host.
+        back: bytes per second from the host to the joiner.
     """
 
     latency_s: float
@@ -83,7 +83,7 @@ async def _asked(link: Link, direction: str, size: int) -> float:
 
 
 async def answer(link: Link, direction: str, size: int) -> bool:
-    """Receive `size` bytes from a newcomer, or send them; return False if that fails or is late."""
+    """Receive `size` bytes from a joiner, or send them; return False if that fails or is late."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             if direction == "give":
@@ -91,7 +91,7 @@ async def answer(link: Link, direction: str, size: int) -> bool:
             else:
                 await _received(link, size)
                 link.send("taken", size)
-    except (OSError, ValueError):  # The newcomer has disconnected, or is too slow.
+    except (OSError, ValueError):  # The joiner has disconnected, or is too slow.
         return False
     return True
 

@@ -34,9 +34,11 @@ from skippipe_jax.connections.addresses import (
 )
 from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.directory import HOST_ID, Directory
-from skippipe_jax.connections.door import HostListener
+from skippipe_jax.connections.failure_detector import BEATS, FailureDetector
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
+from skippipe_jax.connections.host_listener import HostListener
 from skippipe_jax.connections.jax_relay import listen_for_jax
+from skippipe_jax.connections.join_server import OBSERVER, JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
     HELLO_S,
@@ -48,8 +50,6 @@ from skippipe_jax.connections.links import (
     open_link,
     reach,
 )
-from skippipe_jax.connections.pulse import BEATS, FailureDetector
-from skippipe_jax.connections.reception import OBSERVER, JoinServer
 from skippipe_jax.connections.waiting import telling
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
@@ -112,7 +112,7 @@ class Mesh:
         lost: Callable[[int, str], None],
         found: Callable[[int], None],
         goes_on_without: Callable[[int], bool],
-        reception: JoinServer,
+        join_server: JoinServer,
         service: str | None,
         keys: Keys = LOOPBACK_ONLY,
     ):
@@ -122,13 +122,13 @@ class Mesh:
         `lost(host, why)` is called for a host that is gone, is silent or reads nothing, and, unless
         the run is elastic, when its connection ends. `found(host)` is called when it sends again.
         `goes_on_without(host)` returns True if a host is not a member: no messages are kept for it.
-        `reception` serves newcomers and observers. JAX's coordination service listens on the unix
+        `join_server` serves joiners and observers. JAX's coordination service listens on the unix
         socket `service`, if this process has it. All connections use `keys`.
         """
         self.directory = Directory(hello)
         self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
         self._received, self._lost, self._found = received, lost, found
-        self._goes_on_without, self._reception, self._keys = goes_on_without, reception, keys
+        self._goes_on_without, self._join_server, self._keys = goes_on_without, join_server, keys
         self._links, self._pulse, self._tasks = dict[int, Link](), FailureDetector(), Tasks()
         self._channels, self._calls = dict[int, Channel](), Calls(self._call, heartbeat_timeout_s)
         self._door = HostListener(
@@ -332,11 +332,11 @@ class Mesh:
         await self._use_link(hello.host, hello.name, link, channel, received)
 
     async def _receive(self, who: str, link: Link, request: Sequence[Any]) -> InputError | None:
-        """Serve a newcomer or observer; `left` hosts are away too, though not missed."""
+        """Serve a joiner or observer; `left` hosts are away too, though not missed."""
         if who == OBSERVER:
-            return self._reception.show(self.directory.hello, link, request)
+            return self._join_server.show(self.directory.hello, link, request)
         away = self.missed | self.left
-        return await self._reception.attend(self.directory, away, link, request)
+        return await self._join_server.attend(self.directory, away, link, request)
 
     def _refusal(self, hello: Hello) -> InputError | None:
         host, channel = hello.host, self._channels.get(hello.host)

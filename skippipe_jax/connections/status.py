@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from skippipe_jax.connections.hello import MOST_HOSTS, HostNumber, ShortText
-from skippipe_jax.connections.invitation import MOST_STAGES, Stages
+from skippipe_jax.connections.join_offer import MOST_STAGES, Stages
 
 MOST_LINKS = 1 << 10
 """Maximum number of links in a status; the slowest ones are sent."""

@@ -4,7 +4,7 @@ A *generation* is a set of hosts that train together, its members. When a member
 joins, the hosts enter the next generation together. They choose it by single-decree Paxos (Lamport,
 "Paxos Made Simple", 2001) among the members of the last one, a majority of which has to live. One
 of two members is not a majority: there, the first to create a file in storage that both reach
-decides. `apart` has the rules for members that do not reach it.
+decides. `diskless` has the rules for members that do not reach it.
 
 A step is *committed* as follows. A host that holds the averaged gradients of all its stages sends
 its totals to the leader. Once the leader has the totals of all members, all of them hold their
@@ -76,7 +76,7 @@ def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> 
 
 
 def advance(state: State, event: Event) -> tuple[State, list[Effect]]:
-    """Apply an event; return the new state and its effects. A newcomer starts with `State(...)`."""
+    """Apply an event; return the new state and its effects. A joiner starts with `State(...)`."""
     match event:
         case Received(source, message):
             return _received(state, source, message)

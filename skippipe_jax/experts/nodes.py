@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
-from skippipe_sched.division.dividing import divide
 from skippipe_sched.division.lanes import Division, Lane, Training
 from skippipe_sched.division.parts import Whole
+from skippipe_sched.division.search import divide
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.search.budget import Search

@@ -14,8 +14,8 @@ from pathlib import Path
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.figures.tables import aligned
-from skippipe_sched.problem.auto import load_cases
 from skippipe_sched.problem.case import MEMORY_BYTES, MOST_NODES
+from skippipe_sched.problem.open_case import load_cases
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.footprint import memory_of_node, stage_parameters

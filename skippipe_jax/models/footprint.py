@@ -276,7 +276,7 @@ def fragment_bytes_in_transit(
     begun = averaging.exact_steps + averaging.every
     held = []
     for iteration in range(begun, begun + averaging.every):
-        fragment = averaging.sent_after(iteration)
+        fragment = averaging.fragment_sent_after(iteration)
         held.append(0)
         if fragment is not None:
             numbers = sum(_arrays_of(config, layers, fragment, is_data_stage=is_data_stage))

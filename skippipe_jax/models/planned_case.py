@@ -17,9 +17,9 @@ from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import AUTO, MEMORY_BYTES, Case, parse_case
+from skippipe_sched.problem.open_case import candidates
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.footprint import averaged_bytes, hop_bytes

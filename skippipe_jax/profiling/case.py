@@ -29,7 +29,6 @@ import msgspec
 import yaml
 from skippipe_sched import fields
 from skippipe_sched.figures.amounts import size_text
-from skippipe_sched.problem.auto import AUTO, candidates
 from skippipe_sched.problem.case import (
     MEMORY_BYTES,
     MOST_MICROBATCHES,
@@ -38,6 +37,7 @@ from skippipe_sched.problem.case import (
     node_count,
 )
 from skippipe_sched.problem.links import GIBIBYTE
+from skippipe_sched.problem.open_case import AUTO, candidates
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, to_tree

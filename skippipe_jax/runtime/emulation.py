@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.hops import Queues
-from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.replay import Work
 from skippipe_sched.timing.steady import beside_hops_s
 
@@ -36,7 +36,7 @@ class Emulation:
     def begin(self, iteration: int) -> None:
         """Draw the jitter of an iteration."""
         size = len(self.plan.microbatches), len(self.plan.stages)
-        self.stretch = draw_stretch(*size, self.network.jitter, self.seed, iteration)
+        self.stretch = draw_time_factors(*size, self.network.jitter, self.seed, iteration)
 
     def operation_start_s(self, ready_s: float, start_s: float) -> float:
         """Return the start of an operation that was ready at `ready_s` and started at `start_s`.

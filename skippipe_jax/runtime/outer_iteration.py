@@ -3,7 +3,7 @@
 A replica takes a local step once its node has run all its operations of the plan. It then sends the
 fragment that is due, and applies the messages sent `delay` iterations before. The host continues
 with the next iteration when all of its nodes have done so. Messages and totals are transferred in
-the background (see `behind`).
+the background (see `background_sync`).
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class OuterSteps:
 
     def send(self, replica: int, step: int) -> FragmentInTransit | None:
         """Return the fragment that a replica sends after a step, or None."""
-        fragment, state = self.averaging.sent_after(step), self._states[replica]
+        fragment, state = self.averaging.fragment_sent_after(step), self._states[replica]
         if fragment is None or state.outer is None:
             return None
         functions = self._functions(replica, fragment)
@@ -194,7 +194,7 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
             # The saved names decide: a change of hosts just before had settled all fragments.
             parts = [name.split("/") for name in names]
             steps = {int(own[1]) for own in parts if own[0] == "under_way"}
-            under_way.update({step: averaging.sent_after(step) for step in sorted(steps)})
+            under_way.update({step: averaging.fragment_sent_after(step) for step in sorted(steps)})
             sent = {f"{step}": shapes(fragment) for step, fragment in under_way.items()}
             of_replica = {MOMENTUM: parameters, "residual": parameters, "under_way": sent}
             return {**of_stage, **of_replica}

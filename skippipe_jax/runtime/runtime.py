@@ -347,20 +347,20 @@ def open_runtime(
     for other, numbers in offered(topology, programs.values()).items():
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None
-    handovers = StateTransfers(topology, config, group.holders)
+    state_transfers = StateTransfers(topology, config, group.holders)
     make = partial(_states_of_run, config, topology)
-    if handovers.handovers or group.generation.remade:
-        given = handovers.shapes, handovers.numbers, kept or {}, remains
+    if state_transfers.transfers or group.generation.remade:
+        given = state_transfers.shapes, state_transfers.numbers, kept or {}, remains
         remaking = StageRebuild(topology, group, *given)
         for link in links.values():
-            link.expect(range(topology.first_free_hop, handovers.numbers.free), once=True)
+            link.expect(range(topology.first_free_hop, state_transfers.numbers.free), once=True)
         # Send before the first wait, so that two hosts cannot wait for each other.
         remaking.give(links)
         remade = remaking.origin(links, origin)
         # An earlier group, ended during its start, may have rebuilt a stage from other sources.
         anew = {made.stage for made in group.generation.remade}
         own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
-        states = transfer_states(handovers, make, remade, own, links, group)
+        states = transfer_states(state_transfers, make, remade, own, links, group)
     else:
         states = make(origin, kept, own_origin=own_origin, step=step)
     given = schedule, programs, topology, links, group, states, clock_offset

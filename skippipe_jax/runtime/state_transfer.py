@@ -44,7 +44,7 @@ class StateTransfers:
         self.numbers = HopNumbers(topology.first_free_hop)
         self._config = config
         self.with_momentum = config.averaging.is_outer
-        self.handovers = tuple(self._planned(holders))
+        self.transfers = tuple(self._planned(holders))
 
     @cached_property
     def shapes(self) -> Sequence[State]:
@@ -81,9 +81,9 @@ class StateTransfers:
     def received_stages(self) -> frozenset[int]:
         """Stages whose state this host receives from others."""
         return frozenset(
-            handover.stage
-            for handover in self.handovers
-            if self.topology.is_local_node(handover.hops[0].target)
+            transfer.stage
+            for transfer in self.transfers
+            if self.topology.is_local_node(transfer.hops[0].target)
         )
 
     def give(self, states: Mapping[int, StageState], links: Mapping[int, HostLink]) -> None:
@@ -91,7 +91,7 @@ class StateTransfers:
 
         The arrays must not be donated before the transfer.
         """
-        for stage, source, hops in self.handovers:
+        for stage, source, hops in self.transfers:
             if source == self.topology.host:
                 given = states[stage].to_give(with_momentum=self.with_momentum)
                 leaves = jax.tree.leaves(given)
@@ -107,9 +107,9 @@ class StateTransfers:
 
         def take(stage: int, _: State) -> State:
             [own] = [
-                handover
-                for handover in self.handovers
-                if handover.stage == stage and self.topology.is_local_node(handover.hops[0].target)
+                transfer
+                for transfer in self.transfers
+                if transfer.stage == stage and self.topology.is_local_node(transfer.hops[0].target)
             ]
             leaves, structure = jax.tree.flatten(dict(self.shapes[stage]))
             arrays = [
@@ -124,7 +124,7 @@ class StateTransfers:
 
 
 def transfer_states(
-    handovers: StateTransfers,
+    transfers: StateTransfers,
     make: Callable[[Origin | None, Kept, Collection[int]], Mapping[int, StageState]],
     origin: Origin | None,
     kept: Kept,
@@ -139,12 +139,12 @@ def transfer_states(
     Raises:
         GenerationEnded: if the group ends before all has arrived.
     """
-    topology, received_stages = handovers.topology, handovers.received_stages
+    topology, received_stages = transfers.topology, transfers.received_stages
     own = dict(make(origin, kept, set(topology.stage_of) - received_stages))
     of_stages = {stage: state for (stage, _), state in kept.items()}
     of_stages |= {topology.stage_of[node]: state for node, state in own.items()}
-    handovers.give(of_stages, links)
-    own |= make(handovers.origin(links, group), {}, received_stages)
+    transfers.give(of_stages, links)
+    own |= make(transfers.origin(links, group), {}, received_stages)
     return {replica: own[replica] for replica in topology.local_replicas}
 
 

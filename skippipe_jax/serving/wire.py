@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.links import INVALID_MESSAGE, Link, encoded
-from skippipe_jax.connections.pulse import BEATS
 
 MOST_ARRAY_BYTES = 1 << 28
 """Largest array of a message."""

@@ -48,7 +48,7 @@ def require_not_joined(folder: Path) -> None:
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the files that newcomers need of the folder of a run, by name.
+    """Return the contents of the files that joiners need of the folder of a run, by name.
 
     Raises:
         InputError: if they cannot be read.
@@ -98,7 +98,7 @@ def earlier_join(folder: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def keep(folder: Path, contents: Mapping[str, bytes], addresses: Sequence[str]) -> None:
-    """Write the files that a newcomer has received to its folder, in place of earlier ones.
+    """Write the files that a joiner has received to its folder, in place of earlier ones.
 
     Raises:
         InputError: if the folder holds another run or cannot be written, or `contents` are not the

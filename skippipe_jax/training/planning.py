@@ -10,8 +10,8 @@ from typing import Any
 from skippipe_sched.errors import InputError, exit_on_signals
 from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.methods import DEFAULT_METHOD
-from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.open_case import candidates, load_cases
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search

@@ -307,7 +307,7 @@ class Session:
     def save_final(self) -> None:
         """Emit all metrics; return when the last step is saved, and copied if configured."""
         self._run.preemption.must_stay = True
-        self._run.membership.reception.has_ended = True
+        self._run.membership.join_server.has_ended = True
         step = self.step
         self.emit_metrics()
         if self._saved_step != step:

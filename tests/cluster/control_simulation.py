@@ -20,13 +20,13 @@ import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster import control_loop
-from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.control_loop import ControlLoop
+from skippipe_jax.cluster.generation_queue import GenerationQueue
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.place import Place
-from skippipe_jax.cluster.succession import GenerationQueue
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
-from skippipe_jax.connections import door, mesh
+from skippipe_jax.connections import host_listener, mesh
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
@@ -505,7 +505,7 @@ def simulated(
     async def log_and_exit(verdict: Any, *_: Any) -> None:
         errors.append(AssertionError(f"host {OWN.get().host} ends: {verdict.reason}"))
 
-    monkeypatch.setattr(door, "listening_socket", listening_socket)
+    monkeypatch.setattr(host_listener, "listening_socket", listening_socket)
     monkeypatch.setattr(mesh, "require_free", lambda *_: None)
     monkeypatch.setattr(control_loop, "DaemonThreads", lambda: simulation.storage)
     monkeypatch.setattr(control_loop, "log_and_exit", log_and_exit)

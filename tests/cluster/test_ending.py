@@ -18,9 +18,9 @@ from skippipe_sched.errors import (
 )
 
 from skippipe_jax.cluster import control_loop, ending, joining, membership
-from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, RunFailed, exit_decision
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.errors import PeerTimeout

@@ -156,11 +156,11 @@ def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest
             socket.create_connection(address)
 
 
-@pytest.mark.parametrize("is_newcomer", [True, False], ids=["newcomer", "comes back"])
+@pytest.mark.parametrize("is_joiner", [True, False], ids=["joiner", "comes back"])
 def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
-    is_newcomer: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    is_joiner: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    ended, newcomers = list[int](), list[Membership]()
+    ended, joiners = list[int](), list[Membership]()
     for place in ("control_loop", "ending", "joining"):
         monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
 
@@ -172,8 +172,8 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
         def join() -> None:
             address = hosts[1].control_address
             given = CONFIG, address, 3, 2, False, [address], RUN
-            with joined(*given, is_newcomer=is_newcomer) as host:
-                newcomers.append(host)
+            with joined(*given, is_joiner=is_joiner) as host:
+                joiners.append(host)
                 host.request_admission(RULES, store)
                 assert host.next_team(0, 60.0) is not None
                 raise InputError("data.path", "text", "is another here", "Mend that")
@@ -191,7 +191,7 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
             told += capfd.readouterr().err
             assert ended in ([], [2]), "its own process alone"
             await asyncio.sleep(0.05)
-        await on_all([*hosts, *newcomers], end)
+        await on_all([*hosts, *joiners], end)
 
     asyncio.run(live())
     assert ended == [2], "its own process alone"
@@ -203,7 +203,7 @@ def test_a_newcomer_begins_no_run():
     address = f"127.0.0.1:{free_port()}"
     with (
         pytest.raises(TemporaryError, match="no host at these addresses has a running job"),
-        joined(config, address, 3, 2, False, [address], RUN, is_newcomer=True),
+        joined(config, address, 3, 2, False, [address], RUN, is_joiner=True),
     ):
         pass
 

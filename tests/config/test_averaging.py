@@ -54,23 +54,25 @@ def test_every_fragment_is_sent_once_in_a_cycle_and_applied_before_it_is_sent_ag
     begun, every = averaging.exact_steps, averaging.every
     for iteration in range(1, begun + 1):
         assert averaging.is_exact(iteration)
-        assert averaging.sent_after(iteration) is None
+        assert averaging.fragment_sent_after(iteration) is None
     for first in (begun + 1, begun + every + 4):
-        sent = [averaging.sent_after(first + number) for number in range(every)]
+        sent = [averaging.fragment_sent_after(first + number) for number in range(every)]
         assert sorted(f for f in sent if f is not None) == [*range(averaging.fragments)]
     under_way = set()
     for iteration in range(1, begun + 3 * every):
-        applied = averaging.sent_after(iteration - averaging.delay)
+        applied = averaging.fragment_sent_after(iteration - averaging.delay)
         if averaging.delay > 0 and applied is not None:
             under_way.remove(applied)
-        if (sent := averaging.sent_after(iteration)) is not None:
+        if (sent := averaging.fragment_sent_after(iteration)) is not None:
             assert sent not in under_way
             under_way.add(sent)
         if averaging.delay == 0 and applied is not None:
             under_way.remove(applied)
     # The last one is sent at the end of the cycle, and then all have been applied.
-    assert averaging.sent_after(begun + every) == averaging.fragments - 1
-    applied = {averaging.sent_after(n + 1 - averaging.delay) for n in range(averaging.min_steps)}
+    assert averaging.fragment_sent_after(begun + every) == averaging.fragments - 1
+    applied = {
+        averaging.fragment_sent_after(n + 1 - averaging.delay) for n in range(averaging.min_steps)
+    }
     assert applied - {None} == {*range(averaging.fragments)}
 
 
@@ -90,7 +92,7 @@ def test_exact_is_the_default_and_a_case_says_nothing_of_it():
     assert averaging.of_case == {}
     assert averaging.min_steps == 0
     assert all(averaging.is_exact(iteration) for iteration in (1, 1000))
-    assert averaging.sent_after(20 - averaging.delay) is None
+    assert averaging.fragment_sent_after(20 - averaging.delay) is None
 
 
 def test_a_case_says_what_the_planner_needs():

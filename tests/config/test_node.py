@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
+from skippipe_sched.problem.node_subset import with_nodes
 
 from skippipe_jax.config import NodeMesh, parse_config
 from skippipe_jax.runtime.topology import devices_of_nodes, require_meshes

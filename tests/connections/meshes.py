@@ -13,10 +13,10 @@ import psutil
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Hello, Run
+from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret
 from skippipe_jax.connections.links import LINE_BYTES, Link, reach
 from skippipe_jax.connections.mesh import Mesh
-from skippipe_jax.connections.reception import JoinServer
 from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, RunStatus
 
 RUN = Run({"run_dir": "runs/a", "model": "0123"}, {"train": "4567"}, {"jax": "1.0"})
@@ -64,7 +64,7 @@ class Host:
         self.keys = keys
         self.received: list[tuple[int, list[Any]]] = []
         self.lost: list[tuple[int, str]] = []
-        self.reception = JoinServer(status)
+        self.join_server = JoinServer(status)
         self.mesh = Mesh(
             Hello(host, hosts, 1000 + host, f"host {host}", "", run),
             heartbeat_timeout_s=10.0,
@@ -73,7 +73,7 @@ class Host:
             lost=lambda host, how: self.lost.append((host, how)),
             found=lambda host: None,
             goes_on_without=lambda host: False,
-            reception=self.reception,
+            join_server=self.join_server,
             service=None,
             keys=keys,
         )

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from skippipe_jax.cluster.board import Mailboxes
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig

@@ -27,7 +27,7 @@ from tests.connections.meshes import (
     stranger,
     until,
 )
-from tests.connections.test_newcomers import Run
+from tests.connections.test_join_server import Run
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 JSON = st.recursive(
@@ -59,7 +59,7 @@ MESSAGES = st.sampled_from(
         ["refused", 2, "a", "b", "c", "d"],
         ["jax"],
         ["join", 1, 3, "host 1"],
-        ["newcomer", PROTOCOL, dict(RUN.versions)],
+        ["joiner", PROTOCOL, dict(RUN.versions)],
         ["observer", PROTOCOL, {}],
         ["piece", 0, 0],
         ["take", 3],
@@ -97,8 +97,8 @@ LINES = st.one_of(
     changed(MESSAGES).map(line),
     st.sampled_from([b"+\n", b"+[1,\n2]\n", b"[" * 5000 + b"\n", b"\xff\xfe\n", b"\x00" * 40]),
 )
-NEWCOMER = line(["newcomer", PROTOCOL, dict(RUN.versions)])
-GREETING = st.just(b"") | HELLOS.map(lambda hello: line([hello])) | st.just(NEWCOMER)
+JOINER = line(["joiner", PROTOCOL, dict(RUN.versions)])
+GREETING = st.just(b"") | HELLOS.map(lambda hello: line([hello])) | st.just(JOINER)
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
         with nothing_left():
             async with gathered(3) as (first, second, third):
                 await assert_all_connected([first, second])
-                first.reception.inviting = second.reception.inviting = Run()
+                first.join_server.inviting = second.join_server.inviting = Run()
                 third.end()
                 await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
                 before, tasks = descriptors(), len(asyncio.all_tasks())

@@ -1,4 +1,4 @@
-"""The ways between a newcomer and hosts, as it measures them before it is one."""
+"""The ways between a joiner and hosts, as it measures them before it is one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.connections import asking, link_probe, reception
-from skippipe_jax.connections.asking import Newcomer
+from skippipe_jax.connections import asking, join_server, link_probe
+from skippipe_jax.connections.asking import JoinClient
 from skippipe_jax.connections.links import Link
 from tests.connections.meshes import KEYS, RUN, line
-from tests.connections.test_newcomers import (
+from tests.connections.test_join_server import (
     Run,
     address_of,
     assert_tells_no_more_than_the_invitation,
@@ -27,13 +27,13 @@ def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_newcomer_measures_the_ways_to_those_that_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(link_probe, "MOST_BYTES", 1 << 19)
-    monkeypatch.setattr(reception, "MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(join_server, "MOST_BYTES", 1 << 19)
 
     async def live() -> None:
         async with listening(KEYS) as first:
-            first.reception.inviting = Run()
+            first.join_server.inviting = Run()
             gone = {1: "127.0.0.1:9", 4: address_of(first)}
-            found = await Newcomer(KEYS).ways(gone, 0.2)
+            found = await JoinClient(KEYS).ways(gone, 0.2)
             assert [*found] == [4]
             assert 0 < found[4].latency_s < 5
             assert min(found[4].to, found[4].back) > 1e4

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import door, links
+from skippipe_jax.connections import host_listener, links
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, _context, derived
 from skippipe_jax.connections.links import (
     ALERT,
@@ -139,7 +139,7 @@ def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
 def test_strangers_are_told_of_for_so_many_addresses_only(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(door, "MAX_LOGGED_REJECTIONS", 3)
+    monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 3)
 
     async def meet() -> None:
         first = Host(0, 2, keys=KEYS)
@@ -192,13 +192,13 @@ def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
         first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
         await first.listen()
         gathering = asyncio.create_task(first.mesh.gather())
-        waiting = [await stranger(first) for _ in range(3 * door.MAX_UNIDENTIFIED)]
+        waiting = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
         for link in waiting:
             link.writer.write(said)
-        await until(lambda: len(first.mesh._door._unidentified) == door.MAX_UNIDENTIFIED)
+        await until(lambda: len(first.mesh._door._unidentified) == host_listener.MAX_UNIDENTIFIED)
         await asyncio.gather(gathering, second.join(first))
         await assert_all_connected([first, second])
-        assert len(first.mesh._door._unidentified) <= door.MAX_UNIDENTIFIED
+        assert len(first.mesh._door._unidentified) <= host_listener.MAX_UNIDENTIFIED
         for link in waiting:
             link.writer.transport.abort()
         for host in (first, second):
@@ -220,8 +220,8 @@ def test_strangers_at_one_address_take_the_place_of_each_other(monkeypatch: pyte
                 *first.address, limit=LINE_BYTES, local_addr=("127.0.0.2", 0)
             )
         )
-        near = [await stranger(first) for _ in range(2 * door.MAX_UNIDENTIFIED)]
-        for link in near[: door.MAX_UNIDENTIFIED]:
+        near = [await stranger(first) for _ in range(2 * host_listener.MAX_UNIDENTIFIED)]
+        for link in near[: host_listener.MAX_UNIDENTIFIED]:
             assert await link.reader.read() == b""
         assert KEYS.calling is not None
         await far.seal(KEYS.calling)

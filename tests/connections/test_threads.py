@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from skippipe_jax.cluster import control_loop
-from skippipe_jax.cluster.board import Mailboxes
 from skippipe_jax.cluster.control_loop import ControlLoop
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.errors import PeerTimeout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.board import Mailboxes
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control

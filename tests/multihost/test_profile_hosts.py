@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
-from skippipe_sched.problem.auto import load_cases
+from skippipe_sched.problem.open_case import load_cases
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from tests.multihost.processes import started_processes

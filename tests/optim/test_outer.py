@@ -68,14 +68,16 @@ class Compiled:
     def end(self, iteration: int, replicas: list[Any]) -> list[Any]:
         # They may be one another's, and are written over.
         parameters = [copied(own) for own in replicas]
-        if (fragment := self.averaging.sent_after(iteration)) is not None:
+        if (fragment := self.averaging.fragment_sent_after(iteration)) is not None:
             self.sent[fragment] = []
             for replica, own in enumerate(parameters):
                 message, part, outer = self.functions[fragment].send(own, self.outers[replica])
                 self.outers[replica] = outer
                 self.sent[fragment].append((message, part))
                 self.messages[iteration, replica] = np.asarray(message)
-        if (fragment := self.averaging.sent_after(iteration - self.averaging.delay)) is not None:
+        if (
+            fragment := self.averaging.fragment_sent_after(iteration - self.averaging.delay)
+        ) is not None:
             sent = self.sent.pop(fragment)
             for replica, own in enumerate(parameters):
                 places = [*range(replica, len(sent)), *range(replica)]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.auto import candidates, load_cases
 from skippipe_sched.problem.links import GIBIBYTE
+from skippipe_sched.problem.open_case import candidates, load_cases
 
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.models.planned_case import configured_cases

@@ -17,7 +17,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import seconds_text, size_text
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 from skippipe_sched.timing.timeline import Averaging, Timeline
 from skippipe_sched.timing.traffic import link_traffic
@@ -107,7 +107,7 @@ def write_metrics(folder: Path, steps: int, **changes: Any) -> None:
 
 def record(folder: Path, step: int) -> Timeline:
     """Two hosts record an iteration."""
-    timeline = simulate_plan(PLAN, draw_stretch(4, 3, 0.5, 0, step))
+    timeline = simulate_plan(PLAN, draw_time_factors(4, 3, 0.5, 0, step))
     for host in range(2):
         nodes = range(0, 3) if host == 0 else range(3, 5)
         runs = tuple(run for run in timeline.runs if run.operation.node in nodes)

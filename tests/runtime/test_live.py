@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
@@ -121,7 +121,7 @@ def test_luck_is_that_of_the_simulator(tmp_path: Path):
     plan = plan_of(STAGES, PATHS, **SECONDS)
     network = {"mode": "emulate", "emulate_compute": True, "jitter": 0.5, "averaging": "ring"}
     expected = [
-        simulate_plan(plan, draw_stretch(len(PATHS), len(STAGES), 0.5, SEED, iteration))
+        simulate_plan(plan, draw_time_factors(len(PATHS), len(STAGES), 0.5, SEED, iteration))
         for iteration in range(1, 1 + ATTEMPTS)
     ]
     assert min(own.iteration_s for own in expected) > 1.2 * simulate_plan(plan).iteration_s

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from skippipe_sched.methods.without_nodes import plan_without
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
@@ -359,7 +359,7 @@ def test_a_stage_that_is_left_out_takes_no_part():
     """Of four stages the third is lost, and a replica of the data stage."""
     model = dataclasses.replace(SMALL, layers=4)
     whole = plan_of([[0, 1], [2, 3], [4], [5]], [[0, 2, 4, 5], [1, 3, 4], [0, 4, 5], [1, 4]])
-    plan = plan_without(whole, {0, 2, 3, 5}, ((0,), (2, 3), (), (5,)), left_out=[2])
+    plan = repair_plan(whole, {0, 2, 3, 5}, ((0,), (2, 3), (), (5,)), left_out=[2])
     batches = random_batches(plan, seed=3)
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=CLIPPING)
     assert_training_equals_the_oracle(plan, model, optimizer, batches, 3, WAYS[2])

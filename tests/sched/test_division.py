@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.division.dividing import divide
 from skippipe_sched.division.lanes import Lane, Training
 from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.division.picture import picture, table
+from skippipe_sched.division.search import divide
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search

@@ -54,11 +54,11 @@ def test_going_on_without_a_node_compiles_and_solves_nothing(tmp_path):
     make_plan(same_place([2, 2]), "balanced").save(Path(plan))
     statements = (
         "from pathlib import Path\n"
-        "from skippipe_sched.methods.without_nodes import refilled\n"
-        "from skippipe_sched.methods.without_nodes import plan_without\n"
+        "from skippipe_sched.methods.repair import fill_empty_stages\n"
+        "from skippipe_sched.methods.repair import repair_plan\n"
         "from skippipe_sched.problem.plan import load_plan\n"
         f"plan = load_plan(Path({plan!r}))\n"
-        "plan_without(plan, {0, 2, 3}, refilled(plan, {0, 2, 3}))\n"
+        "repair_plan(plan, {0, 2, 3}, fill_empty_stages(plan, {0, 2, 3}))\n"
     )
     loads_none_of(SLOW, statements)
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
-from skippipe_sched.methods.without_nodes import plan_without
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted
-from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 from skippipe_sched.timing.timeline import Averaging, Run, Timeline
 
@@ -44,7 +44,7 @@ def planned(case: Case, stages, paths) -> Plan:
 
 
 def stretched(plan: Plan, draw: int = 0) -> Timeline:
-    luck = draw_stretch(len(plan.microbatches), len(plan.stages), 0.3, 0, draw)
+    luck = draw_time_factors(len(plan.microbatches), len(plan.stages), 0.3, 0, draw)
     return simulate_plan(plan, luck)
 
 
@@ -275,7 +275,7 @@ def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
     case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
     plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
     save_run(tmp_path, plan)
-    left = plan_without(plan, [0, 1])
+    left = repair_plan(plan, [0, 1])
     save_all(tmp_path, plan, 10)
     measured = save_all(tmp_path, left, 20)
     save_recorded_plan(tmp_path, 20, left)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 from skippipe_sched.problem.links import Link
-from skippipe_sched.problem.more_nodes import NewNode
+from skippipe_sched.problem.node_addition import NewNode
 
 from skippipe_jax.config import parse_config
 from skippipe_jax.connections.link_probe import MeasuredLink

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from skippipe_sched.methods.without_nodes import plan_without
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import simulate_plan
 
@@ -31,7 +31,7 @@ def predicting(plan: Plan, iteration_s: float) -> Plan:
 
 
 def test_a_case_keeps_its_microbatches_whatever_its_stages():
-    standing = plan_without(OWN, [0, 2, 3, 4])
+    standing = repair_plan(OWN, [0, 2, 3, 4])
     as_it_is, even = cases_to_search(standing, OWN)
     assert as_it_is is standing.case
     assert (as_it_is.stages, even.stages) == ((1, 3), (2, 2))

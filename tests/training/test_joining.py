@@ -1,4 +1,4 @@
-"""A newcomer whose place another takes looks for the next; the hosts are made up."""
+"""A joiner whose place another takes looks for the next; the hosts are made up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
-from skippipe_jax.connections.invitation import Place
+from skippipe_jax.connections.join_offer import Place
 from skippipe_jax.training.elastic import joining
 from skippipe_jax.training.elastic.join_measurements import JoinMeasurements
 from skippipe_jax.training.elastic.joining import joined_by_address
@@ -25,7 +25,7 @@ class Search:
     def __init__(self, folder: Path, *places: Place):
         self.config, self.folder, self.run = Config(), folder, None
         self.asked, self.addresses = "10.0.0.1:1", ["10.0.0.1:1"]
-        self.invitation = SimpleNamespace(hosts=4, members=(0, 1))
+        self.offer = SimpleNamespace(hosts=4, members=(0, 1))
         self._places = [*places]
 
     def fetch(self) -> Any:

@@ -50,12 +50,12 @@ class Opened(Session):
         self.told, view = Told(), SimpleNamespace()
         callbacks: Any = CallbackList(view, [self.told])  # pyright: ignore[reportArgumentType]
         self.preemption = SimpleNamespace(must_stay=False, received=None)
-        self.reception = SimpleNamespace(has_ended=False)
+        self.join_server = SimpleNamespace(has_ended=False)
         self._run: Any = SimpleNamespace(
             callbacks=callbacks,
             run_dir=folder,
             preemption=self.preemption,
-            membership=SimpleNamespace(reception=self.reception),
+            membership=SimpleNamespace(join_server=self.join_server),
         )
         self._config, self.step, self.unfinished, self.saved = CONFIG, step, True, False
         self._metrics_lag, self._saved_step, self._copied_step = 1, -1, None
@@ -165,7 +165,7 @@ def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
     for _ in range(2):  # As it ends, a run comes here once more.
         session.save_final()
     assert (copied, completed, session.saved) == (["copied/20"] * 2, [1, 1], True)
-    assert session.reception.has_ended, "nobody joins it any more"
+    assert session.join_server.has_ended, "nobody joins it any more"
     assert session.stop_signals is None
 
 

@@ -14,7 +14,7 @@ class Change(NamedTuple):
 
     time_s: float
     node: int
-    is_back: bool
+    is_return: bool
 
 
 def draw_changes(
@@ -37,11 +37,11 @@ def _changes_of_node(
     random = np.random.default_rng((seed, node))
     time_s = mtbf_s * random.standard_exponential()
     while time_s < end_s:
-        yield Change(time_s, node, is_back=False)
+        yield Change(time_s, node, is_return=False)
         time_s += repair_s
         if time_s >= end_s:
             return
-        yield Change(time_s, node, is_back=True)
+        yield Change(time_s, node, is_return=True)
         time_s += mtbf_s * random.standard_exponential()
 
 
@@ -68,5 +68,5 @@ class AvailabilityTrace:
         """Apply the next change and return it."""
         change = self._changes[self._next]
         self._next += 1
-        (self.present.add if change.is_back else self.present.discard)(change.node)
+        (self.present.add if change.is_return else self.present.discard)(change.node)
         return change

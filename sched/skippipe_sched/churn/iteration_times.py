@@ -1,6 +1,6 @@
 """Duration of an iteration on the nodes that are present, by the planner and the simulator.
 
-As in the runtime, the remaining nodes get a repair plan without a search (`methods.without_nodes`),
+As in the runtime, the remaining nodes get a repair plan without a search (`methods.repair`),
 which is simulated. The better plans that a search finds later are ignored.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from skippipe_sched.methods.without_nodes import plan_without
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate_plan
@@ -30,7 +30,7 @@ def planning_s(plan: Plan) -> float:
     return PLANNING_S * _planned(plan)
 
 
-def affordable(plan: Plan) -> int:
+def max_planned_placements(plan: Plan) -> int:
     """Return the number of placements that can be planned in acceptable time."""
     return max(1, int(OPERATIONS_PLANNED / _planned(plan)))
 
@@ -59,7 +59,7 @@ class IterationTimes:
     def __init__(self, plan: Plan, most: int, watch: Callable[[int], None] | None = None):
         """Take the `plan` for all nodes; `watch` is called with the number of plans."""
         self.most = most
-        self.planned = self.likened = 0
+        self.planned = self.estimated_placements = 0
         self._plan = plan
         self._watch = watch
         self._seconds: dict[Placement, float] = {}
@@ -97,10 +97,10 @@ class IterationTimes:
             return simulate_plan(self._plan).iteration_s
         skipped_stages = [stage for stage, nodes in enumerate(placement) if not nodes]
         kept = [node for nodes in placement for node in nodes]
-        return plan_without(self._plan, kept, placement, skipped_stages).predicted.iteration_s
+        return repair_plan(self._plan, kept, placement, skipped_stages).predicted.iteration_s
 
     def _similar_s(self, placement: Placement) -> float:
-        self.likened += 1
+        self.estimated_placements += 1
         distances = np.abs(np.stack(self._counts) - self._count(placement)).sum(axis=(1, 2))
         return float(np.array(self._times)[distances == distances.min()].mean())
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from skippipe_sched.churn.faults import draw_changes
 from skippipe_sched.churn.iteration_times import IterationTimes
-from skippipe_sched.churn.life import SPENT, Costs, Pace, Record, simulate_run
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
+from skippipe_sched.churn.simulation import ACTIVITIES, Costs, Record, StepSchedule, simulate_run
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.figures.tables import aligned
@@ -81,7 +81,7 @@ def sweep(
         for seed in churn.seeds:
             nodes = len(plan.case.nodes)
             changes = draw_changes(nodes, mtbf_s, churn.repair_s, churn.end_s, seed)
-            faults.append(sum(not change.is_back for change in changes))
+            faults.append(sum(not change.is_return for change in changes))
             for policy, policy_records in records.items():
                 policy_records.append(
                     simulate_run(plan, policy, costs, changes, churn.end_s, times)
@@ -99,7 +99,7 @@ def fault_free_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
     Raises:
         InputError: if there is none.
     """
-    steps = Pace(0.0, 0, iteration_s, costs.save_every, costs.save_s).steps_by(end_s)
+    steps = StepSchedule(0.0, 0, iteration_s, costs.save_every, costs.save_s).steps_by(end_s)
     if steps == 0:
         raise InputError(
             "--days", end_s / 86400, f"is too short for a step, which takes {iteration_s:.4g} s",
@@ -129,7 +129,7 @@ def _point(
         recoveries={
             kind: mean(record.recoveries.get(kind, 0) for record in records) for kind in kinds
         },
-        spent_s={kind: mean(record.spent_s[kind] for record in records) for kind in SPENT},
+        spent_s={kind: mean(record.spent_s[kind] for record in records) for kind in ACTIVITIES},
     )
 
 
@@ -151,10 +151,10 @@ def goodputs(points: Sequence[Point]) -> str:
 
 def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
     """Format the use of time at one rate, by policy: shares of it, steps undone, recoveries."""
-    lines: list[Cells] = [("share of time", *SPENT, "lost", "steps undone", "recoveries")]
+    lines: list[Cells] = [("share of time", *ACTIVITIES, "lost", "steps undone", "recoveries")]
     for point in points:
         if point.mtbf_s == mtbf_s:
-            shares = [point.spent_s[kind] / end_s for kind in SPENT]
+            shares = [point.spent_s[kind] / end_s for kind in ACTIVITIES]
             recoveries = ", ".join(
                 f"{count:.1f} {kind}" for kind, count in point.recoveries.items()
             )

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_sched import fields
         from skippipe_sched.compare import compare, picture, table, to_json
-        from skippipe_sched.problem.auto import load_cases
+        from skippipe_sched.problem.open_case import load_cases
         from skippipe_sched.search.budget import Search
     require_writable("--json", arguments.json)
     require_writable("--output", arguments.output)

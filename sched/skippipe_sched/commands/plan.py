@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_sched import fields
         from skippipe_sched.commands.simulate import summary
         from skippipe_sched.methods.planning import with_placement_bound
-        from skippipe_sched.problem.auto import load_cases
+        from skippipe_sched.problem.open_case import load_cases
         from skippipe_sched.search.budget import Search
         from skippipe_sched.timing.simulate import simulate_plan
     require_writable("--output", arguments.output)

@@ -17,7 +17,7 @@ from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
 if TYPE_CHECKING:
-    from skippipe_sched.churn.life import Costs
+    from skippipe_sched.churn.simulation import Costs
     from skippipe_sched.churn.sweep import Churn
     from skippipe_sched.problem.plan import Plan
 
@@ -113,7 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
         from tqdm import tqdm
 
         from skippipe_sched import fields
-        from skippipe_sched.churn.iteration_times import IterationTimes, affordable, planning_s
+        from skippipe_sched.churn.iteration_times import (
+            IterationTimes,
+            max_planned_placements,
+            planning_s,
+        )
         from skippipe_sched.churn.picture import picture
         from skippipe_sched.churn.sweep import causes, doublings, goodputs, sweep, verdict
     require_writable("--json", arguments.json)
@@ -129,13 +133,15 @@ def run(arguments: argparse.Namespace) -> int:
     runs = len(mtbfs_s) * len(churn.seeds) * len(POLICIES)
     with tqdm(total=runs, desc="simulate-faults", unit="run", leave=False, disable=None) as bar:
         times = IterationTimes(
-            plan, max_plans or affordable(plan), lambda planned: bar.set_postfix(planned=planned)
+            plan,
+            max_plans or max_planned_placements(plan),
+            lambda planned: bar.set_postfix(planned=planned),
         )
         points = sweep(plan, mtbfs_s, churn, costs, times, bar.update)
     print(
         f"{len(plan.case.nodes)} nodes, {times(plan.stages):.2f} s per iteration, "
         f"{arguments.days:g} days, {len(churn.seeds)} draws; {times.planned} sets of live nodes "
-        f"planned, {times.likened} estimated from similar sets"
+        f"planned, {times.estimated_placements} estimated from similar sets"
     )
     print(f"\n{goodputs(points)}")
     print(f"\n{causes(points, mtbf_s, churn.end_s)}")
@@ -145,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
             "churn": asdict(churn),
             "costs": asdict(costs),
             "planned": times.planned,
-            "likened": times.likened,
+            "likened": times.estimated_placements,
             "verdict": verdict(points),
             "points": [asdict(point) for point in points],
             "iteration_s": times(plan.stages),
@@ -169,7 +175,7 @@ def _churn(arguments: argparse.Namespace) -> Churn:
 
 def _costs(arguments: argparse.Namespace) -> Costs:
     from skippipe_sched import fields
-    from skippipe_sched.churn.life import Costs
+    from skippipe_sched.churn.simulation import Costs
 
     return Costs(
         heartbeat_s=fields.duration(arguments.heartbeat, "--heartbeat"),
@@ -187,7 +193,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     """Load the plan for all nodes from a file, or make it from a case by a method."""
     from skippipe_sched import fields
     from skippipe_sched.methods import plan_best
-    from skippipe_sched.problem.auto import load_cases
+    from skippipe_sched.problem.open_case import load_cases
     from skippipe_sched.problem.plan import load_plan
     from skippipe_sched.search.budget import Search
 

@@ -24,7 +24,7 @@ from skippipe_sched.search.compiled import fast
 HOTTEST, COLDEST = 0.05, 0.0005
 
 
-class Chains:
+class ChainFactory:
     """Factory of the lanes' chains; all cover the nodes of the whole case, so lanes can trade."""
 
     def __init__(self, whole: Whole, lanes: Sequence[Lane]):

@@ -71,7 +71,7 @@ def _changed(sizes: tuple[int, ...], stage: int, by: int) -> tuple[int, ...]:
 Placed = Callable[[int, Sequence[int], np.random.Generator], Place]
 
 
-class Layouts:
+class LayoutSampler:
     """Generator of layouts: initial ones, and ones with small changes.
 
     With `equal`, the numbers of nodes of any two lanes differ by one at most.

@@ -11,9 +11,9 @@ from typing import Any
 
 from skippipe_sched.division.lanes import Training
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.auto import DEFAULT_SKIP_RATIO, candidates
 from skippipe_sched.problem.case import AUTO, Case, parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
+from skippipe_sched.problem.node_subset import with_nodes
+from skippipe_sched.problem.open_case import DEFAULT_SKIP_RATIO, candidates
 
 # Copies of its stage's parameters that a node stores: parameters, gradients and the two moments of
 # an optimizer.

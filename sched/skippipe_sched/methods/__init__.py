@@ -4,7 +4,7 @@ A method takes a case and a `Search` and returns placement and paths, and the or
 every node if it searched that too; `make_plan` simulates them, which gives the prediction and, if
 the method left it open, the order, and checks the rules. `plan_best` does so for an open case.
 
-`without_nodes` makes repair plans without a search, for a run that loses nodes.
+`repair` makes repair plans without a search, for a run that loses nodes.
 
 `METHODS` describes the methods without loading them: commands and configurations need the names.
 """

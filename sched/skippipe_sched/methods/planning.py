@@ -8,8 +8,8 @@ from dataclasses import replace
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS
 from skippipe_sched.methods.routes import Routes
-from skippipe_sched.problem.auto import choose
 from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.open_case import choose
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search
@@ -44,7 +44,7 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
         raise InputError(
             "case.left_out",
             list(case.left_out),
-            "is not supported by planning methods, only by repair plans (`plan_without`)",
+            "is not supported by planning methods, only by repair plans (`repair_plan`)",
             "Remove this key, and these stages from case.stages, stage_cost and stage_bytes",
         )
     return with_prediction(case, method, METHODS[method].load()(case, search or Search()))

@@ -44,7 +44,7 @@ class AveragingPolicy:
         """True if iterations follow one another without waiting for averaging."""
         return self.mode == "outer"
 
-    def sent_after(self, iteration: int) -> int | None:
+    def fragment_sent_after(self, iteration: int) -> int | None:
         """Return the fragment that is sent at the end of an iteration; None if none is.
 
         Iterations count from 1. Of n fragments the k-th is sent after k / n of a cycle, rounded

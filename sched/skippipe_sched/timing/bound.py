@@ -20,7 +20,7 @@ from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
 from scipy.sparse.csgraph import shortest_path
 
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.fewer_nodes import without_skipped_stages
+from skippipe_sched.problem.node_subset import without_skipped_stages
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_iteration
 from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips

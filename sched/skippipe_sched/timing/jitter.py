@@ -12,10 +12,12 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.replay import Work
 from skippipe_sched.timing.simulate import require_memory, simulate_plan
 from skippipe_sched.timing.steady import successive_s
-from skippipe_sched.timing.timeline import Stretch
+from skippipe_sched.timing.timeline import TimeFactors
 
 
-def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw: int) -> Stretch:
+def draw_time_factors(
+    microbatches: int, stages: int, jitter: float, seed: int, draw: int
+) -> TimeFactors:
     """Draw the factors of one draw: each operation, hop and averaging takes (1 + x) times as long.
 
     x is exponential with mean `jitter`. It belongs to the microbatch and the position in its chain,
@@ -26,11 +28,11 @@ def draw_stretch(microbatches: int, stages: int, jitter: float, seed: int, draw:
     averagings = 1.0 + jitter * random.standard_exponential(stages)
     longest_chain = 2 * stages + 1
     factors = 1.0 + jitter * random.standard_exponential((microbatches, longest_chain, 2))
-    return Stretch(factors[..., 0], factors[..., 1], averagings)
+    return TimeFactors(factors[..., 0], factors[..., 1], averagings)
 
 
 def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.ndarray, " draws"]:
-    """Simulate `draws` iterations of a plan [s], each with its own factors (`draw_stretch`).
+    """Simulate `draws` iterations of a plan [s], each with its own factors (`draw_time_factors`).
 
     Every node keeps the plan's order, whatever the delays. In outer mode, the iterations follow one
     another in one run, after a cycle that is not counted, and each lasts from the end of the
@@ -46,14 +48,14 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
     if plan.case.averaging.is_outer:
         every = plan.case.averaging.every
         factors_of_draws = (
-            draw_stretch(*size, jitter, seed, draw)
+            draw_time_factors(*size, jitter, seed, draw)
             for draw in chain(range(draws, draws + every), range(draws))
         )
         require_memory(plan)
         work = Work(plan.case, plan.stages, plan.microbatches, plan.order)
         return np.array(successive_s(work, factors_of_draws)[every:])
     iterations = (
-        simulate_plan(plan, draw_stretch(*size, jitter, seed, draw)).iteration_s
+        simulate_plan(plan, draw_time_factors(*size, jitter, seed, draw)).iteration_s
         for draw in range(draws)
     )
     return np.fromiter(iterations, float, draws)

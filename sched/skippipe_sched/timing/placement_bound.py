@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.fewer_nodes import without_skipped_stages
+from skippipe_sched.problem.node_subset import without_skipped_stages
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import all_reduce_bytes, rings_of_iteration
 from skippipe_sched.timing.bound import lower_bound_s

@@ -18,7 +18,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain, stage_of_nodes
 from skippipe_sched.timing.hops import hop_parts, passed
-from skippipe_sched.timing.timeline import Run, Stretch, Transfer, no_stretch
+from skippipe_sched.timing.timeline import Run, TimeFactors, Transfer, unit_factors
 
 # Data that stays on a node arrives at once, and uses no queue.
 NO_HOP = (0.0, -math.inf, -math.inf, 0.0, 0.0)
@@ -78,7 +78,7 @@ class Work:
         self.sending_s = [0.0] * len(case.nodes)
         for node, (overhead_s, uplink_s, *_) in zip(self.node, planned_hops, strict=True):
             self.sending_s[node] += max(0.0, overhead_s + uplink_s)
-        # Indexes in a `Stretch` of the factors of operations, and of the hops to their successors.
+        # Indexes in `TimeFactors` of the factors of operations, and of hops to their successors.
         microbatch = [operation.microbatch for operation in self.operations]
         self.own_factor = microbatch, [position[operation] for operation in self.operations]
         self.hop_factor = microbatch, [position[target] for target in self.target]
@@ -123,7 +123,7 @@ class Replay:
     and links, in their state at the last `mark`.
     """
 
-    def __init__(self, work: Work, stretch: Stretch | None = None):
+    def __init__(self, work: Work, stretch: TimeFactors | None = None):
         """Start at 0 s, with all nodes and links free."""
         operations = len(work.operations)
         self.work = work
@@ -133,10 +133,10 @@ class Replay:
         self.arrived_s, self.start_s, self.sent_s = ([0.0] * operations for _ in range(3))
         self.arrived_from = [0] * operations
         self.began_s: list[float] = []
-        self.stretch(stretch or no_stretch(*work.size))
+        self.set_factors(stretch or unit_factors(*work.size))
         self.mark()
 
-    def stretch(self, stretch: Stretch) -> None:
+    def set_factors(self, stretch: TimeFactors) -> None:
         """Set the factors on all planned times from now on."""
         work = self.work
         self.seconds = (stretch.operations[work.own_factor] * work.planned_s).tolist()

@@ -21,10 +21,10 @@ from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.dispatch import dispatch
 from skippipe_sched.timing.replay import Replay, Work
 from skippipe_sched.timing.steady import steady_timeline
-from skippipe_sched.timing.timeline import Averaging, Stretch, Timeline
+from skippipe_sched.timing.timeline import Averaging, TimeFactors, Timeline
 
 
-def simulate_plan(plan: Plan, stretch: Stretch | None = None) -> Timeline:
+def simulate_plan(plan: Plan, stretch: TimeFactors | None = None) -> Timeline:
     """Simulate one iteration of a plan in its own order, with `stretch` slower than planned.
 
     In outer mode, it is one of many in their steady state.
@@ -41,7 +41,7 @@ def forecast(
     stages: Sequence[Sequence[int]],
     paths: Sequence[NodePath],
     order: Sequence[Sequence[Operation]] | None = None,
-    stretch: Stretch | None = None,
+    stretch: TimeFactors | None = None,
 ) -> Timeline:
     """Simulate as `simulate`; in outer mode, return one iteration of many in a row.
 
@@ -59,7 +59,7 @@ def simulate(
     stages: Sequence[Sequence[int]],
     paths: Sequence[NodePath],
     order: Sequence[Sequence[Operation]] | None = None,
-    stretch: Stretch | None = None,
+    stretch: TimeFactors | None = None,
 ) -> Timeline:
     """Simulate a single iteration, from the first forward to the last averaging.
 

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.timing.averaging import quickest_averaging_s, rings_of_iteration
 from skippipe_sched.timing.replay import Replay, Work
-from skippipe_sched.timing.timeline import Averaging, SteadyState, Stretch, Timeline
+from skippipe_sched.timing.timeline import Averaging, SteadyState, TimeFactors, Timeline
 
 # If the mean has not settled after this many cycles, or in large cases after this many operations,
 # the mean of the later half is used.
@@ -36,7 +36,7 @@ MOST_IN_TURN = 8
 TOLERANCE = 1e-9
 
 
-def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
+def steady_timeline(work: Work, stretch: TimeFactors | None = None) -> Timeline:
     """Simulate one iteration of the steady state of a plan.
 
     It is the iteration during which the rings run that were sent at the end of a cycle, and these
@@ -53,7 +53,7 @@ def steady_timeline(work: Work, stretch: Stretch | None = None) -> Timeline:
     return run.shown(SteadyState(iteration_s, pipeline_s, longest_s, late_s))
 
 
-def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
+def successive_s(work: Work, stretches: Iterable[TimeFactors]) -> list[float]:
     """Simulate a run: seconds from each iteration's end to the next one's, each with its stretch.
 
     An iteration has ended when its last node has. The first is counted from the start.
@@ -61,7 +61,7 @@ def successive_s(work: Work, stretches: Iterable[Stretch]) -> list[float]:
     run = _Iterations(work)
     ends = [0.0]
     for stretch in stretches:
-        run.stretch(stretch)
+        run.set_factors(stretch)
         run.iterate()
         ends.append(max(run.free_s))
     return [after - before for before, after in pairwise(ends)]
@@ -100,7 +100,9 @@ class _Ring:
 class _Iterations(Replay):
     """Iterations with background rings: a node ends one when it has applied what is due."""
 
-    def __init__(self, work: Work, stretch: Stretch | None = None, *, without_rings: bool = False):
+    def __init__(
+        self, work: Work, stretch: TimeFactors | None = None, *, without_rings: bool = False
+    ):
         case = work.case
         self.policy: AveragingPolicy = case.averaging
         self.number = 0
@@ -149,9 +151,9 @@ class _Iterations(Replay):
         self.number += 1
         self.run()
         policy = self.policy
-        sent, due = policy.sent_after(self.number), None
+        sent, due = policy.fragment_sent_after(self.number), None
         if self.number > policy.delay:
-            due = policy.sent_after(self.number - policy.delay)
+            due = policy.fragment_sent_after(self.number - policy.delay)
         if due is not None and policy.delay:
             self._apply(due)
         if sent is not None:

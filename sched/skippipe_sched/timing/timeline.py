@@ -133,7 +133,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class TimeFactors:
     """Factors on all times of the timing model.
 
     An operation is identified by its microbatch and its position in the microbatch's chain (see
@@ -145,7 +145,7 @@ class Stretch:
     averagings: Float[np.ndarray, " stages"]
 
 
-def no_stretch(microbatches: int, positions: int, stages: int) -> Stretch:
+def unit_factors(microbatches: int, positions: int, stages: int) -> TimeFactors:
     """Return a stretch with all factors 1."""
     ones = np.ones((microbatches, positions))
-    return Stretch(ones, ones, np.ones(stages))
+    return TimeFactors(ones, ones, np.ones(stages))

@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from skippipe_sched.methods.without_nodes import plan_without
-from skippipe_sched.problem.more_nodes import NewNode
+from skippipe_sched.methods.repair import repair_plan
+from skippipe_sched.problem.node_addition import NewNode
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate_plan
@@ -77,8 +77,8 @@ def admission(
     def iteration_s(nodes: Collection[int], stages: Placement) -> float:
         present = tuple(tuple(node for node in own if node in nodes) for own in stages)
         # A plan made by hand may have no prediction, so both are simulated.
-        repair_plan = plan_without(extend_case(plan, nodes, new), nodes, present, left_out)
-        return simulate_plan(repair_plan).iteration_s
+        repaired = repair_plan(extend_case(plan, nodes, new), nodes, present, left_out)
+        return simulate_plan(repaired).iteration_s
 
     served = [
         stage for stage, own in enumerate(following) if any(host_of[node] == host for node in own)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from skippipe_sched.problem.more_nodes import NewNode, with_more_nodes
+from skippipe_sched.problem.node_addition import NewNode, with_more_nodes
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from skippipe_sched.problem.links import Link
-from skippipe_sched.problem.more_nodes import NewNode
+from skippipe_sched.problem.node_addition import NewNode
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from skippipe_jax.clock import SYSTEM_CLOCK, Clock
-from skippipe_jax.connections.invitation import Files, Place
-from skippipe_jax.connections.reception import Pauses
+from skippipe_jax.connections.join_offer import Files, Place
+from skippipe_jax.connections.join_server import Pauses
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.joined_folder import contents_of, file_stamps
 
@@ -70,7 +70,7 @@ class JoinOffers:
         ]
 
     def files(self) -> Files:
-        """Return the files of the run that newcomers need; read again if they have changed.
+        """Return the files of the run that joiners need; read again if they have changed.
 
         Raises:
             InputError: if they cannot be read.

@@ -22,12 +22,12 @@ from skippipe_jax.clock import SYSTEM_CLOCK, Clock
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.config.resume import identity, settings
-from skippipe_jax.connections.asking import Newcomer, NoListener
+from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import Run
-from skippipe_jax.connections.invitation import JoinOffer, Place
+from skippipe_jax.connections.join_offer import JoinOffer, Place
+from skippipe_jax.connections.join_server import JOINING, LONGEST_S, RUN_ENDED
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.link_probe import MeasuredLink
-from skippipe_jax.connections.reception import JOINING, LONGEST_S, RUN_ENDED
 from skippipe_jax.connections.waiting import telling
 from skippipe_jax.storage.joined_folder import configurations, earlier_join, keep, run_dir_of
 from skippipe_jax.storage.run_lock import RunLock
@@ -38,7 +38,7 @@ FIND_S = 30.0
 """Seconds until the search for a host that answers is given up."""
 
 AGAIN_S = 2.0
-"""Seconds between two requests of a waiting newcomer."""
+"""Seconds between two requests of a waiting joiner."""
 
 MEASURE_S = 4.0
 """Seconds for which the links to all hosts are measured."""
@@ -52,20 +52,20 @@ FindText = Callable[[Config], str]
 
 
 class JoinSearch:
-    """Newcomer that searches for a place in a run.
+    """Joiner that searches for a place in a run.
 
     Attributes:
         folder: its own folder, with the files of the run.
         config: its configuration, with that folder; unset before `fetch`.
         run: the identity and settings of the run.
-        invitation: the last answer of a host.
+        offer: the last answer of a host.
         asked: the address of that host.
     """
 
     config: Config
     run: Run
     folder: Path
-    invitation: JoinOffer
+    offer: JoinOffer
     asked: str
 
     def __init__(
@@ -90,7 +90,7 @@ class JoinSearch:
         self._text: tuple[str | None, str] | None = None
         # The `cluster` overrides are needed before the configuration of the run is received.
         cluster_overrides = [override for override in overrides if override.startswith("cluster.")]
-        self._newcomer = Newcomer(Keys.of(parse_config({}, cluster_overrides).cluster))
+        self._join_client = JoinClient(Keys.of(parse_config({}, cluster_overrides).cluster))
         if run_dir is not None:
             self._load_known(run_dir)
 
@@ -102,7 +102,7 @@ class JoinSearch:
             TemporaryError: if no host answers with a run, or another process has the folder.
         """
         self._ask(FIND_S, [CONFIG])
-        name = run_dir_of(self._newcomer.contents)
+        name = run_dir_of(self._join_client.contents)
         self.folder = self._run_dir or Path(Path(name).name)
         if self._run_dir is None:
             self._load_known(self.folder)
@@ -114,12 +114,12 @@ class JoinSearch:
             problem = "another host that has joined uses this folder"
             raise TemporaryError("--run-dir", str(self.folder), problem, remedy) from error
         self._ask(FIND_S)
-        fetched = self._newcomer.fetched
-        keep(self.folder, self._newcomer.contents, self._run_addresses)
+        fetched = self._join_client.fetched
+        keep(self.folder, self._join_client.contents, self._run_addresses)
         theirs, self.config = configurations(self.folder, self._overrides)
         self.run = Run(identity(theirs), settings(theirs))
-        peer = f"host {self.invitation.host} of {self.invitation.hosts} at {self.asked}"
-        files = f"{len(self.invitation.files)} files in {self.folder}"
+        peer = f"host {self.offer.host} of {self.offer.hosts} at {self.asked}"
+        files = f"{len(self.offer.files)} files in {self.folder}"
         log.output(f"connected to {peer}, run {name}; {files}, {fetched:,} bytes downloaded")
         return lock
 
@@ -173,9 +173,9 @@ class JoinSearch:
 
     def ways(self) -> dict[int, MeasuredLink]:
         """Measure latency and bandwidth to the hosts that train and answer."""
-        offer, since_s = self.invitation, self._clock.now()
+        offer, since_s = self.offer, self._clock.now()
         addresses = {host: at for host, at in offer.addresses.items() if host in offer.members}
-        ways = _run_interruptibly(self._newcomer.ways(addresses, MEASURE_S))
+        ways = _run_interruptibly(self._join_client.ways(addresses, MEASURE_S))
         rates = sorted(rate for way in ways.values() for rate in (way.to, way.back))
         if rates:
             log.output(
@@ -190,10 +190,10 @@ class JoinSearch:
         A place of the original hosts that this host can serve is better than an extra one.
         """
         self._ask(FIND_S)
-        first, initial_hosts = self._choice()[0], self.invitation.hosts
+        first, initial_hosts = self._choice()[0], self.offer.hosts
         if place.host >= initial_hosts and first is not None and first.host < initial_hosts:
             return False
-        return place.host in {other.host for other in self.invitation.places}
+        return place.host in {other.host for other in self.offer.places}
 
     @property
     def addresses(self) -> list[str]:
@@ -202,13 +202,13 @@ class JoinSearch:
 
     @property
     def _run_addresses(self) -> list[str]:
-        return [*dict.fromkeys(self.invitation.addresses.values())]
+        return [*dict.fromkeys(self.offer.addresses.values())]
 
     def _choice(self) -> tuple[Place | None, str]:
         """Choose the place with the shortest pause, or return None with the reason."""
-        initial_hosts = self.invitation.hosts  # No extra place is used while one of these is lost.
+        initial_hosts = self.offer.hosts  # No extra place is used while one of these is lost.
         places = sorted(
-            self.invitation.places,
+            self.offer.places,
             key=lambda place: (place.host >= initial_hosts, place.pause_s, place.host),
         )
         if not places:
@@ -233,7 +233,7 @@ class JoinSearch:
         fingerprint, why = self._text
         if fingerprint is None:
             return why
-        if self.invitation.text not in (None, fingerprint):
+        if self.offer.text not in (None, fingerprint):
             return "this host has another training text"
         return None
 
@@ -251,7 +251,7 @@ class JoinSearch:
         with telling(lambda left_s: f"{where}: {why}; retrying for {left_s:.0f} s", patience_s):
             while True:
                 try:
-                    asked = _run_interruptibly(self._newcomer.ask(addresses, wanted))
+                    asked = _run_interruptibly(self._join_client.ask(addresses, wanted))
                     break
                 except TemporaryError as error:
                     why = error.problem
@@ -264,12 +264,12 @@ class JoinSearch:
                         raise TemporaryError(JOINING, where, ALL_GONE, error.remedy) from error
                     else:
                         raise
-        self.asked, self.invitation = asked
+        self.asked, self.offer = asked
         self._known_addresses = self._run_addresses
 
     def _load_known(self, folder: Path) -> None:
         contents, addresses = earlier_join(folder)
-        self._newcomer.contents = contents | self._newcomer.contents
+        self._join_client.contents = contents | self._join_client.contents
         self._known_addresses += addresses
 
 

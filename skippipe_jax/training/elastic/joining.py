@@ -18,7 +18,7 @@ from skippipe_jax.cluster.joining import joined
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
-from skippipe_jax.connections.invitation import Place
+from skippipe_jax.connections.join_offer import Place
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
 from skippipe_jax.program.compiler import hosts_of_nodes
@@ -73,7 +73,7 @@ def joined_by_address(
                 )
             elif (why := _decline_reason(seeking, place, measured, anyway=anyway)) is not None:
                 seeking.wait(why)
-                if not {*seeking.invitation.members} <= measured.ways.keys():
+                if not {*seeking.offer.members} <= measured.ways.keys():
                     measured = replace(measured, ways=seeking.ways())
             elif (host := _try_join(stack, seeking, place, measured)) is not None:
                 break
@@ -92,11 +92,11 @@ def _try_join(
     membership = joined(
         config.cluster,
         seeking.asked,
-        seeking.invitation.hosts,
+        seeking.offer.hosts,
         place.host,
         last_addresses=seeking.addresses,
         run=seeking.run,
-        is_newcomer=True,
+        is_joiner=True,
         spare=config.join.places,
     )
     try:
@@ -118,7 +118,7 @@ def _compile_and_measure(seeking: JoinSearch, place: Place) -> JoinMeasurements:
     For an extra place, measures the links to the hosts that train and, if the run has measured its
     case, the stage on the device that would serve it.
     """
-    config, hosts, since_s = seeking.config, seeking.invitation.hosts, time.monotonic()
+    config, hosts, since_s = seeking.config, seeking.offer.hosts, time.monotonic()
     what = f"replacing host {place.host}"
     if place.host >= hosts:
         what = f"joining as extra host {place.host} of a run of {hosts} hosts"
@@ -141,7 +141,7 @@ def _decline_reason(
     seeking: JoinSearch, place: Place, measured: JoinMeasurements, *, anyway: bool
 ) -> str | None:
     """Explain why joining at an extra place does not pay off; None if it does."""
-    config, offer = seeking.config, seeking.invitation
+    config, offer = seeking.config, seeking.offer
     if place.host < offer.hosts:
         return None
     plan = RunDir(seeking.folder).plan()

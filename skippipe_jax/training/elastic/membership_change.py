@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from skippipe_sched.methods.without_nodes import plan_without, refilled
-from skippipe_sched.problem.more_nodes import NewNode
+from skippipe_sched.methods.repair import fill_empty_stages, repair_plan
+from skippipe_sched.problem.node_addition import NewNode
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
+from skippipe_jax.cluster.generation_queue import Totals
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.succession import Totals
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP, STOP
 from skippipe_jax.consensus.generations import Rules
@@ -48,7 +48,7 @@ def elastic_rules(config: Config, setup: HostSetup) -> Rules:
         # Lost nodes keep their stages, to which they return.
         placement = with_stages(setup.plan, placement, kept, left_out)
         before = replace(extend_case(setup.plan, kept, {}), stages=placement)
-        moved = refilled(before, kept, without_text, left_out)
+        moved = fill_empty_stages(before, kept, without_text, left_out)
         lost = [[node for node in nodes if node not in kept] for nodes in placement]
         return tuple(tuple(sorted([*own, *gone])) for own, gone in zip(moved, lost, strict=True))
 
@@ -123,7 +123,7 @@ def setup_for_group(
         tuple(node for node in nodes if node in present) for nodes in group.generation.placement
     )
     plans = {
-        name: plan_without(
+        name: repair_plan(
             extend_case(plan, kept, new or {}), kept, stages, group.generation.left_out
         )
         for name, plan in setup.schedule.plans.items()

@@ -439,11 +439,11 @@ class ElasticRunner:
         return agreed
 
     def _invite(self, team: Team, agreed: SessionPlan) -> None:
-        """Offer newcomers the places of a new team."""
+        """Offer joiners the places of a new team."""
         serves = partial(stages_for, self._rules, team.generation)
         self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
-        reception = self._membership.reception
-        reception.inviting, reception.has_ended = self._inviting, False
+        join_server = self._membership.join_server
+        join_server.inviting, join_server.has_ended = self._inviting, False
 
     def _roll_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
         """Return the team and the state of this host after a rollback to a checkpoint.

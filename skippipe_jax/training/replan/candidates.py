@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
+from skippipe_sched.problem.node_subset import with_nodes
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate, simulate_plan

@@ -19,7 +19,7 @@ def test_a_node_is_lost_and_then_back_so_much_later(nodes, mtbf_s, repair_s, see
     assert all(0 <= change.time_s < 100 for change in changes)
     for node in range(nodes):
         own = [change for change in changes if change.node == node]
-        assert [change.is_back for change in own] == [bool(i % 2) for i in range(len(own))]
+        assert [change.is_return for change in own] == [bool(i % 2) for i in range(len(own))]
         for lost, back in zip(own[::2], own[1::2], strict=False):
             assert back.time_s - lost.time_s == pytest.approx(repair_s)
     assert changes == draw_changes(nodes, mtbf_s, repair_s, 100.0, seed)
@@ -43,7 +43,7 @@ def test_other_seeds_draw_other_faults():
 
 
 def test_who_is_there_follows_the_changes():
-    hosts = AvailabilityTrace(3, (Change(1.0, 2, is_back=False), Change(4.0, 2, is_back=True)))
+    hosts = AvailabilityTrace(3, (Change(1.0, 2, is_return=False), Change(4.0, 2, is_return=True)))
     assert (hosts.present, hosts.next_s) == ({0, 1, 2}, 1.0)
     assert hosts.apply_next().node == 2
     assert (hosts.present, hosts.next_s) == ({0, 1}, 4.0)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from skippipe_sched.churn.iteration_times import IterationTimes, affordable
+from skippipe_sched.churn.iteration_times import IterationTimes, max_planned_placements
 from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.methods.routes import place_in_order
-from skippipe_sched.methods.without_nodes import plan_without
 from skippipe_sched.problem.plan import load_plan
 
 from tests.sched.examples import LOCATIONS, case_with, outer, planned
@@ -30,9 +30,9 @@ def test_a_placement_is_planned_as_the_runtime_does_and_once(paper_plan):
     assert times(paper_plan.stages) == paper_plan.predicted.iteration_s
     placement = without(paper_plan, {3, 7})
     kept = set(range(20)) - {3, 7}
-    assert times(placement) == plan_without(paper_plan, kept).predicted.iteration_s
+    assert times(placement) == repair_plan(paper_plan, kept).predicted.iteration_s
     assert times(placement) == times(placement)
-    assert (times.planned, times.likened, told) == (2, 0, [1, 2])
+    assert (times.planned, times.estimated_placements, told) == (2, 0, [1, 2])
 
 
 def test_a_placement_with_a_node_that_has_moved_is_planned(paper_plan):
@@ -41,7 +41,7 @@ def test_a_placement_with_a_node_that_has_moved_is_planned(paper_plan):
     placement[4] = (placement[1][-1],)
     placement[1] = placement[1][:-1]
     times = IterationTimes(paper_plan, 9)
-    plan = plan_without(paper_plan, set(range(20)) - lost, tuple(placement))
+    plan = repair_plan(paper_plan, set(range(20)) - lost, tuple(placement))
     assert times(tuple(placement)) == plan.predicted.iteration_s
 
 
@@ -52,7 +52,7 @@ def test_a_stage_that_is_skipped_takes_no_time(paper_plan):
     times = IterationTimes(paper_plan, 9)
     stages = tuple(map(tuple, placement))
     kept = [node for stage in placement for node in stage]
-    plan = plan_without(paper_plan, kept, stages, left_out=[4])
+    plan = repair_plan(paper_plan, kept, stages, left_out=[4])
     assert times(stages) == plan.predicted.iteration_s
 
 
@@ -86,7 +86,7 @@ def test_beyond_the_most_a_placement_is_likened_to_those_that_are_planned(many_n
     seconds = np.array([times(placement) for placement in placements])
     assert times.planned == 30
     likened = {*placements[30:]} - {*placements[:30]}
-    assert times.likened == len(likened) > 5
+    assert times.estimated_placements == len(likened) > 5
     exact = np.array([times.planned_s(placement) for placement in placements[30:]])
     assert np.abs(seconds[30:] / exact - 1).mean() < 1 / 6
 
@@ -98,11 +98,11 @@ def test_nodes_of_one_stage_and_location_are_alike(many_nodes):
     times(many_nodes.stages)
     seconds = [times(without(many_nodes, {node})) for node in here[:2]]
     assert seconds[0] == seconds[1]
-    assert times.likened == 1
+    assert times.estimated_placements == 1
 
 
 def test_what_is_planned_is_less_for_a_plan_of_more_operations(paper_plan, many_nodes):
-    assert affordable(paper_plan) > affordable(many_nodes) > 30
+    assert max_planned_placements(paper_plan) > max_planned_placements(many_nodes) > 30
 
 
 def test_where_nobody_waits_for_averaging_it_is_the_steady_state(many_nodes):
@@ -111,6 +111,6 @@ def test_where_nobody_waits_for_averaging_it_is_the_steady_state(many_nodes):
     times = IterationTimes(plan, 2)
     assert times(plan.stages) == timeline.iteration_s
     placement = without(plan, {3})
-    left = plan_without(plan, set(range(60)) - {3})
+    left = repair_plan(plan, set(range(60)) - {3})
     assert times(placement) == left.predicted.iteration_s
-    assert affordable(plan) < affordable(many_nodes)
+    assert max_planned_placements(plan) < max_planned_placements(many_nodes)

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from skippipe_sched.churn.life import Pace
+from skippipe_sched.churn.simulation import StepSchedule
 
 # Eighths of a second, so that sums are exact.
 SECONDS = st.integers(0, 80).map(lambda eighths: eighths / 8)
@@ -30,7 +30,7 @@ def gone_through(pace, end_s):
 def test_a_pace_is_what_going_through_the_steps_says(
     start_s, step, iteration_s, save_every, save_s, watched_s
 ):
-    pace = Pace(start_s, step, iteration_s, save_every, save_s)
+    pace = StepSchedule(start_s, step, iteration_s, save_every, save_s)
     end_s = start_s + 4 * watched_s
     found = pace.steps_by(end_s), pace.saved_by(end_s)
     assert found == gone_through(pace, end_s)

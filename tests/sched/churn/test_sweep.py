@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 from skippipe_sched.churn.iteration_times import IterationTimes
-from skippipe_sched.churn.life import Costs
 from skippipe_sched.churn.picture import picture
 from skippipe_sched.churn.policies import POLICIES
+from skippipe_sched.churn.simulation import Costs
 from skippipe_sched.churn.sweep import Churn, Point, causes, doublings, goodputs, sweep, verdict
 from skippipe_sched.errors import InputError
 from skippipe_sched.fields import duration
@@ -114,7 +114,7 @@ def test_each_rate_may_plan_its_part(plan):
     rates = [4 * HOUR_S, 2 * HOUR_S]
     sweep(plan, rates, churn, COSTS, times, lambda: planned.append(times.planned))
     assert planned[len(POLICIES) - 1 :: len(POLICIES)] == [4, 8]
-    assert times.likened > 0
+    assert times.estimated_placements > 0
 
 
 # What is said of it.

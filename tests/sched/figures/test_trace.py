@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from skippipe_sched.figures.trace import chrome_trace
 from skippipe_sched.problem.plan import Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
-from skippipe_sched.timing.jitter import draw_stretch
+from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Averaging, Run, Timeline
 
@@ -197,7 +197,7 @@ def test_a_measured_timeline_needs_no_transfers():
 def test_predicted_and_measured_stand_in_processes_of_their_own():
     case = same_place([2, 2], microbatches_per_data_node=2)
     plan, predicted = planned(case, [[0, 1], [2, 3]], [[0, 2], [1, 3]] * 2)
-    measured = simulate_plan(plan, draw_stretch(4, 2, 0.5, 0, 0))
+    measured = simulate_plan(plan, draw_time_factors(4, 2, 0.5, 0, 0))
     trace = _Trace(plan, predicted, measured)
     names = [
         (event["pid"], event["args"]["name"])

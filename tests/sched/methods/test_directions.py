@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 from skippipe_sched.methods import dtfm, full
+from skippipe_sched.methods.repair import _dealt
 from skippipe_sched.methods.skippipe import Constraint, QuickestPath
-from skippipe_sched.methods.without_nodes import _dealt
 from skippipe_sched.problem.case import parse_case
 
 from tests.sched.examples import TWO_NODES, planned

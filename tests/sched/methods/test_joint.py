@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import joint, make_plan, path_length_of, plan_best
-from skippipe_sched.methods.without_nodes import plan_without
-from skippipe_sched.problem.auto import candidates
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.case import load_case
+from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.search import annealer
@@ -68,7 +68,7 @@ def test_a_search_that_begins_at_a_good_plan_needs_less_to_find_one():
 def test_a_search_improves_a_plan_that_has_lost_nodes_and_does_so_again(monkeypatch):
     monkeypatch.setattr(Search, "elapsed_s", 0.0)
     whole = make_plan(paper_case(), "balanced")
-    repaired = plan_without(whole, set(range(20)) - {3, 15})
+    repaired = repair_plan(whole, set(range(20)) - {3, 15})
     found, again = (
         make_plan(repaired.case, "joint", Search(1, 0.1, begin=repaired, improves=True))
         for _ in range(2)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import EXACT, MOST_ITERATIONS, AveragingPolicy
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
-from skippipe_sched.problem.more_nodes import NewNode, with_more_nodes
+from skippipe_sched.problem.node_addition import NewNode, with_more_nodes
+from skippipe_sched.problem.node_subset import with_nodes
 from skippipe_sched.problem.plan import parse_plan
 
 from tests.sched.examples import TWO_NODES, case_with, planned
@@ -65,7 +65,7 @@ def test_in_a_cycle_every_fragment_is_sent_once_and_evenly(data):
     every = data.draw(st.integers(1, 40))
     fragments = data.draw(st.integers(1, every))
     policy = AveragingPolicy("outer", every, fragments)
-    sent = [policy.sent_after(iteration) for iteration in range(1, 2 * every + 1)]
+    sent = [policy.fragment_sent_after(iteration) for iteration in range(1, 2 * every + 1)]
     assert sent[:every] == sent[every:]
     assert [fragment for fragment in sent[:every] if fragment is not None] == [*range(fragments)]
     for fragment in range(fragments):

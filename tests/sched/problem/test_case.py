@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 from skippipe_sched.errors import InputError
-from skippipe_sched.problem.auto import candidates
 from skippipe_sched.problem.case import Node, Rules, load_case, parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
 from skippipe_sched.problem.links import BUILT_IN, COLUMNS, GIBIBYTE, Link, LinkTable, table
+from skippipe_sched.problem.node_subset import with_nodes
+from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.problem.rules import fair_shares
 
 from tests.sched.examples import PAPER, TWO_NODES, case_with

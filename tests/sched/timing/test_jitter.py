@@ -12,9 +12,9 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.fields import MAX_SEED
 from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import Plan, Predicted
-from skippipe_sched.timing.jitter import draw_stretch, replay
+from skippipe_sched.timing.jitter import draw_time_factors, replay
 from skippipe_sched.timing.simulate import simulate, simulate_plan
-from skippipe_sched.timing.timeline import Stretch
+from skippipe_sched.timing.timeline import TimeFactors
 
 from tests.sched.examples import (
     PAPER,
@@ -31,9 +31,9 @@ def _dispatched(case, stages, paths) -> Plan:
     return Plan("example", stages, paths, timeline.order, Predicted(1, 1, 0, 1), case)
 
 
-def _ones(microbatches, stages) -> Stretch:
+def _ones(microbatches, stages) -> TimeFactors:
     ones = np.ones((microbatches, 2 * stages + 1))
-    return Stretch(ones, ones.copy(), np.ones(stages))
+    return TimeFactors(ones, ones.copy(), np.ones(stages))
 
 
 # F 1 s, L half a second, B 2 s, and a hop 1 s each way: the chain F F L B B takes 10.5 s.
@@ -99,26 +99,26 @@ def test_where_links_do_not_contend_every_draw_takes_longer_and_more_jitter_long
     # Everything at the longest factor would be a bound: the same iteration, so many times as long.
     size = len(paths), len(stages)
     for draw, iteration_s in enumerate(much):
-        stretch = draw_stretch(*size, 0.5, seed, draw)
+        stretch = draw_time_factors(*size, 0.5, seed, draw)
         arrays = (stretch.operations, stretch.hops, stretch.averagings)
         assert iteration_s <= planned_s * max(array.max() for array in arrays) * (1 + 1e-9)
 
 
 def test_the_luck_belongs_to_seed_draw_microbatch_and_position():
-    stretch = draw_stretch(30, 6, 0.3, seed=5, draw=2)
-    again = draw_stretch(40, 6, 0.3, seed=5, draw=2)
+    stretch = draw_time_factors(30, 6, 0.3, seed=5, draw=2)
+    again = draw_time_factors(40, 6, 0.3, seed=5, draw=2)
     assert stretch.operations.shape == stretch.hops.shape == (30, 13)
     np.testing.assert_array_equal(stretch.operations, again.operations[:30])
     np.testing.assert_array_equal(stretch.hops, again.hops[:30])
     np.testing.assert_array_equal(stretch.averagings, again.averagings)
     for seed, draw in ((5, 3), (6, 2), (2, 5)):
-        other = draw_stretch(30, 6, 0.3, seed, draw)
+        other = draw_time_factors(30, 6, 0.3, seed, draw)
         assert not np.isclose(other.operations, stretch.operations).any()
     assert not np.isclose(stretch.operations, stretch.hops).any()
 
 
 def test_the_luck_is_exponential_with_the_mean_of_the_jitter():
-    factors = draw_stretch(2000, 6, 0.3, seed=0, draw=0).hops
+    factors = draw_time_factors(2000, 6, 0.3, seed=0, draw=0).hops
     assert factors.min() >= 1
     assert factors.mean() == pytest.approx(1.3, abs=0.01)
     assert np.median(factors) == pytest.approx(1 + 0.3 * np.log(2), abs=0.01)

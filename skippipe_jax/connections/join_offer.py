@@ -1,6 +1,6 @@
 """Join offers: messages from a host of a run to machines that want to join it.
 
-A newcomer sends `["newcomer", protocol, versions]` and receives an `JoinOffer`: the free places,
+A joiner sends `["joiner", protocol, versions]` and receives a `JoinOffer`: the free places,
 the addresses of all hosts, and the files that it needs, each with its size and digest. It then
 requests the files piece by piece: the answer to `["piece", file, number]` is
 `["piece", file, number, content]`. The content is in base64, so that the limits of messages
@@ -75,13 +75,13 @@ class File(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Host id that a newcomer may take: that of a lost host, or of an extra host.
+    """Host id that a joiner may take: that of a lost host, or of an extra host.
 
     Attributes:
         host: the host id.
         stages: stages that this host serves, or would serve.
-        pause_s: seconds that a newcomer has to wait before it takes the id, because earlier
-            newcomers were lost soon after they took it.
+        pause_s: seconds that a joiner has to wait before it takes the id, because earlier
+            joiners were lost soon after they took it.
     """
 
     host: HostNumber
@@ -90,14 +90,14 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinOffer(msgspec.Struct, frozen=True):
-    """Join offer that a newcomer receives.
+    """Join offer that a joiner receives.
 
     Attributes:
         host: id of the sender.
         hosts: number of hosts that the run started with; extra hosts have ids from this on.
         addresses: listening addresses of the hosts that the sender has.
         places: free places.
-        files: files that a newcomer needs.
+        files: files that a joiner needs.
         text: fingerprint of the training text, if the sender has it.
         spare: maximum number of extra hosts.
         members: hosts that train now.
@@ -120,37 +120,37 @@ class JoinOffer(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, raw: Any) -> JoinOffer:
-        """Parse and validate an invitation.
+        """Parse and validate a join offer.
 
         Raises:
-            ValueError: if it is not a valid invitation.
+            ValueError: if it is not a valid join offer.
         """
-        invitation = msgspec.convert(raw, cls, str_keys=True)
-        places = (place.host for place in invitation.places)
+        offer = msgspec.convert(raw, cls, str_keys=True)
+        places = (place.host for place in offer.places)
         require_below(
-            invitation.hosts + invitation.spare,
-            invitation.host,
-            *invitation.addresses,
+            offer.hosts + offer.spare,
+            offer.host,
+            *offer.addresses,
             *places,
-            *invitation.members,
+            *offer.members,
         )
-        for address in invitation.addresses.values():
+        for address in offer.addresses.values():
             require_numeric(address)
-        if sum(file.size for file in invitation.files) > MOST_BYTES:
+        if sum(file.size for file in offer.files) > MOST_BYTES:
             raise ValueError(f"the files exceed {MOST_BYTES} bytes")
-        names = {file.name for file in invitation.files}
-        if len(names) < len(invitation.files):
+        names = {file.name for file in offer.files}
+        if len(names) < len(offer.files):
             raise ValueError("two files have the same name")
         if any(name != printable(name) for name in names):
             raise ValueError("the name of a file is not printable")
-        return invitation
+        return offer
 
 
 class Files:
-    """Files that newcomers fetch.
+    """Files that joiners fetch.
 
     Attributes:
-        told: their descriptions, as an invitation has them.
+        told: their descriptions, as a join offer has them.
     """
 
     def __init__(self, contents: Mapping[str, bytes]):

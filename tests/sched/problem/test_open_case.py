@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
-from skippipe_sched.problem.auto import MOST_CANDIDATES, candidates, choose, load_cases
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.links import COLUMNS
+from skippipe_sched.problem.open_case import MOST_CANDIDATES, candidates, choose, load_cases
 from skippipe_sched.problem.plan import parse_plan
 
 from tests.sched.examples import PAPER, same_place

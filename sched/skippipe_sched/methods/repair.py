@@ -22,7 +22,7 @@ import numpy as np
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.fewer_nodes import sorted_nodes, with_nodes
+from skippipe_sched.problem.node_subset import sorted_nodes, with_nodes
 from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
 from skippipe_sched.search.budget import Placement
@@ -35,7 +35,7 @@ TRADED_AT_ONCE = 256
 ROUNDING_S = 1e-9
 
 
-def plan_without(
+def repair_plan(
     plan: Plan,
     kept: Collection[int],
     stages: Placement | None = None,
@@ -46,7 +46,7 @@ def plan_without(
     `kept` may include nodes of the plan's case that are in none of its stages, because they joined
     later. Node k of the new plan is the k-th smallest of `kept`, and its case is the plan's with
     these nodes. `stages` are the kept nodes of each stage, by their old numbers; by default, each
-    stays in its stage (`refilled` moves some, so that no stage is empty).
+    stays in its stage (`fill_empty_stages` moves some, so that no stage is empty).
 
     The iteration keeps its microbatches. The remaining data nodes share them evenly, or in
     proportion if the case gave them unequal numbers; replicas of an inner stage that has lost one
@@ -83,7 +83,7 @@ def plan_without(
         dealt = _dealt(plan, targets, all_visits=all_visits)
         paths = tuple(tuple(number[node] for node in path) for path in dealt)
         options.append((forecast(case, placed, paths), paths))
-        order = earlier_order(once_s, case, paths)
+        order = order_by_start_times(once_s, case, paths)
         if order is not None:
             options.append((forecast(case, placed, paths, order), paths))
     timeline, paths = min(options, key=lambda one: (one[0].iteration_s, one[0].pipeline_s))
@@ -268,7 +268,7 @@ def start_times(plan: Plan) -> list[list[float]]:
     ]
 
 
-def earlier_order(
+def order_by_start_times(
     start_s: Sequence[Sequence[float]], case: Case, paths: Sequence[NodePath]
 ) -> Order | None:
     """Order the operations of each node by their earlier start times, with delays as necessary.
@@ -311,7 +311,7 @@ def earlier_order(
     return None if locked else tuple(map(tuple, order))
 
 
-def refilled(
+def fill_empty_stages(
     plan: Plan,
     kept: Collection[int],
     without_text: Collection[int] = (),
@@ -323,7 +323,7 @@ def refilled(
     among equal ones from an inner stage, as data nodes need the run's text. Within that stage it is
     the node that serves a stage alone best: the fastest, then the one with most memory, then the
     nearest to all others. No node `without_text` is moved to the data stage, and none to stages
-    that stay `left_out`. Nodes have their numbers in `plan`; `plan_without` makes the plan of the
+    that stay `left_out`. Nodes have their numbers in `plan`; `repair_plan` makes the plan of the
     placement.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Server for newcomers, which request a place in the run, and observers, which request its status.
+"""Server for joiners, which request a place in the run, and observers, which request its status.
 
 They connect to the port on which this host listens for other hosts; every host serves them. A host
-serves at most `MOST_NEWCOMERS` newcomers at a time, each as long as it sends requests. One more
+serves at most `MAX_JOINERS` joiners at a time, each as long as it sends requests. One more
 replaces the one that has been served for longest, which asks again. Observers are answered at once.
 
-When a newcomer takes a place, training stops until its state is transferred. So a place that is
+When a joiner takes a place, training stops until its state is transferred. So a place that is
 lost within a minute of being taken is held back with exponential back-off: for one second, then
 two, four, up to a minute. A place that is kept for longer resets this.
 """
@@ -19,7 +19,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, texts
-from skippipe_jax.connections.invitation import Files, JoinOffer, Place
+from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
 from skippipe_jax.connections.link_probe import MOST_BYTES, MOST_QUESTIONS, answer
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
@@ -67,28 +67,28 @@ class Pauses:
         return max(0.0, self._until_s.get(host, now_s) - now_s)
 
 
-MOST_NEWCOMERS = 16
-"""Maximum number of newcomers that are served at a time."""
+MAX_JOINERS = 16
+"""Maximum number of joiners that are served at a time."""
 
 ASKS_S = 60.0
-"""Seconds that a newcomer may take to read a piece of a file, and to request the next."""
+"""Seconds that a joiner may take to read a piece of a file, and to request the next."""
 
 JOINING = "join"
-"""Field of the errors by which newcomers are refused."""
+"""Field of the errors by which joiners are refused."""
 
-NEWCOMER, OBSERVER = "newcomer", "observer"
-GUESTS = {NEWCOMER: "a newcomer", OBSERVER: "an observer"}
+JOINER, OBSERVER = "joiner", "observer"
+REQUESTERS = {JOINER: "a joiner", OBSERVER: "an observer"}
 """First word of a guest's first message, and the guest's name in log messages."""
 
 RUN_ENDED = "the run has ended: it finished, or was stopped"
-"""Reason for refusing newcomers at the end of a run."""
+"""Reason for refusing joiners at the end of a run."""
 
 OBSERVED = ("skippipe-jax",)
 """Packages of which an observer needs the run's version; not JAX, as it computes nothing."""
 
 
 class JoinOffers(Protocol):
-    """Places and files that the run offers to newcomers."""
+    """Places and files that the run offers to joiners."""
 
     @property
     def text(self) -> str | None:
@@ -101,24 +101,24 @@ class JoinOffers(Protocol):
         ...
 
     def places(self, free: Collection[int]) -> Sequence[Place]:
-        """Return those of the free places that newcomers may take."""
+        """Return those of the free places that joiners may take."""
         ...
 
     def files(self) -> Files:
-        """Read and return the files that newcomers need; this may block on storage."""
+        """Read and return the files that joiners need; this may block on storage."""
         ...
 
 
 class JoinServer:
-    """Server for newcomers, once the run is elastic, and for observers at any time.
+    """Server for joiners, once the run is elastic, and for observers at any time.
 
     Attributes:
-        inviting: places and files for newcomers; None while the run accepts none.
-        has_ended: True if the run is ending and accepts no more newcomers.
+        inviting: places and files for joiners; None while the run accepts none.
+        has_ended: True if the run is ending and accepts no more joiners.
     """
 
     def __init__(self, status: Callable[[], RunStatus]):
-        """Start without offers for newcomers; `status` returns the status for observers."""
+        """Start without offers for joiners; `status` returns the status for observers."""
         self.inviting: JoinOffers | None = None
         self.has_ended = False
         self._status = status
@@ -127,12 +127,12 @@ class JoinServer:
     async def attend(
         self, directory: Directory, away: Collection[int], link: Link, request: Sequence[Any]
     ) -> InputError | None:
-        """Serve a newcomer as long as it sends requests, or return why it is refused.
+        """Serve a joiner as long as it sends requests, or return why it is refused.
 
         `request` is its protocol version and its package versions. `directory` has this host's
         hello and all addresses. `away` are the hosts that are gone, silent or have left.
         """
-        inviting, refusal = self.inviting, _version_refusal(NEWCOMER, request, directory.hello)
+        inviting, refusal = self.inviting, _version_refusal(JOINER, request, directory.hello)
         if refusal is None and inviting is None:
             problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
             refusal = TemporaryError(JOINING, directory.hello.name, problem, "Retry later")
@@ -141,7 +141,7 @@ class JoinServer:
             refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
         if refusal is not None or inviting is None:
             return refusal
-        if len(self._served) == MOST_NEWCOMERS:
+        if len(self._served) == MAX_JOINERS:
             longest = next(iter(self._served))
             del self._served[longest]
             longest.break_off("a newer request replaced it")
@@ -154,7 +154,7 @@ class JoinServer:
     def show(self, own: Hello, link: Link, request: Sequence[Any]) -> InputError | None:
         """Send an observer the status of the run, or return why it is refused.
 
-        `request` is the same as for newcomers.
+        `request` is the same as for joiners.
         """
         refusal = _version_refusal(OBSERVER, request, own, OBSERVED)
         if refusal is None:
@@ -176,7 +176,7 @@ async def _serve_newcomer(
     addresses = directory.addresses | {own.host: own.address}
     text = inviting.text
     members, placement = inviting.standing
-    invitation = JoinOffer(
+    offer = JoinOffer(
         own.host,
         own.hosts,
         addresses,
@@ -187,7 +187,7 @@ async def _serve_newcomer(
         members,
         placement,
     )
-    link.send("invitation", invitation.to_json())
+    link.send("offer", offer.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):
             case ["piece", file, number]:
@@ -207,7 +207,7 @@ async def _serve_newcomer(
 def _version_refusal(
     who: str, request: Sequence[Any], own: Hello, packages: Collection[str] | None = None
 ) -> InputError | None:
-    """Return the error if a newcomer or observer has another protocol or version, else None.
+    """Return the error if a joiner or observer has another protocol or version, else None.
 
     The versions of `packages` are compared; by default, of all packages that either side names.
     """
@@ -226,5 +226,5 @@ def _version_refusal(
                     remedy = "Install the same version on all hosts"
                     return InputError(f"{part} version", theirs.get(part), problem, remedy)
             return None
-    problem = f"is not a valid request of {GUESTS[who]}"
+    problem = f"is not a valid request of {REQUESTERS[who]}"
     return InputError(who, None, problem, "Install the same version on all hosts")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import door, links
+from skippipe_jax.connections import host_listener, links
 from skippipe_jax.connections.hello import PROTOCOL, Run
 from skippipe_jax.connections.links import INVALID_MESSAGE, reach
 from tests.connections.meshes import (
@@ -272,11 +272,13 @@ def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.MonkeyP
         first, second = Host(0, 2), Host(1, 2)
         await first.listen()
         gathering = asyncio.create_task(first.mesh.gather())
-        silent = [await stranger(first) for _ in range(3 * door.MAX_UNIDENTIFIED)]
-        for link in silent[: 2 * door.MAX_UNIDENTIFIED]:
+        silent = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
+        for link in silent[: 2 * host_listener.MAX_UNIDENTIFIED]:
             assert await link.reader.read() == b""  # The oldest are closed.
             link.writer.close()
-        assert not any(link.reader.at_eof() for link in silent[2 * door.MAX_UNIDENTIFIED :])
+        assert not any(
+            link.reader.at_eof() for link in silent[2 * host_listener.MAX_UNIDENTIFIED :]
+        )
         await asyncio.gather(gathering, second.join(first))
         await assert_all_connected([first, second])
         for link in silent:
@@ -345,7 +347,7 @@ def test_what_strangers_send_is_closed_and_leaves_nothing(content: bytes):
 def test_strangers_are_refused_without_a_word_in_the_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(door, "MAX_LOGGED_REJECTIONS", 5)
+    monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 5)
 
     async def meet() -> None:
         first = Host(0, 2)

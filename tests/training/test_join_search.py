@@ -1,4 +1,4 @@
-"""Which place a newcomer takes, when it waits, and what it says; the hosts are made up."""
+"""Which place a joiner takes, when it waits, and what it says; the hosts are made up."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
 from skippipe_jax.connections import waiting
-from skippipe_jax.connections.asking import Newcomer, NoListener
-from skippipe_jax.connections.invitation import Files, JoinOffer, Place
-from skippipe_jax.connections.reception import RUN_ENDED
+from skippipe_jax.connections.asking import JoinClient, NoListener
+from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
+from skippipe_jax.connections.join_server import RUN_ENDED
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
@@ -37,14 +37,14 @@ TEXT = "0123"
 
 
 class Hosts:
-    """Answer a newcomer, at each time it asks with the next of what there is."""
+    """Answer a joiner, at each time it asks with the next of what there is."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path):
         self.now_s = 0.0
         self.answers: list[Sequence[Place] | TemporaryError] = []
         self.asked: list[list[str]] = []
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(Newcomer, "ask", self.ask)
+        monkeypatch.setattr(JoinClient, "ask", self.ask)
 
     def now(self) -> float:
         return self.now_s
@@ -59,7 +59,7 @@ class Hosts:
         answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         if isinstance(answer, TemporaryError):
             raise answer
-        [asking] = self.newcomers
+        [asking] = self.joiners
         for name, content in CONTENTS.items():
             if (wanted is None or name in wanted) and name not in asking.contents:
                 asking.contents[name] = content
@@ -69,7 +69,7 @@ class Hosts:
 
     def seeking(self, find_text: Callable[[Config], str], *overrides: str) -> JoinSearch:
         seeking = JoinSearch(["10.0.0.1:1"], None, overrides, find_text, self)
-        self.newcomers = [seeking._newcomer]
+        self.joiners = [seeking._join_client]
         return seeking
 
 
@@ -277,7 +277,7 @@ def test_an_address_at_which_nobody_listens_is_refused_at_once(hosts: Hosts, tmp
         pass
     hosts.answers = [gone, gone, [INNER]]
     again = JoinSearch(["10.0.0.1:1"], tmp_path / "far", (), has_text, hosts)
-    hosts.newcomers = [again._newcomer]
+    hosts.joiners = [again._join_client]
     with again.fetch():
         assert hosts.now_s == 2 * join_search.AGAIN_S
 

@@ -10,8 +10,8 @@ hosts wait for that. Checkpoints stop all hosts for `save_s` every `save_every` 
 When no remaining host holds a stage, the policy decides:
 
 - `rewind`: all hosts return to the last checkpoint, which takes `restore_s`. If a stage has no host
-  at all, a host of one of the fullest stages moves there (`without_nodes.refilled`), now and
-  whenever this happens again; it returns to its own stage when other hosts serve the new one again.
+  at all, a host of one of the fullest stages moves there (`repair.fill_empty_stages`), now and
+  whenever this happens again; it returns to its own stage when others serve the new one again.
 - `buddy`: a node of the next stage receives a copy of each stage, one part in each of `copy_every`
   steps of a generation, and then again from the start. A step takes at least as long as its part. A
   lost stage continues from the last complete copy, the other stages from their current state.
@@ -54,18 +54,18 @@ from skippipe_sched.churn.policies import (
     STOP,
     recovery_of,
 )
-from skippipe_sched.methods.without_nodes import refilled
+from skippipe_sched.methods.repair import fill_empty_stages
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
-NOTICING = "noticing"
+DETECTING = "noticing"
 """Activity in which all hosts wait until a loss is detected."""
 REGROUPING = "regrouping"
 """Activity in which a generation forms, and states are fetched or read from a checkpoint."""
 DOWN = "down"
 """Activity in which the run has ended, waits for all its hosts, and restarts."""
-SPENT = (NOTICING, REGROUPING, DOWN)
+ACTIVITIES = (DETECTING, REGROUPING, DOWN)
 IterationTime = Callable[[Placement], float]
 
 
@@ -97,7 +97,7 @@ class Record:
         losses: members of the run that were lost.
         returns: number of times that returning hosts were admitted after a step.
         recoveries: by policy, how often a generation began without a stage that the last one had.
-        spent_s: seconds that `NOTICING`, `REGROUPING` and `DOWN` took.
+        spent_s: seconds that `DETECTING`, `REGROUPING` and `DOWN` took.
     """
 
     steps: int = 0
@@ -105,7 +105,7 @@ class Record:
     losses: int = 0
     returns: int = 0
     recoveries: dict[str, int] = field(default_factory=dict)
-    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
+    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
 
 
 def simulate_run(
@@ -165,7 +165,9 @@ class _Simulation:
         costs, iteration_s = self.costs, self.iteration_s(placement)
         if self.policy == BUDDY:
             iteration_s = max(iteration_s, self.states.copied_s(placement, costs.copy_every))
-        pace = Pace(self.now_s, self.result.steps, iteration_s, costs.save_every, costs.save_s)
+        pace = StepSchedule(
+            self.now_s, self.result.steps, iteration_s, costs.save_every, costs.save_s
+        )
         join_s = float("inf")
         while True:
             next_s = self.hosts.next_s
@@ -180,12 +182,12 @@ class _Simulation:
             if self.drop_lost(change):
                 self.settle(pace, placement, change.time_s)
                 return True
-            if change.is_back:
+            if change.is_return:
                 join_s = min(join_s, pace.free_after(change.time_s))
             elif self.hosts.present == self.members:
                 join_s = float("inf")
 
-    def settle(self, pace: Pace, placement: Placement, time_s: float) -> None:
+    def settle(self, pace: StepSchedule, placement: Placement, time_s: float) -> None:
         """Advance to a time: steps commit, checkpoints and copies complete, if due by then."""
         self.now_s = time_s
         self.result.steps = pace.steps_by(time_s)
@@ -208,7 +210,7 @@ class _Simulation:
 
     def drop_lost(self, change: Change) -> bool:
         """Return whether a change is the loss of a member; drop the member and what it holds."""
-        if change.is_back or change.node not in self.members:
+        if change.is_return or change.node not in self.members:
             return False
         self.members.discard(change.node)
         self.holders.discard(change.node)
@@ -222,7 +224,7 @@ class _Simulation:
         """Continue after a loss, or with returning hosts, until all present hosts may train."""
         while self.now_s < self.end_s:
             if lost:
-                if not self.wait(self.costs.heartbeat_s, NOTICING):
+                if not self.wait(self.costs.heartbeat_s, DETECTING):
                     continue
                 of_two = self.formed == 2 and self.members
                 is_majority = 2 * len(self.members) > self.formed or of_two
@@ -311,7 +313,7 @@ class _Simulation:
             return False
         if not all(self.placement(self.members)):
             all_placed = self.placement(set(range(len(self.stage_of))))
-            moved = refilled(replace(self.plan, stages=all_placed), self.members)
+            moved = fill_empty_stages(replace(self.plan, stages=all_placed), self.members)
             for stage, nodes in enumerate(moved):
                 for node in nodes:
                     if self.stage_of[node] != stage:
@@ -362,7 +364,7 @@ MOST_STEPS = 10**15
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepSchedule:
     """Schedule of steps of `iteration_s` each, from `start_s` on, after `step` steps.
 
     After every `save_every` steps a checkpoint stops all hosts for `save_s`.

@@ -1,4 +1,4 @@
-"""What newcomers are told and given by the hosts of a run, and what they believe of it."""
+"""What joiners are told and given by the hosts of a run, and what they believe of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import asking, reception
+from skippipe_jax.connections import asking, join_server
 from skippipe_jax.connections.addresses import join_address
-from skippipe_jax.connections.asking import Newcomer, NoListener
+from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import PROTOCOL
-from skippipe_jax.connections.invitation import (
+from skippipe_jax.connections.join_offer import (
     MOST_BYTES,
     PIECE_BYTES,
     File,
@@ -26,8 +26,8 @@ from skippipe_jax.connections.invitation import (
     JoinOffer,
     Place,
 )
+from skippipe_jax.connections.join_server import Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
-from skippipe_jax.connections.reception import Pauses
 from tests.connections.meshes import (
     KEYS,
     OTHER_KEYS,
@@ -49,7 +49,7 @@ CONTENTS = {
 
 
 class Run:
-    """What a host has for newcomers in these tests: host 2 is lost."""
+    """What a host has for joiners in these tests: host 2 is lost."""
 
     def __init__(self, contents: Mapping[str, bytes] = CONTENTS, text: str | None = "0123"):
         self.contents, self.text = contents, text
@@ -86,8 +86,8 @@ def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
         async with gathered(3) as (first, second, third):
             third.end()
             await until(lambda: first.mesh.missed == second.mesh.missed == {2})
-            second.reception.inviting = Run()
-            asking = Newcomer()
+            second.join_server.inviting = Run()
+            asking = JoinClient()
             asked, told = await asking.ask([address_of(second)])
             assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
             assert told.addresses[0] == address_of(first)
@@ -107,10 +107,10 @@ def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addres
     async def live() -> None:
         problem = rf"join = '{closed}': connection refused: no process listens at "
         with pytest.raises(NoListener, match=problem):
-            await Newcomer().ask([closed, closed])
+            await JoinClient().ask([closed, closed])
         async with listening() as host:  # Its run has not begun.
             with pytest.raises(TemporaryError, match="the run has not started") as caught:
-                await Newcomer().ask([closed, address_of(host)])
+                await JoinClient().ask([closed, address_of(host)])
             assert not isinstance(caught.value, NoListener)
 
     asyncio.run(live())
@@ -119,8 +119,8 @@ def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addres
 def test_the_place_of_a_host_that_was_told_to_leave_is_free():
     async def live() -> None:
         async with gathered(3) as (_, second, third):
-            second.reception.inviting = Run()
-            asking = Newcomer()
+            second.join_server.inviting = Run()
+            asking = JoinClient()
             _, told = await asking.ask([address_of(second)])
             assert not told.places
             await third.mesh.part(0.1)
@@ -136,15 +136,15 @@ def test_the_place_of_a_host_that_was_told_to_leave_is_free():
 def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoever_is_asked():
     async def live() -> None:
         async with gathered(2) as (first, second):
-            asking = Newcomer()
-            first.reception.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+            asking = JoinClient()
+            first.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
             await asking.ask([address_of(first)], wanted=["config.yaml"])
             assert (asking.contents, asking.fetched) == ({"config.yaml": b"1"}, 1)
-            second.reception.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
+            second.join_server.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
             await asking.ask([address_of(second)])
             assert asking.contents == {"config.yaml": b"1", "plans/a.json": b"345"}
             assert asking.fetched == 4
-            second.reception.inviting = Run({"config.yaml": b"67"})
+            second.join_server.inviting = Run({"config.yaml": b"67"})
             await asking.ask([address_of(second)])
             assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
 
@@ -156,21 +156,21 @@ def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
 ):
     async def live() -> None:
         async with listening(KEYS) as first:
-            first.reception.inviting = run = Run()
+            first.join_server.inviting = run = Run()
             for keys, why in (
                 (LOOPBACK_ONLY, "requires a secret, and this host has none"),
                 (OTHER_KEYS, "different secret"),
             ):
                 with pytest.raises(InputError, match=why) as caught:
-                    await Newcomer(keys).ask([address_of(first)])
+                    await JoinClient(keys).ask([address_of(first)])
                 assert type(caught.value) is InputError
             assert run.read == 0
-            asking = Newcomer(KEYS)
+            asking = JoinClient(KEYS)
             await asking.ask([address_of(first)])
             assert asking.contents == CONTENTS
         async with listening() as first:
             with pytest.raises(InputError, match="does not use TLS: it has no secret"):
-                await Newcomer(KEYS).ask([address_of(first)])
+                await JoinClient(KEYS).ask([address_of(first)])
 
     asyncio.run(live())
     told = capfd.readouterr().err
@@ -191,12 +191,12 @@ def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest
         async with gathered(2) as (first, second):
             run = Run()
             monkeypatch.setattr(run, "files", Forged)
-            first.reception.inviting = run
-            asking = Newcomer()
+            first.join_server.inviting = run
+            asking = JoinClient()
             with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
                 await asking.ask([address_of(first)])
             assert asking.contents == {"config.yaml": b"1"}
-            second.reception.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+            second.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
             asked, _ = await asking.ask([address_of(first), address_of(second)])
             assert asked == address_of(second)
             assert asking.contents == {"config.yaml": b"1", "plan.json": b"2"}
@@ -208,14 +208,17 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
     async def live() -> None:
         async with listening() as first:
             with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
-                await Newcomer().ask([address_of(first)])
-            first.reception.inviting, first.reception.has_ended = Run({"config.yaml": b"1"}), True
+                await JoinClient().ask([address_of(first)])
+            first.join_server.inviting, first.join_server.has_ended = (
+                Run({"config.yaml": b"1"}),
+                True,
+            )
             with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
-                await Newcomer().ask([address_of(first)])
+                await JoinClient().ask([address_of(first)])
             gone = address_of(first)
             first.end()
             with pytest.raises(TemporaryError, match="connection refused"):
-                await Newcomer().ask([gone])
+                await JoinClient().ask([gone])
 
     asyncio.run(live())
 
@@ -224,11 +227,11 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
     ("said", "named"),
     [
         ([PROTOCOL + 1, {"jax": "1.0"}], f"protocol version = {PROTOCOL + 1}: host 0"),
-        ([PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the newcomer has this, and"),
-        ([PROTOCOL, {}], "jax version = None: the newcomer has this, and host 0 has '1.0'"),
+        ([PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the joiner has this, and"),
+        ([PROTOCOL, {}], "jax version = None: the joiner has this, and host 0 has '1.0'"),
         ([PROTOCOL, {"jax": 1}], "jax version = None"),
-        ([PROTOCOL], "newcomer = None: is not a valid request of a newcomer"),
-        ([PROTOCOL, 3], "newcomer = None: is not a valid request of a newcomer"),
+        ([PROTOCOL], "joiner = None: is not a valid request of a joiner"),
+        ([PROTOCOL, 3], "joiner = None: is not a valid request of a joiner"),
     ],
 )
 def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
@@ -236,14 +239,14 @@ def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
 ):
     async def live() -> None:
         async with listening() as first:
-            first.reception.inviting = Run()
-            [answer] = await answer_to(first, line(["newcomer", *said]))
+            first.join_server.inviting = Run()
+            [answer] = await answer_to(first, line(["joiner", *said]))
             assert answer[:2] == ["refused", InputError.exit_code]
-            assert first.reception.inviting.read == 0
+            assert first.join_server.inviting.read == 0
 
     asyncio.run(live())
     told = capfd.readouterr().err
-    assert told.startswith("host 0 rejected a newcomer from ")
+    assert told.startswith("host 0 rejected a joiner from ")
     assert named in told
     assert told.count("\n") == 1
 
@@ -251,36 +254,36 @@ def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
 def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(reception, "MOST_NEWCOMERS", 2)
+    monkeypatch.setattr(join_server, "MAX_JOINERS", 2)
 
     async def live() -> None:
         async with listening() as first:
-            first.reception.inviting = Run()
+            first.join_server.inviting = Run()
             asking = []
             for _ in range(3):
                 link = await stranger(first)
-                link.send("newcomer", PROTOCOL, dict(RUN.versions))
-                assert (await link.receive())[0] == "invitation"
+                link.send("joiner", PROTOCOL, dict(RUN.versions))
+                assert (await link.receive())[0] == "offer"
                 asking.append(link)
             assert await asking[0].receive() is None
             for link in asking[1:]:
                 link.send("piece", 0, 0)
                 assert (await link.receive())[:3] == ["piece", 0, 0]
                 link.writer.close()
-            await until(lambda: not first.reception._served)
+            await until(lambda: not first.join_server._served)
 
     asyncio.run(live())
 
 
 def assert_tells_no_more_than_the_invitation(asked: list[Any]) -> None:
-    """A newcomer that asks this is not answered."""
+    """A joiner that asks this is not answered."""
 
     async def live() -> None:
         async with listening() as first:
-            first.reception.inviting = Run()
-            hello = line(["newcomer", PROTOCOL, dict(RUN.versions)])
+            first.join_server.inviting = Run()
+            hello = line(["joiner", PROTOCOL, dict(RUN.versions)])
             [told] = await answer_to(first, hello + line(asked))
-            assert told[0] == "invitation"
+            assert told[0] == "offer"
 
     asyncio.run(live())
 
@@ -356,7 +359,7 @@ ANSWERS = st.lists(
     st.one_of(
         JSON.map(line),
         st.binary(max_size=40),
-        st.builds(lambda parts: line(["invitation", changed(**parts)]), st.just({})),
+        st.builds(lambda parts: line(["offer", changed(**parts)]), st.just({})),
         st.just(line(["piece", 0, 0, "MQ=="])),
         st.just(line(["piece", 0, 0, "Mg=="])),
         JSON.map(lambda piece: line(["piece", 0, 0, piece])),
@@ -378,7 +381,7 @@ def test_whatever_answers_a_newcomer_it_believes_nothing_but_what_was_told(answe
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server:
-            asking = Newcomer()
+            asking = JoinClient()
             try:
                 await asking.ask([join_address(*server.sockets[0].getsockname())])
             except InputError:

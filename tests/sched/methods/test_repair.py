@@ -12,8 +12,8 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.figures.gantt import gantt
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.dtfm_skip import random_paths
+from skippipe_sched.methods.repair import fill_empty_stages, repair_plan, stages_of
 from skippipe_sched.methods.routes import Routes, place_in_order
-from skippipe_sched.methods.without_nodes import plan_without, refilled, stages_of
 from skippipe_sched.problem.plan import load_plan, parse_plan
 from skippipe_sched.problem.rules import violations
 from skippipe_sched.timing.bound import lower_bound_s
@@ -81,7 +81,7 @@ def draw_kept(data, plan):
 @settings(max_examples=60)
 def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
     kept = draw_kept(data, plan)
-    after = plan_without(plan, kept)
+    after = repair_plan(plan, kept)
     require_goes_on(plan, after, kept, stages_of(plan, kept))
     assert violations(after.case, after.stages, after.microbatches) == []
 
@@ -95,12 +95,12 @@ def test_a_plan_of_any_paths_goes_on_wherever_nodes_are_left(example, data):
     kept = data.draw(
         st.lists(st.sampled_from(everyone), min_size=len(plan.stages), unique=True).map(set)
     )
-    stages = refilled(plan, kept)
+    stages = fill_empty_stages(plan, kept)
     before = stages_of(plan, kept)
     assert sorted(node for stage in stages for node in stage) == sorted(kept)
     moved = sum(len(set(now) - set(was)) for was, now in zip(before, stages, strict=True))
     assert moved == before.count(())
-    require_goes_on(plan, plan_without(plan, kept, stages), kept, stages)
+    require_goes_on(plan, repair_plan(plan, kept, stages), kept, stages)
 
 
 @given(plan=random_plans(), data=st.data())
@@ -110,7 +110,7 @@ def test_paths_lead_past_stages_that_are_left_out(plan, data):
     inner = range(1, len(plan.stages))
     left_out = data.draw(st.sets(st.sampled_from(inner)) if inner else st.just(set()))
     kept = draw_kept(data, plan) - {node for stage in left_out for node in plan.stages[stage]}
-    after = plan_without(plan, kept, stages_of(plan, kept), left_out)
+    after = repair_plan(plan, kept, stages_of(plan, kept), left_out)
     assert after.case.left_out == tuple(sorted(left_out))
     assert [stage for stage, nodes in enumerate(after.stages) if not nodes] == sorted(left_out)
     assert sequences(after) == [
@@ -128,7 +128,7 @@ def test_paths_lead_past_stages_that_are_left_out(plan, data):
 def test_a_stage_is_left_out_only_where_the_plan_says_so():
     case = same_place([1, 1, 1], path_length=3)
     plan, _ = planned(case, in_order([1, 1, 1]), [(0, 1, 2)])
-    after = plan_without(plan, {0, 2}, ((0,), (), (2,)), [1])
+    after = repair_plan(plan, {0, 2}, ((0,), (), (2,)), [1])
     assert (after.case.path_length, after.microbatches) == (2, ((0, 1),))
     written = after.to_json()
     with pytest.raises(InputError, match=r"case.stages\[1\] = 0: must be at least 1"):
@@ -140,22 +140,22 @@ def test_a_stage_is_left_out_only_where_the_plan_says_so():
     with pytest.raises(InputError, match=r"case.left_out = \[1\]: is not supported by planning"):
         make_plan(after.case, "balanced")
     with pytest.raises(InputError, match=r"stages\[0\] = \[\]: has no node; .* it has \[0\]"):
-        plan_without(plan, {1, 2}, ((), (1,), (2,)), [0])
+        repair_plan(plan, {1, 2}, ((), (1,), (2,)), [0])
     assert "Stage 1 · bypassed" in gantt(after, simulate_plan(after))
 
 
 def test_no_node_moves_to_a_stage_that_is_left_out():
     case = same_place([1, 1, 3, 1])
     plan, _ = planned(case, in_order([1, 1, 3, 1]), [(0, 1, 2)])
-    assert refilled(plan, {0, 2, 3}, left_out=[1]) == ((0,), (), (3,), (2,))
+    assert fill_empty_stages(plan, {0, 2, 3}, left_out=[1]) == ((0,), (), (3,), (2,))
     with pytest.raises(InputError, match=r"only 2 nodes remain, and each of the 3 stages needs"):
-        refilled(plan, {0, 2}, left_out=[1])
+        fill_empty_stages(plan, {0, 2}, left_out=[1])
 
 
 def test_when_all_nodes_are_there_the_plan_is_the_plan():
     plan = load_plan(PAPER / "skip33.json")
-    assert plan_without(plan, range(20)) is plan
-    assert plan_without(plan, range(20), refilled(plan, range(20))) is plan
+    assert repair_plan(plan, range(20)) is plan
+    assert repair_plan(plan, range(20), fill_empty_stages(plan, range(20))) is plan
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_data_nodes_share_what_a_lost_one_sent(given, lost, left):
     paths = [(node,) for node, count in enumerate(given) for _ in range(count)]
     plan, _ = planned(case, in_order([3]), paths)
     kept = {0, 1, 2} - {lost}
-    after = plan_without(plan, kept)
+    after = repair_plan(plan, kept)
     assert after.case.microbatches == tuple(left)
     old = sorted(kept)
     assert all(
@@ -196,7 +196,7 @@ def test_quicker_replicas_get_more_and_otherwise_near_ones_are_taken():
     inner = [2, 2, 5, 5, 5, 5, 3, 3, 3, 3, 4, 4]
     paths = [(index // 6, node) for index, node in enumerate(inner)]
     plan, _ = planned(case, in_order([2, 4]), paths)
-    after = plan_without(plan, {0, 1, 2, 3, 4})
+    after = repair_plan(plan, {0, 1, 2, 3, 4})
     assert Counter(path[1] for path in after.microbatches) == {2: 3, 3: 6, 4: 3}
     # Nothing in the west need go to the east, and three in the east stay there.
     assert all(node in (3, 4) for data_node, node in after.microbatches if data_node == 1)
@@ -205,7 +205,7 @@ def test_quicker_replicas_get_more_and_otherwise_near_ones_are_taken():
 def test_where_nothing_is_gained_live_replicas_keep_their_visits():
     case = same_place([1, 3], microbatches_per_data_node=6)
     plan, _ = planned(case, in_order([1, 3]), [(0, node) for node in (2, 1, 3, 2, 1, 3)])
-    after = plan_without(plan, {0, 1, 2})
+    after = repair_plan(plan, {0, 1, 2})
     first, second = (after.microbatches[index][1] for index in (2, 5))
     assert {first, second} == {1, 2}
     assert [path[1] for path in after.microbatches] == [2, 1, first, 2, 1, second]
@@ -214,13 +214,13 @@ def test_where_nothing_is_gained_live_replicas_keep_their_visits():
 def test_visits_of_live_replicas_trade_places_around_a_link_that_is_too_slow():
     """Without, one path would lead from the Netherlands to London, and take 300 s."""
     plan = load_plan(PAPER / "skip33.json")
-    assert plan_without(plan, set(range(20)) - {14}).predicted.iteration_s < 60
+    assert repair_plan(plan, set(range(20)) - {14}).predicted.iteration_s < 60
 
 
 def test_nodes_still_wait_where_that_is_quicker():
     """What the search found of the order outlives a node."""
     plan = load_plan(PAPER / "skip33.json")
-    after = plan_without(plan, set(range(20)) - {10})
+    after = repair_plan(plan, set(range(20)) - {10})
     dispatched = simulate(after.case, after.stages, after.microbatches)
     assert after.predicted.iteration_s < 0.95 * dispatched.iteration_s
 
@@ -231,7 +231,7 @@ def test_whichever_node_the_papers_plan_loses_it_goes_on_soon(name):
     longest_s = 1.5 * plan.predicted.iteration_s
     for lost in range(20):
         kept = set(range(20)) - {lost}
-        after = plan_without(plan, kept)
+        after = repair_plan(plan, kept)
         require_goes_on(plan, after, kept, stages_of(plan, kept))
         assert violations(after.case, after.stages, after.microbatches) == []
         assert after.predicted.iteration_s < longest_s
@@ -240,7 +240,7 @@ def test_whichever_node_the_papers_plan_loses_it_goes_on_soon(name):
 def test_who_comes_back_is_where_it_was():
     """A plan is made of the run's own one, whatever it went on by meanwhile."""
     plan = load_plan(PAPER / "skip33.json")
-    once, again = (plan_without(plan, set(range(20)) - {7}).to_json() for _ in range(2))
+    once, again = (repair_plan(plan, set(range(20)) - {7}).to_json() for _ in range(2))
     assert once == again
     assert once["method"] == "joint, nodes lost: 1"
 
@@ -249,13 +249,13 @@ def test_a_lost_stage_is_refused_unless_it_is_refilled():
     case = same_place([2, 3, 1], memory=1)
     plan, _ = planned(case, in_order([2, 3, 1]), [(0, 2, 5), (1, 3, 5)])
     with pytest.raises(InputError, match=r"stages\[2\] = \[\]: has no node; .* it has \[5\]"):
-        plan_without(plan, {0, 1, 2, 3, 4})
+        repair_plan(plan, {0, 1, 2, 3, 4})
     with pytest.raises(InputError, match=r"only 2 nodes remain, and each of the 3 stages needs"):
-        refilled(plan, {0, 4})
+        fill_empty_stages(plan, {0, 4})
     with pytest.raises(InputError, match=r"must be 3 stages that list each of the nodes"):
-        plan_without(plan, {0, 2, 5}, ((0,), (2,), (4,)))
+        repair_plan(plan, {0, 2, 5}, ((0,), (2,), (4,)))
     with pytest.raises(InputError, match=r"the case has no node 6"):
-        refilled(plan, {0, 2, 6})
+        fill_empty_stages(plan, {0, 2, 6})
 
 
 @pytest.mark.parametrize(
@@ -276,20 +276,20 @@ def test_which_nodes_move_to_lost_stages(sizes, changed, kept, stages):
     case = same_place(sizes, nodes=nodes)
     paths = [tuple(stage[0] for stage in in_order(sizes))]
     plan, _ = planned(case, in_order(sizes), paths)
-    assert refilled(plan, kept) == stages
+    assert fill_empty_stages(plan, kept) == stages
 
 
 def test_no_node_without_the_text_moves_to_the_data_stage():
     case = same_place([1, 3, 2])
     plan, _ = planned(case, in_order([1, 3, 2]), [(0, 1, 4)])
     kept = {1, 2, 3, 4, 5}
-    assert refilled(plan, kept) == ((1,), (2, 3), (4, 5))
-    assert refilled(plan, kept, {1, 2}) == ((3,), (1, 2), (4, 5))
-    assert refilled(plan, kept, {1, 2, 3}) == ((4,), (1, 2, 3), (5,))
+    assert fill_empty_stages(plan, kept) == ((1,), (2, 3), (4, 5))
+    assert fill_empty_stages(plan, kept, {1, 2}) == ((3,), (1, 2), (4, 5))
+    assert fill_empty_stages(plan, kept, {1, 2, 3}) == ((4,), (1, 2, 3), (5,))
     with pytest.raises(InputError, match="none of the remaining nodes has the text"):
-        refilled(plan, kept, kept)
+        fill_empty_stages(plan, kept, kept)
     # Other stages read none.
-    assert refilled(plan, {0, 1, 2, 3}, {1, 2, 3}) == ((0,), (2, 3), (1,))
+    assert fill_empty_stages(plan, {0, 1, 2, 3}, {1, 2, 3}) == ((0,), (2, 3), (1,))
 
 
 # Averaging behind the iterations.
@@ -302,7 +302,7 @@ def test_who_does_not_wait_for_averaging_goes_on_so(plan, policy, data):
     routes = Routes(plan.stages, plan.microbatches, plan.order)
     plan = with_prediction(outer(plan.case, **policy), "random", routes)
     kept = draw_kept(data, plan)
-    after = plan_without(plan, kept)
+    after = repair_plan(plan, kept)
     require_goes_on(plan, after, kept, stages_of(plan, kept))
     assert after.case.averaging == plan.case.averaging
     timeline = simulate_plan(after)
@@ -316,9 +316,9 @@ def test_a_stage_is_refilled_or_left_out_where_nobody_waits_for_averaging():
     case = outer(same_place([2, 2, 1], microbatches_per_data_node=2), every=3, fragments=2)
     plan, _ = planned(case, in_order([2, 2, 1]), [(0, 2, 4), (1, 3, 4)] * 2)
     kept = {0, 1, 2, 3}
-    again = plan_without(plan, kept, refilled(plan, kept))
+    again = repair_plan(plan, kept, fill_empty_stages(plan, kept))
     assert [len(nodes) for nodes in again.stages] == [2, 1, 1]
-    past = plan_without(plan, kept, stages_of(plan, kept), [2])
+    past = repair_plan(plan, kept, stages_of(plan, kept), [2])
     assert past.case.left_out == (2,)
     for after in (again, past):
         assert simulate_plan(after).iteration_s == after.predicted.iteration_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from skippipe_jax.cluster.board import NOBODY, Mailboxes
+from skippipe_jax.cluster.mailboxes import NOBODY, Mailboxes
 from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generation, NotMember
 
 Totals = tuple[float, ...]

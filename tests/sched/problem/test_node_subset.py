@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.fewer_nodes import with_nodes
+from skippipe_sched.problem.node_subset import with_nodes
 
 from tests.sched.examples import RECKONED, case_with, cases
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.problem.fewer_nodes import rates_as_keys, with_nodes
 from skippipe_sched.problem.links import DEFAULT_SAME_LOCATION, GIBIBYTE, Link
+from skippipe_sched.problem.node_subset import rates_as_keys, with_nodes
 
 
 @dataclass(frozen=True)

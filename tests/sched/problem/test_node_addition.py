@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from skippipe_sched.methods.without_nodes import plan_without
+from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.links import GIBIBYTE, Link
-from skippipe_sched.problem.more_nodes import NewNode, usual_link, with_more_nodes
+from skippipe_sched.problem.node_addition import NewNode, usual_link, with_more_nodes
 from skippipe_sched.problem.rules import violations
 
 from tests.sched.examples import plan_of
@@ -93,13 +93,13 @@ def test_the_quick_plan_gives_those_who_have_come_their_share():
     plan = plan_of([[0, 1], [2]], [[0, 2], [0, 2], [1, 2], [1, 2]], path_length=2)
     come = replace(plan, case=with_more_nodes(plan.case, [NewNode("place 3"), NewNode("place 4")]))
     # The first of them is not there, and neither is a data node.
-    found = plan_without(come, [0, 2, 4], ((0,), (2, 4)))
+    found = repair_plan(come, [0, 2, 4], ((0,), (2, 4)))
     assert found.method == f"{plan.method}, nodes lost: 1, nodes added: 1"
     assert found.stages == ((0,), (1, 2))
     assert sorted(path[1] for path in found.microbatches) == [1, 1, 2, 2]
     assert [node.location for node in found.case.nodes][2] == "place 4"
     assert not violations(found.case, found.stages, found.microbatches)
-    whole = plan_without(come, [0, 1, 2, 4], ((0, 1), (2, 4)))
+    whole = repair_plan(come, [0, 1, 2, 4], ((0, 1), (2, 4)))
     assert whole.method == f"{plan.method}, nodes added: 1"
-    alone = plan_without(plan, [0, 1, 2], ((1, 0), (2,)))
+    alone = repair_plan(plan, [0, 1, 2], ((1, 0), (2,)))
     assert whole.predicted.iteration_s < alone.predicted.iteration_s

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skippipe_jax.cluster.board import Mailboxes
-from skippipe_jax.cluster.succession import GenerationQueue
+from skippipe_jax.cluster.generation_queue import GenerationQueue
+from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.consensus.generations import Enter, Generation, NotMember
 
 

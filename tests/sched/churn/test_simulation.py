@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.churn.faults import Change, draw_changes
-from skippipe_sched.churn.life import DOWN, NOTICING, REGROUPING, Costs, simulate_run
 from skippipe_sched.churn.policies import POLICIES
+from skippipe_sched.churn.simulation import DETECTING, DOWN, REGROUPING, Costs, simulate_run
 from skippipe_sched.churn.sweep import fault_free_steps
 
 from tests.sched.examples import case_with, in_order, planned
@@ -48,8 +48,8 @@ def plan_of(*sizes):
 
 def lived(sizes, policy, outages, end_s=150.0, costs=COSTS):
     """A run whose iteration takes 10 s while all nodes are there, and 15 s otherwise."""
-    changes = [Change(float(lost), node, is_back=False) for node, lost, _ in outages]
-    changes += [Change(float(back), node, is_back=True) for node, _, back in outages]
+    changes = [Change(float(lost), node, is_return=False) for node, lost, _ in outages]
+    changes += [Change(float(back), node, is_return=True) for node, _, back in outages]
     nodes = sum(sizes)
 
     def iteration_s(placement):
@@ -59,7 +59,7 @@ def lived(sizes, policy, outages, end_s=150.0, costs=COSTS):
 
 
 def spent(record):
-    return [record.spent_s[kind] for kind in (NOTICING, REGROUPING, DOWN)]
+    return [record.spent_s[kind] for kind in (DETECTING, REGROUPING, DOWN)]
 
 
 # Steps count at 10, 20, 30; saved by 34; 44. Node 3 is lost at 50, and back at 100.
@@ -122,8 +122,8 @@ def test_who_has_moved_goes_back_to_its_own_stage():
         seen.append(placement)
         return 10.0
 
-    changes = [Change(50.0, 3, is_back=False), Change(52.0, 4, is_back=False)]
-    changes += [Change(100.0, 4, is_back=True)]
+    changes = [Change(50.0, 3, is_return=False), Change(52.0, 4, is_return=False)]
+    changes += [Change(100.0, 4, is_return=True)]
     simulate_run(plan, "rewind", COSTS, tuple(changes), 150.0, iteration_s)
     assert seen == [((0, 1, 2), (3, 4)), ((1, 2), (0,)), ((0, 1, 2), (4,))]
 
@@ -241,7 +241,7 @@ def test_goodput_is_between_0_and_1(sizes, policy, costs, mtbf_s, repair_s, seed
     assert record.undone >= 0
     assert min(record.spent_s.values()) >= 0
     assert 10 * (record.steps + record.undone) + sum(record.spent_s.values()) <= end_s + 1e-6
-    assert record.losses <= sum(not change.is_back for change in changes)
+    assert record.losses <= sum(not change.is_return for change in changes)
     calm = simulate_run(plan, policy, costs, (), end_s, iteration_s)
     assert calm.steps == fault_free_steps(10.0, costs, end_s)
     assert (calm.losses, calm.undone, calm.recoveries) == (0, 0, {})

@@ -19,9 +19,9 @@ from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address, listening_socket
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, refuse
 from skippipe_jax.connections.jax_relay import serve_jax
+from skippipe_jax.connections.join_server import REQUESTERS
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import ALERT, IN_CLEAR, LINE_BYTES, Link, each_in_a_task
-from skippipe_jax.connections.reception import GUESTS
 from skippipe_jax.errors import TlsMismatch
 
 MAX_UNIDENTIFIED = 32
@@ -49,7 +49,7 @@ class HostListener:
         """Create a listener of the host `own`; it listens nowhere yet.
 
         `refusal` returns why the host of a hello is refused, or None. `serve_host` serves an
-        accepted host until its connection ends. `receive` serves a newcomer or an observer, or
+        accepted host until its connection ends. `receive` serves a joiner or an observer, or
         returns why it is refused. JAX connections are relayed to the unix socket `service`, if this
         process has one. All connections use `keys`.
         """
@@ -99,9 +99,9 @@ class HostListener:
         match first:
             case [{"protocol": protocol} as raw]:
                 await self._accept_host(link, protocol, raw)
-            case [str(who), *request] if who in GUESTS:
+            case [str(who), *request] if who in REQUESTERS:
                 if (refusal := await self._receive(who, link, request)) is not None:
-                    self._refuse(link, GUESTS[who], refusal)
+                    self._refuse(link, REQUESTERS[who], refusal)
             case ["join", *_]:  # The first line of protocol 1.
                 self._refuse(link, "a host", other_protocol(1, self._host))
             case ["jax"] if self._service is not None and self._relayed < self._most_relayed:

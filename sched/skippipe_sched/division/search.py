@@ -20,15 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from skippipe_sched.division.chains import COLDEST, HOTTEST, Chains
+from skippipe_sched.division.chains import COLDEST, HOTTEST, ChainFactory
 from skippipe_sched.division.lanes import Division, Lane, Part, Training, checked
-from skippipe_sched.division.layout import SCREENED, Layout, Layouts, Place
+from skippipe_sched.division.layout import SCREENED, Layout, LayoutSampler, Place
 from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.joint import THREADS
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.plan import Plan
+from skippipe_sched.search.anneal_division import trade
 from skippipe_sched.search.annealer import (
     MEAN_WEIGHT,
     OPERATIONS_OF_MOVE,
@@ -38,7 +39,6 @@ from skippipe_sched.search.annealer import (
 from skippipe_sched.search.annealing import ChainState, Piece, cost_of
 from skippipe_sched.search.budget import Search
 from skippipe_sched.search.compiled import fast
-from skippipe_sched.search.trading import trade
 
 # Share of the budget; the rest is for the plans of the finalists.
 DIVIDING_SHARE = 0.6
@@ -118,10 +118,12 @@ class _Search:
                 f"{len(lanes)} parallel lanes need at least {whole.fewest_nodes} nodes each",
                 f"Add {needed - nodes} nodes, or train fewer lanes in parallel",
             )
-        self.layouts = Layouts(whole, [lane.work for lane in lanes], self.screened, equal=equal)
+        self.layouts = LayoutSampler(
+            whole, [lane.work for lane in lanes], self.screened, equal=equal
+        )
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)
         self.weights /= self.weights.max()
-        self.chains = Chains(whole, lanes)
+        self.chains = ChainFactory(whole, lanes)
         self.refusal: InputError | None = None
         operations = (
             self.chains.microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE

@@ -6,13 +6,13 @@ import tracemalloc
 
 import pytest
 
-from skippipe_jax.cluster import board
-from skippipe_jax.cluster.board import Mailboxes, named
+from skippipe_jax.cluster import mailboxes
+from skippipe_jax.cluster.mailboxes import Mailboxes, named
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 
 def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(board, "MOST_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(mailboxes, "MOST_CHARACTERS", 1 << 20)
     own = Mailboxes()
     own.post(1, "mine", "here")
     tracemalloc.start()
@@ -29,7 +29,7 @@ def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.M
 
 
 def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(board, "MOST_VALUES", 10)
+    monkeypatch.setattr(mailboxes, "MOST_VALUES", 10)
     own = Mailboxes()
     for count in range(100):
         own.post(1, f"{count}", "")
@@ -41,7 +41,7 @@ def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.Monkey
 
 
 def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(board, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(mailboxes, "MOST_CHARACTERS", 100)
     own = Mailboxes()
     own.post(1, "kept", "x" * 40)
     for count in range(10):
