@@ -301,7 +301,7 @@ def wrap_package(witness: Witness) -> None:
     witness.watch(Session, "_save", "save")
     witness.watch(ElasticRunner, "_open", REGROUP)
     witness.watch(JoinSearch, "fetch", FETCH)
-    witness.watch(Membership, "ask_in", ASK)
+    witness.watch(Membership, "request_admission", ASK)
     wrap(Control, "is_missed", missed)
     wrap(Mesh, "send", sent)
     wrap(Mesh, "beat", beaten)

@@ -42,6 +42,7 @@ from skippipe_jax.serving.routing import (
     SKIP,
     WAIT,
     HostView,
+    LinkSpeed,
     Planner,
     Route,
     in_series,
@@ -50,7 +51,7 @@ from skippipe_jax.serving.routing import (
 )
 from skippipe_jax.serving.stage_host import PROTOCOL, SERVICE_THERE, STAGE_HOST, HostHello
 from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteFailed
-from skippipe_jax.serving.wire import LinkSpeed, Wire
+from skippipe_jax.serving.wire import Wire
 
 CHUNK_BYTES = 1 << 22
 """Largest part of the weights in one message, in bytes."""

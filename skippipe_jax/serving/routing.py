@@ -16,8 +16,6 @@ from skippipe_sched.serving.case import FRONT, ServingCase
 from skippipe_sched.serving.placing import place
 from skippipe_sched.serving.routing import routes
 
-from skippipe_jax.serving.wire import LinkSpeed
-
 DATA_STAGE = 0
 SKIP, WAIT, FAIL = WHEN_LOST = ("skip", "wait", "fail")
 """Treatments of sequences while no host holds a stage: skip it, wait for it, or fail."""
@@ -61,6 +59,18 @@ def parts_of(route: Route) -> list[Route]:
         part = tuple(legs)
         parts += [(leg,) for leg in part] if is_front else [part]
     return parts
+
+
+class LinkSpeed(NamedTuple):
+    """Speed of the link to another host; None is not measured yet.
+
+    Attributes:
+        round_trip_s: smoothed round-trip time of a heartbeat in seconds.
+        bytes_per_s: bandwidth towards the other host.
+    """
+
+    round_trip_s: float | None = None
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.links import INVALID_MESSAGE, Link, encoded
+from skippipe_jax.serving.routing import LinkSpeed
 
 MOST_ARRAY_BYTES = 1 << 28
 """Largest array of a message."""
@@ -26,18 +27,6 @@ LEAST_S = 1e-6
 
 Arrays = Sequence[np.ndarray]
 """Arrays that follow a message."""
-
-
-class LinkSpeed(NamedTuple):
-    """Speed of the link to another host; None is not measured yet.
-
-    Attributes:
-        round_trip_s: smoothed round-trip time of a heartbeat in seconds.
-        bytes_per_s: bandwidth towards the other host.
-    """
-
-    round_trip_s: float | None = None
-    bytes_per_s: float | None = None
 
 
 class Wire:

@@ -261,7 +261,7 @@ def test_what_is_no_scale_is_refused(given: Any):
     [
         ("evaluate", ["--run", "run", "--scale", "half"], "--scale = 'half': must be a number"),
         ("evaluate", ["--run", "run", "--scale", "1e90"], "--scale = '1e90': must be at most 3.4"),
-        ("evaluate", ["--run", "run", "--scale", "3e38"], "--scale = 3e+38: the loss along"),
+        ("evaluate", ["--run", "run", "--scale", "3e38"], "--scale = 3e+38: the scaled loss along"),
         (
             "generate",
             ["--run", "run", "--prompt", "a", "--scale", "0"],

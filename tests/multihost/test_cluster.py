@@ -353,7 +353,7 @@ def test_a_host_alone_talks_with_itself():
         barrier(membership, "all", 0.0)
         threading.Timer(0.1, membership.put, ("later", "value")).start()
         assert membership.get("later", 10.0) == "value"
-        with pytest.raises(TimeoutError, match=r"waited for 'never' from host 3 since .*, 0.1 s"):
+        with pytest.raises(TimeoutError, match="timed out after 0.1 s waiting for 'never'"):
             membership.get("never", 0.1, source=3)
         with pytest.raises(ValueError, match="no small message"):
             membership.put("key", "x" * (1 << 20))

@@ -13,13 +13,13 @@ from skippipe_sched.serving.case import FRONT
 from skippipe_jax.serving.routing import (
     HostView,
     Leg,
+    LinkSpeed,
     Planner,
     in_series,
     parts_of,
     stages_of,
     via_front,
 )
-from skippipe_jax.serving.wire import LinkSpeed
 
 
 def planner(*stage_bytes: float, groups: int = 2) -> Planner:

@@ -191,7 +191,7 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     monkeypatch.setattr(
         runner, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
     )
-    monkeypatch.setattr(runner, "regrouped", lambda _, setup, *__: setup)
+    monkeypatch.setattr(runner, "setup_for_group", lambda _, setup, *__: setup)
     monkeypatch.setattr(runner, "Session", lambda *_: SimpleNamespace())
     theirs = {"step_before": 24, "loss_before": 2.25}
 

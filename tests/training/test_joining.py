@@ -66,7 +66,7 @@ def test_who_finds_its_place_taken_looks_for_the_next(
         left.append(host)
 
     monkeypatch.setattr(joining, "joined", joined)
-    monkeypatch.setattr(joining, "Seeking", lambda *given: search)
+    monkeypatch.setattr(joining, "JoinSearch", lambda *given: search)
     monkeypatch.setattr(joining, "enable_compilation_cache", lambda folder: None)
     monkeypatch.setattr(joining, "_compile_and_measure", lambda *given: JoinMeasurements())
     monkeypatch.setattr(joining, "_decline_reason", why_not)
