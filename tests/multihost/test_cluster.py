@@ -353,9 +353,9 @@ def test_a_host_alone_talks_with_itself():
         barrier(membership, "all", 0.0)
         threading.Timer(0.1, membership.put, ("later", "value")).start()
         assert membership.get("later", 10.0) == "value"
-        with pytest.raises(TimeoutError, match="timed out after 0.1 s waiting for 'never'"):
+        with pytest.raises(TimeoutError, match=r"timed out after 0.1 s waiting for 'never'"):
             membership.get("never", 0.1, source=3)
-        with pytest.raises(ValueError, match="no small message"):
+        with pytest.raises(ValueError, match="characters exceed"):
             membership.put("key", "x" * (1 << 20))
 
 

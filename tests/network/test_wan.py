@@ -77,7 +77,7 @@ def test_the_link_that_is_furthest_from_its_rate_is_named_and_measured_again(
     assert profile["bandwidth_deviation"] == pytest.approx(deviation)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(bandwidths)
-    named = "by 99.5%, from host 1 to host 0"
+    named = "rate: 99.5%, from host 1 to host 0"
     assert [line.endswith(named) for line in said] == [back == 0.01e6 for _, back in bandwidths]
 
 
