@@ -122,7 +122,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command
         )
         assert (result.code, result.err) == (0, "")
         assert "finished 3 steps" in result.out
-        assert f"the run is at step 3 of {steps}" in result.out
+        assert f"already finished: step 3 of {steps}" in result.out
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert committed_steps(run) == [2, 3]
 

@@ -59,7 +59,7 @@ def test_the_command_makes_a_secret_that_only_its_user_may_read(
 
     assert main(["keygen", str(path)]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith(f"error: FILE = '{path}': is there already")
+    assert told.err.startswith(f"error: FILE = '{path}': already exists")
     assert path.read_text() == text
     assert main(["keygen", str(tmp_path / "none" / "secret")]) == 2
     assert "No such file" in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_of_two_secrets_the_first_is_shown_and_each_is_taken(tmp_path: Path):
     assert "n" * 40 not in repr(found)
     assert "o" * 40 not in repr(found)
     three = "\n".join(letter * 40 for letter in "abc")
-    with pytest.raises(InputError, match="holds 3 secrets, of which at most 2") as caught:
+    with pytest.raises(InputError, match="has 3 secrets, more than 2") as caught:
         read_secret(written(tmp_path / "three", three))
     assert "a" * 40 not in str(caught.value)
 
@@ -153,7 +153,7 @@ def test_a_secret_is_not_shown_with_what_holds_it():
 
 
 def test_a_secret_and_none_are_not_asked_for_together():
-    with pytest.raises(InputError, match=r"cluster\.insecure = True: there is a cluster\.secret"):
+    with pytest.raises(InputError, match=r"cluster\.insecure = True: cannot be combined"):
         ClusterConfig(secret="secret", insecure=True)
 
 
