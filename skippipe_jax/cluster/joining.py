@@ -89,7 +89,7 @@ def joined(
         host_id: this process's index among them.
         distributed: let JAX detect the cluster, even without hints in the environment.
         last_addresses: last known addresses of the run's hosts. If one of them answers, the run is
-            alive and has lost this host, which `is_outside` until `Membership.ask_in`.
+            alive and has lost this host, which `is_outside` until `Membership.request_admission`.
         run: identity of the run, by which hosts of other runs are rejected.
         is_joiner: this host may only join a live run, and its end does not end the others.
         spare: number of extra hosts that may join, with host ids after those of the `hosts`.

@@ -171,7 +171,7 @@ def wait_for_arrays(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.A
         else:
             ended.put(None)
 
-    threading.Thread(target=wait, name="skippipe-handover", daemon=True).start()
+    threading.Thread(target=wait, name="skippipe-transfer", daemon=True).start()
     while True:
         try:
             error = ended.get(timeout=CHECK_INTERVAL_S)

@@ -474,7 +474,7 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
         raise InputError(
             "case.links",
             unreachable[0],
-            f"no other node can reach the nodes {isolated} at this location: "
+            f"no node at another location can reach the nodes {isolated} at this location: "
             f"all of its {len(missing)} links are missing",
             f"{hint}Move these nodes to another location, or add {len(missing)} rows, the first: "
             f"{_row(missing[0])}",
