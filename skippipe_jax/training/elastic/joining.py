@@ -49,8 +49,8 @@ def joined_by_address(
     """Join a run as an extra host, or in place of a lost one, for the length of a block.
 
     Yields the configuration with this host's own folder, and its membership, which `is_outside`
-    until `Trainer` calls `Membership.request_admission`. The end of the block ends no other host. With
-    `anyway` it joins even if that does not pay off.
+    until `Trainer` calls `Membership.request_admission`. The end of the block ends no other host.
+    With `anyway` it joins even if that does not pay off.
 
     Raises:
         InputError: if the folder belongs to another run, this host is refused, or `overrides` set
