@@ -66,7 +66,7 @@ def test_a_dry_run_takes_what_is_written(kind: str, text: Path, command: Command
     hosts = "3" if kind == "several-machines" else "1"
     shown = command("train", "--dry-run", "--hosts", hosts)
     if kind == "given-model":  # All but the weights is there.
-        expect_one_error(shown, "neither model.safetensors nor")
+        expect_one_error(shown, "model.safetensors.index.json do not exist")
     else:
         assert (shown.code, shown.err) == (0, "")
         assert "the run measures the cluster and makes a plan when it starts" in shown.out

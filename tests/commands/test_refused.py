@@ -78,7 +78,7 @@ WRONG_VALUES: dict[str, tuple[list[str], list[str]]] = {
     "missing case": (["plan.case=case.yaml"], ["case = 'case.yaml'", "No such file"]),
     "long paths": ([case_with(path_length=3)], ["case.path_length = 3", "only 2 stages"]),
     "no memory": ([case_with(memory=0)], ["case.memory = 0", "at least 1"]),
-    "nodes and stages": ([case_with(stages=[2, 3])], ["case.stages = [2, 3]", "3 nodes"]),
+    "nodes and stages": ([case_with(stages=[2, 3])], ["case.stages = [2, 3]", "case.nodes has 3"]),
     "unknown link table": ([case_with(links="gcp13")], ["case.links = 'gcp13'"]),
     "unknown location": (
         [case_with(links="gcp12", locations=["Atlantis", "Iowa"])],
@@ -142,7 +142,7 @@ def test_a_log_level_leaves_lines_on_stderr_out(folder: Path, command: Command):
     [
         (["--set", case_with(stages=[2, 3])], ["case.stages = [2, 3]"]),
         (["--hosts", "100"], ["--hosts = 100", "3 nodes"]),
-        (["--set", "network.deadline_s=0.1s"], ["network.deadline_s = 0.1", "by the plan"]),
+        (["--set", "network.deadline_s=0.1s"], ["network.deadline_s = 0.1", "planned time"]),
         (["--resume"], ["run_dir = 'run'", "does not contain a run"]),
     ],
 )
@@ -305,7 +305,7 @@ def put(*places: Any) -> Callable[[Any], None]:
     [
         (put("microbatches", 0, [0, 2, 1]), ["plan.microbatches[0][2] = 1", "stage 0 twice"]),
         (put("microbatches", 0, [0, 9]), ["plan.microbatches[0][1] = 9", "at most 2"]),
-        (put("microbatches", 0, [2, 0]), ["plan.microbatches[0][0] = 2", "begins at a data node"]),
+        (put("microbatches", 0, [2, 0]), ["plan.microbatches[0][0] = 2", "must be a data node"]),
         (put("stages", [[0, 1], [3]]), ["plan.stages[1][0] = 3", "at most 2"]),
         (put("stages", [[0, 1], [2, 2]]), ["plan.stages[1][1] = 2", "already"]),
         (put("order", 0, []), ["plan.order[0]", "lacks the"]),

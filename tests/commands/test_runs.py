@@ -149,10 +149,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.ffn_width=32"], ["model.ffn_width = 32", "has 24", "Set model.ffn_width=24"]),
+        (["model.ffn_width=32"], ["model.ffn_width = 32", "must be 24", "Set model.ffn_width=24"]),
         (["seed=1"], ["seed = 1", "Set seed=0"]),
         (["data.held_out=0.1"], ["data.held_out = 0.1", "another run_dir"]),
-        (["run_dir=elsewhere"], ["run_dir = 'elsewhere'", "there is no", "elsewhere/config.yaml"]),
+        (
+            ["run_dir=elsewhere"],
+            ["run_dir = 'elsewhere'", "does not contain a run", "elsewhere/config.yaml"],
+        ),
     ],
 )
 def test_a_run_cannot_be_resumed_as_another(
@@ -316,7 +319,10 @@ def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "nowhere"], ["--run = 'nowhere'", "/nowhere/config.yaml", "folder of a run"]),
+        (
+            ["--run", "nowhere"],
+            ["--run = 'nowhere'", "/nowhere/config.yaml", "does not contain a run"],
+        ),
         (["--run", "text"], ["--run = 'text'", "does not contain a run"]),
         (["--run", "a" * 300], ["--run = 'aaa", "does not contain a run"]),
         (["--run", "run", "--step", "1"], ["checkpoints = 1", "one of the steps [2, 3]"]),

@@ -156,7 +156,7 @@ def test_the_command_shows_the_status_to_those_alone_that_have_the_secret(
         assert main([*own, "--json"]) == 0
         assert msgspec.json.decode(capfd.readouterr().out, type=RunStatus) == STATUS
         assert main(own) == 0
-        assert "run runs/a: training, as host 0 tells it" in capfd.readouterr().out
+        assert "run runs/a: training (reported by host 0)" in capfd.readouterr().out
         assert main([*own[:-1], f"cluster.secret={tmp_path / 'other'}"]) == 2
         told = capfd.readouterr()
         assert (told.out, "different secret" in told.err) == ("", True)

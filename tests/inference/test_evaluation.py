@@ -456,7 +456,7 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
         (["--plot", "a.svg"], ["--plot = 'a.svg'", "Add --keep-fraction"]),
         (
             ["--keep-fraction", "1", "--plot", "nowhere/a.svg"],
-            ["--plot = 'nowhere/a.svg'", "no such folder"],
+            ["--plot = 'nowhere/a.svg'", "its folder does not exist"],
         ),
         (["--num-stages", "3"], ["--num-stages = 3", "the plan of a run sets"]),
         (["--set", "data.path=nowhere"], ["data.path"]),

@@ -346,7 +346,9 @@ def test_the_key_is_that_of_the_first_line(run: Path, tmp_path: Path, command: C
         expect_one_error(evaluate(command, *asked, *wrong), *wants, "wrong")
         expect_one_error(evaluate(command, *asked), *wants, "None")
         empty = ["--api-key-file", str(tmp_path / "none")]
-        expect_one_error(evaluate(command, *asked, *empty), "--api-key-file", "no API key")
+        expect_one_error(
+            evaluate(command, *asked, *empty), "--api-key-file", "does not contain valid API keys"
+        )
 
 
 REFUSED: dict[str, tuple[Callable[..., Answer | None], list[str]]] = {

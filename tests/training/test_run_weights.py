@@ -225,7 +225,10 @@ def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Pa
     ("change", "words"),
     [
         (lambda parent: shutil.rmtree(step_folder(parent, 2)), "this checkpoint does not exist"),
-        (lambda parent: (step_folder(parent, 2) / COMMITTED).open("a").write("\n"), "is another"),
+        (
+            lambda parent: (step_folder(parent, 2) / COMMITTED).open("a").write("\n"),
+            "differs from the one",
+        ),
         (shutil.rmtree, "does not contain a run"),
     ],
 )
