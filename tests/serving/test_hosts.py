@@ -91,7 +91,15 @@ def greedy(model: StagedModel, prompt: list[int], count: int, order: Sequence[in
     return model.generate(prompt, count, order, GREEDY)
 
 
-@pytest.mark.parametrize(("count", "has_weights"), [(1, True), (2, True), (3, False), (5, True)])
+@pytest.mark.parametrize(
+    ("count", "has_weights"),
+    [
+        pytest.param(1, True, marks=pytest.mark.nightly),
+        (2, True),
+        (3, False),
+        pytest.param(5, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_sequences_are_those_of_one_device(
     count: int, has_weights: bool, source: ModelSource, model: StagedModel
 ):
@@ -500,6 +508,7 @@ def served(source: ModelSource, tmp_path: Path) -> Iterator[tuple[str, subproces
         process.stderr.close()
 
 
+@pytest.mark.nightly
 def test_hosts_are_processes_that_are_started_again(
     served: tuple[str, subprocess.Popen[str]], model: StagedModel, command: Command
 ):
@@ -578,6 +587,7 @@ def test_spans_of_a_prompt_are_sent_without_waiting(
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_more_spans_than_may_be_ahead_wait(source: ModelSource, model: StagedModel):
     prompt = [256, *b"x" * 59]
     with service(source, 3) as own:
