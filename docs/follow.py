@@ -109,6 +109,8 @@ def follow(page: str, folder: Path, programs: Path | None = None) -> list[Answer
         environment.pop(variable, None)
     answers: list[Answer] = []
     for block in blocks(page):
+        if not block.runs:
+            continue
         named = NAMED.match(block.text)
         name = block.title or (named and named[1])
         if block.language == "text":
@@ -126,7 +128,7 @@ def follow(page: str, folder: Path, programs: Path | None = None) -> list[Answer
             )
             assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
             answers.append(Answer(block.text, done.stdout, done.stderr))
-        elif name is not None and block.runs:
+        elif name is not None:
             (folder / name).write_text(block.text, encoding="utf-8")
     return answers
 
@@ -143,7 +145,7 @@ def made(picture: str, folder: Path) -> Path:
 
 
 def _is_run(block: Block) -> bool:
-    return block.language == "bash" and block.runs and not block.text.startswith("pip install")
+    return block.language == "bash" and not block.text.startswith("pip install")
 
 
 def _not_printed(shown: Block, answer: Answer) -> Iterator[str]:

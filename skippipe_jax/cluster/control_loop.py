@@ -62,7 +62,7 @@ class ControlLoop:
         is_outside: whether the run continues without this host, which it has lost.
         control: this host's part in the consensus of an elastic run; None otherwise.
         training: training status for observers; None before training.
-        last_words, reception: see `Membership`.
+        last_words, join_server: see `Membership`.
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, board: Mailboxes):

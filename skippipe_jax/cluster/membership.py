@@ -52,7 +52,7 @@ class Membership(Group):
         count: number of hosts at the start of the run.
         last_words: function that returns the end of the final message when another host is lost,
             such as the checkpoint to resume from. Set it to your own; it has two seconds.
-        reception: server for joining hosts and observers.
+        join_server: server for joining hosts and observers.
         succession: generations of an elastic run.
     """
 

@@ -58,15 +58,16 @@ class NodeMesh:
                     f"does not divide {name} = {size}",
                     f"Write a divisor of {size}",
                 )
-        if data.microbatch_size % self.fsdp and data.sequence_length % self.devices:
+        positions = data.sequence_length
+        if data.microbatch_size % self.fsdp and positions % self.devices:
             raise InputError(
                 f"{field}.fsdp",
                 self.fsdp,
                 f"must divide data.microbatch_size = {data.microbatch_size}, or its product with "
                 f"{field}.tensor = {self.tensor} must divide data.sequence_length = "
                 f"{data.sequence_length}",
-                f"Write a divisor of {data.microbatch_size} or of "
-                f"{data.sequence_length // self.tensor}",
+                f"Write a divisor of {data.microbatch_size}"
+                + (f" or of {positions // self.tensor}" if positions % self.tensor == 0 else ""),
             )
 
 

@@ -2,6 +2,6 @@
 
 Other packages use `mesh` (the connections of a host), `links` (messages), `keys` (authentication),
 `addresses`, and `severing`, which cuts connections. For joiners and observers, `asking` is the
-client and `join_server` the server, with the messages of `offer` and `status`. Only
+client and `join_server` the server, with the messages of `join_offer` and `status`. Only
 `jax_runtime` uses `jax._src`.
 """

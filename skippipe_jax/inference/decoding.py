@@ -518,8 +518,10 @@ class Generator:
         """Give waiting requests the empty slots, and draw a token for each whose prompt is in.
 
         That is none for requests that want none, of which only prompts are scored. `on_wait` is
-        called before this waits for the logits of tokens; other threads can run meanwhile.
+        called before this waits for other hosts or for the logits of tokens.
         """
+        if self.decoder.waits:
+            on_wait()
         for slot in range(self.decoder.slots):
             if self._waiting and slot not in self._running and slot not in self._entering:
                 entering = self._entering[slot] = _Entering(*self._waiting.popleft())
@@ -573,8 +575,6 @@ class Generator:
         needed = max(self._running) + 1 if self.decoder.is_single_model else self.slots
         rows = next(rows for rows in batch_sizes(self.slots) if rows >= needed)
         step = Step(self._tokens[:rows], self._positions[:rows])
-        if self.decoder.waits:
-            on_wait()
         logits = likelihoods = self.decoder.next_logits(step)
         running = list(self._running.items())
         if any(request.sampling.has_penalties for _, (_, request) in running):

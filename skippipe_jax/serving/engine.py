@@ -154,6 +154,7 @@ class Runner:
                 self._step()
         # All waiting requests are answered with an error, and the server ends.
         except BaseException as error:
+            self._flush()
             self._loop.call_soon_threadsafe(self._fail, error, None)
 
     def _step(self) -> None:
@@ -192,11 +193,13 @@ class Runner:
                     self._ready.wait()
                 commands, self._commands = self._commands, []
                 if self._is_stopping:
+                    self._flush()
                     return False
             for command in commands:
                 command()
             if self._engine.is_busy:
                 return True
+            self._flush()  # If the last running sequence was cancelled, no step does so.
 
     def _submit(self, number: int, request: DecodeRequest) -> None:
         request_number = self._engine.submit(request)

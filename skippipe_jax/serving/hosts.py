@@ -87,7 +87,7 @@ class Member:
         host: its number, never used before for another host.
         hello: its hello message.
         wire: the connection to it.
-        chosen: stages assigned to it; None before the assignment.
+        assigned: stages assigned to it; None before the assignment.
         ready: assigned stages that it has loaded.
         block_s: smoothed seconds of one block in a step; None before the first measurement.
         speeds: speeds of the links from it to other hosts, and to the front.

@@ -21,7 +21,7 @@ SKIP, WAIT, FAIL = WHEN_LOST = ("skip", "wait", "fail")
 """Treatments of sequences while no host holds a stage: skip it, wait for it, or fail."""
 
 BYTES_PER_S = 1e9
-"""Assumed bandwidth of a link before its measurement."""
+"""Assumed bandwidth of links before the first measurement; later, the median of the others."""
 BLOCK_S = 1e-3
 """Assumed seconds of one block before the first measurement."""
 
@@ -163,12 +163,14 @@ class Planner:
             [LinkSpeed() if host == other else between(host, other) for other in numbers]
             for host in numbers
         ]
+        rates = [link.bytes_per_s for row in links for link in row if link.bytes_per_s]
+        usual_rate = float(np.median(rates)) if rates else BYTES_PER_S
         return ServingCase(
             step_s=block_s[:, None] * self._layers,
             room_bytes=np.array([self._room_bytes(hosts[host]) for host in numbers]),
             stage_bytes=self._stage_bytes,
             latency_s=_matrix(links, lambda link: (link.round_trip_s or 0.0) / 2),
-            bandwidth=_matrix(links, lambda link: link.bytes_per_s or BYTES_PER_S),
+            bandwidth=_matrix(links, lambda link: link.bytes_per_s or usual_rate),
             activation_bytes=self._activation_bytes,
             groups=self._groups,
             slots=self._slots,
