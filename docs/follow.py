@@ -145,7 +145,7 @@ def made(picture: str, folder: Path) -> Path:
 
 
 def _is_run(block: Block) -> bool:
-    return block.language == "bash" and not block.text.startswith("pip install")
+    return block.language == "bash" and block.runs and not block.text.startswith("pip install")
 
 
 def _not_printed(shown: Block, answer: Answer) -> Iterator[str]:
