@@ -59,7 +59,7 @@ AVOIDED_S = 30.0
 """Seconds during which routes avoid a broken connection."""
 CLOSE_S = 2.0
 """Seconds within which hosts must close their connections at the end of the service."""
-LINKS_S = 10.0
+LINKS_S = 30.0
 """Most seconds to wait for the speeds of links between hosts before stages are assigned."""
 
 
@@ -546,7 +546,7 @@ class StageHosts:
             pairs = permutations([FRONT, *self._members], 2)
             if all(None not in self._between(*pair) for pair in pairs):
                 return
-            await asyncio.sleep(LINKS_S / 100)
+            await asyncio.sleep(LINKS_S / 300)
 
     def _speeds(self) -> Callable[[int, int], LinkSpeed]:
         """Return a function of two hosts that gives the current speed of their link."""

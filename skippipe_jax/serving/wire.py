@@ -20,7 +20,10 @@ MOST_ARRAY_BYTES = 1 << 28
 PROBE_BYTES = tuple(1 << power for power in (16, 18, 20, 22))
 """Sizes of the messages that measure a bandwidth."""
 PROBE_S = 0.05
-"""Transfer time of a probe, in seconds, from which no larger one is sent."""
+"""Transfer time of a probe, in seconds, from which no larger one is sent.
+
+It is at least two round trips, as TCP needs some to reach the full bandwidth.
+"""
 PROBES = 4
 """Most probes of one size."""
 LEAST_S = 1e-6
@@ -133,7 +136,7 @@ class Wire:
                     if shortest_s > 0.9 * before_s:
                         break
                 transfer_s = max(LEAST_S, shortest_s - round_trip_s)
-                if transfer_s > PROBE_S:
+                if transfer_s > max(PROBE_S, 2 * round_trip_s):
                     break
             self.speed = self.speed._replace(bytes_per_s=size / transfer_s)
 
