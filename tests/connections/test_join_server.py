@@ -1,4 +1,4 @@
-"""What joiners are told and given by the hosts of a run, and what they believe of it."""
+"""Offers of the hosts of a run to joiners, and checks of a joiner on what it receives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONTENTS = {
 
 
 class Run:
-    """What a host has for joiners in these tests: host 2 is lost."""
+    """Places and files for joiners; host 2 is lost."""
 
     def __init__(self, contents: Mapping[str, bytes] = CONTENTS, text: str | None = "0123"):
         self.contents, self.text = contents, text

@@ -1,4 +1,4 @@
-"""Which place a joiner takes, when it waits, and what it says; the hosts are made up."""
+"""Search of a joiner for a place: its choice, its waits and its messages; the hosts are made up."""
 
 from __future__ import annotations
 
