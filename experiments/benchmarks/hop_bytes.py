@@ -20,16 +20,17 @@ from typing import Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import run_command
+from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.search.budget import Search
 
 from experiments.benchmarks import reporting
 from experiments.benchmarks.planner import searched
 from experiments.paper import cases
-from skippipe_jax.models.footprint import CHANNELS_OF_A_SCALE, SCALE_BYTES
+from skippipe_jax.models.footprint import SCALE_BYTES
 
 # Of the bytes in float32.
-SHARES = {"float32": 1.0, "bfloat16": 0.5, "int8": (1 + SCALE_BYTES / CHANNELS_OF_A_SCALE) / 4}
+SHARES = {"float32": 1.0, "bfloat16": 0.5, "int8": (1 + SCALE_BYTES / NUMBERS_OF_A_SCALE) / 4}
 SETTINGS: dict[str, dict[str, Any]] = {
     "given": {},
     "no-averaging": {"stage_bytes": 1},

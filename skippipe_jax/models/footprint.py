@@ -46,8 +46,8 @@ OFFLOADS = "offload_dot_with_no_batch_dims"
 """Value of `model.recompute` that keeps products in the host's memory."""
 COPIES_OF_BUDDY = 2
 """Copies of a stage on its buddy host: a complete one, and the next."""
-CHANNELS_OF_A_SCALE, SCALE_BYTES = 128, 2
-"""In int8 activations: channels of a token that share one scale, and its bytes (bfloat16)."""
+SCALE_BYTES = 2
+"""Bytes of a scale in int8 activations: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
     """
     channels = model.width + (data.packing == "documents")
     if dtype == "int8":
-        groups = -(-model.width // CHANNELS_OF_A_SCALE)
+        groups = -(-model.width // NUMBERS_OF_A_SCALE)
         return tokens_of(data) * (channels + SCALE_BYTES * groups)
     return tokens_of(data) * channels * DTYPE_BYTES[dtype]
 

@@ -22,11 +22,10 @@ from jaxtyping import Array, Float, Int8, PyTree, Shaped
 from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE, SCALE_BYTES
 
 from skippipe_jax.config import AveragingConfig, OptimizerConfig
+from skippipe_jax.optim.rounding import LARGEST, from_int8, grouped, to_int8
 
 BLOCKS, EMBEDDING = "blocks", "embedding"
 """Names in a stage's tree of the stacked arrays of all blocks, and of the embedding."""
-LARGEST = 127
-"""Largest quantized number; the smallest is its negative."""
 # Below the smallest normal number the results of devices differ.
 LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
@@ -280,7 +279,7 @@ def dequantised(message: Message, like: PyTree, dtype: str) -> Part:
         scale_bytes = behind.reshape(-1, SCALE_BYTES)
         all_scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.float32)
         *scales, _ = jnp.split(all_scales, [*groups])
-        numbers = map(_multiplied, numbers, scales)
+        numbers = map(from_int8, numbers, scales)
     return structure.unflatten(
         own.astype(jnp.float32).reshape(leaf.shape)
         for own, leaf in zip(numbers, leaves, strict=True)
@@ -315,24 +314,9 @@ def _rounded(
     numbers: Float[Array, " numbers"],
 ) -> tuple[Int8[Array, " numbers"], Float[Array, " groups"]]:
     """Return numbers as whole multiples, from -127 to 127, of scales, and the scales."""
-    groups = _grouped(numbers)
+    groups = grouped(numbers)
     scales = jnp.max(jnp.abs(groups), axis=1) / LARGEST
     # A NaN scale stays NaN, as its comparison is false.
     scales = jnp.where(scales < LEAST_SCALE, 0.0, scales)
     multiples = jnp.round(groups / jnp.where(scales == 0.0, 1.0, scales)[:, None])
-    # Rounding errors can carry the largest multiple past 127.
-    multiples = jnp.clip(multiples, -LARGEST, LARGEST).astype(jnp.int8)
-    return multiples.ravel()[: numbers.size], scales
-
-
-def _multiplied(
-    multiples: Int8[Array, " numbers"], scales: Float[Array, " groups"]
-) -> Float[Array, " numbers"]:
-    numbers = _grouped(multiples).astype(jnp.float32) * scales[:, None]
-    return numbers.ravel()[: multiples.size]
-
-
-def _grouped(numbers: Shaped[Array, " numbers"]) -> Shaped[Array, "groups 128"]:
-    """Arrange numbers in groups of one scale each, the last one padded with zeros."""
-    beyond = -numbers.size % NUMBERS_OF_A_SCALE
-    return jnp.pad(numbers, (0, beyond)).reshape(-1, NUMBERS_OF_A_SCALE)
+    return to_int8(multiples, numbers.size), scales

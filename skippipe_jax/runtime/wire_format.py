@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8, Shaped, UInt32
 
-from skippipe_jax.models.footprint import CHANNELS_OF_A_SCALE, SCALE_BYTES
+from skippipe_jax.models.footprint import SCALE_BYTES
+from skippipe_jax.optim.rounding import LARGEST, from_int8, grouped, to_int8
 
-LARGEST = 127
-"""Largest quantized number; the smallest is its negative."""
 # A scale is at least the smallest normal number, below which the results of devices differ.
 LEAST_SCALE = float(jnp.finfo(jnp.bfloat16).tiny)
 
@@ -124,9 +123,7 @@ def packed(
         quotients = jnp.round(quotients)
     else:
         quotients = jnp.floor(quotients + grouped(fractions))
-    # Rounding errors can carry the largest quotient past 127.
-    quantised = jnp.clip(quotients, -LARGEST, LARGEST).astype(jnp.int8)
-    flat = quantised.reshape(*numbers.shape[:-1], -1)[..., : numbers.shape[-1]]
+    flat = to_int8(quotients, numbers.shape[-1])
     scale_bytes = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.int8)
     behind = scale_bytes.reshape(*numbers.shape[:-1], -1)
     return jnp.concatenate([flat, marks.astype(jnp.int8), behind], axis=-1)
@@ -139,19 +136,8 @@ def unpacked(
     quantised, marks, scale_bytes = jnp.split(array, [width, channels], axis=-1)
     scale_bytes = scale_bytes.reshape(*array.shape[:-1], -1, SCALE_BYTES)
     scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
-    numbers = grouped(quantised.astype(jnp.float32)) * scales[..., None]
-    flat = numbers.reshape(*array.shape[:-1], -1)[..., :width]
-    return jnp.concatenate([flat, marks.astype(jnp.float32)], axis=-1)
-
-
-def grouped(numbers: Float[Array, "*batch width"]) -> Float[Array, "*batch groups channels"]:
-    """Arrange channels in groups of one scale each, the last one padded with zeros."""
-    width = numbers.shape[-1]
-    size = min(width, CHANNELS_OF_A_SCALE)
-    beyond = -width % size
-    if beyond:
-        numbers = jnp.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, beyond)])
-    return numbers.reshape(*numbers.shape[:-1], -1, size)
+    numbers = from_int8(quantised, scales)
+    return jnp.concatenate([numbers, marks.astype(jnp.float32)], axis=-1)
 
 
 def scales_of(
