@@ -43,10 +43,9 @@ from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.severing import sever
 from skippipe_jax.consensus.control import Control
-from skippipe_jax.runtime.averaging import GradientAveraging
 from skippipe_jax.runtime.background_sync import BackgroundSync
-from skippipe_jax.runtime.iteration import Iteration
-from skippipe_jax.runtime.live import ExactIteration
+from skippipe_jax.runtime.iteration import TrainingIteration
+from skippipe_jax.runtime.live import ExactIteration, GradientAveraging
 from skippipe_jax.runtime.operations import TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.runtime import Runtime
@@ -231,9 +230,9 @@ def wrap_package(witness: Witness) -> None:
         witness.reach("forward", AFTER)
         return result
 
-    def ran(inner: Callable[..., Any], live: Iteration, *given: Any, **named: Any) -> Any:
+    def ran(inner: Callable[..., Any], live: TrainingIteration, *given: Any, **named: Any) -> Any:
         """A plan may leave a host nothing to compute: it comes to no forward, but is struck."""
-        if all(operation.kind != "F" for operation in live.flow.computes):
+        if all(operation.kind != "F" for operation in live.computes):
             witness.reach("forward", BEFORE)
             witness.reach("forward", AFTER)
         return inner(live, *given, **named)
@@ -286,7 +285,7 @@ def wrap_package(witness: Witness) -> None:
     wrap(Session, "_batches", read)
     witness.watch(Session, "_batches", "start")
     wrap(TrainingOperations, "_dispatch", dispatched)
-    wrap(Iteration, "run", ran)
+    wrap(TrainingIteration, "run", ran)
     witness.watch(GradientAveraging, "begin_ring", "ring")
     witness.watch(ExactIteration, "_contribute", "prepared")
     wrap(ExactIteration, "_finish", finished)

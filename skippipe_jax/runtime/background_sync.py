@@ -26,8 +26,8 @@ from skippipe_jax.errors import GenerationEnded, PeerTimeout
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop, Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.gathering import Gathering
 from skippipe_jax.runtime.iteration import timeout_text
+from skippipe_jax.runtime.ring import Gathering
 from skippipe_jax.runtime.state import FragmentInTransit
 
 T = TypeVar("T")

@@ -22,12 +22,11 @@ from skippipe_jax.config import Config
 from skippipe_jax.models.node_memory import gathers_once
 from skippipe_jax.optim.outer import begin, fragments_of, message_shape
 from skippipe_jax.program.compiler import Compute, Program
-from skippipe_jax.runtime.gathering import Gathering
 from skippipe_jax.runtime.operations import TrainingOperations, add_targets
 from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps, share_of_norm
 from skippipe_jax.runtime.reduction import sum_of_trees
 from skippipe_jax.runtime.replicas import Replicas
-from skippipe_jax.runtime.ring import RingPart
+from skippipe_jax.runtime.ring import Gathering, RingPart
 from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,
@@ -322,7 +321,7 @@ def _add_up_zeros(
     local = add_up(topology, parts, False, {}, replicas.squared_norms_of_blocks())
     if are_numbers:
         local = jax.device_put(np.asarray(local))
-    elif topology.sums_totals_by_links and topology.host == 0:
+    elif topology.sums_totals_by_links:
         local = sum_of_trees([local for _ in topology.hosts])
     apart(local, len(topology.devices))
 

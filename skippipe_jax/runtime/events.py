@@ -27,13 +27,15 @@ class EventLoop:
     """Queue of events in the order of their times, which are of `time.perf_counter` [s].
 
     Attributes:
+        waits: whether the loop waits for arrays; otherwise they count as ready once dispatched.
         last_event_s: time of the last handled event.
         events: number of handled events.
     """
 
-    def __init__(self, deadline_s: float):
+    def __init__(self, deadline_s: float, *, waits: bool = True):
         """Allow `deadline_s` between two events, unless this host computes."""
         self.deadline_s = deadline_s
+        self.waits = waits
         self.last_event_s = time.perf_counter()
         self.events = 0
         self._computing, self._is_waiting = 0, False
@@ -66,7 +68,10 @@ class EventLoop:
 
     def when_ready(self, array: jax.Array, then: Then) -> None:
         """Call `then` once an array is ready; an error of the array is raised in the loop."""
-        self.when_done(array.block_until_ready, then)
+        if self.waits:
+            self.when_done(array.block_until_ready, then)
+        else:
+            self.post(then)
 
     def when_done(self, work: Callable[[], object], then: Then) -> None:
         """Run `work` in a new thread, then call `then`; an error is raised in the loop."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
 
 import jax
 from skippipe_sched.problem.case import Case
@@ -13,35 +12,13 @@ from skippipe_sched.timing.hops import Queues
 
 from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.events import EventLoop, Then
+from skippipe_jax.runtime.ring import RingMember
 from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
 Arrived = Callable[[float, jax.Array], None]
 """Callback with the time of arrival, and the array."""
-
-
-class RingMember(Protocol):
-    """Part of one replica in a ring: `RingPart` for sums, `Gathering` for messages.
-
-    Attributes:
-        unrequested: step, chunk, hop and shape of all arrivals that have not been requested, in the
-            order in which they are sent.
-        ahead: number of chunks to request in advance.
-        left: number of chunks that have not arrived.
-    """
-
-    unrequested: Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]
-    ahead: int
-    left: int
-
-    def begin(self) -> Iterator[tuple[Hop, jax.Array]]:
-        """Yield the chunks that are sent first, and their hops."""
-        ...
-
-    def arrive(self, step: int, chunk: int, array: jax.Array) -> tuple[Hop, jax.Array] | None:
-        """Process a chunk that arrived in a step; return what to send next, if anything."""
-        ...
 
 
 class Exchange:

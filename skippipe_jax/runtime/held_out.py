@@ -7,7 +7,6 @@ with training as soon as they have sent their last activation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,10 +15,8 @@ from jaxtyping import Float
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import compile_held_out
 from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.flow import Flow
-from skippipe_jax.runtime.iteration import timeout_text
+from skippipe_jax.runtime.iteration import Iteration
 from skippipe_jax.runtime.operations import HeldOutOperations
 
 
@@ -30,10 +27,8 @@ class HeldOut:
         microbatches: the microbatches with a local data node, which has their batches and losses.
     """
 
-    def __init__(
-        self, exchange: Exchange, operations: HeldOutOperations, count: int, *, waits: bool
-    ):
-        """Compile the paths of `count` microbatches; `waits` if inputs may arrive late."""
+    def __init__(self, exchange: Exchange, operations: HeldOutOperations, count: int):
+        """Compile the paths of `count` microbatches."""
         topology = exchange.topology
         numbers = HopNumbers(topology.first_free_hop)
         programs = compile_held_out(topology.plan.stages, topology.host_of, count, numbers)
@@ -42,7 +37,6 @@ class HeldOut:
         self.program = programs[topology.host]
         self.exchange = exchange
         self.operations = operations
-        self.waits = waits
         data_nodes = topology.plan.stages[0]
         self.microbatches = [
             microbatch
@@ -58,34 +52,13 @@ class HeldOut:
         Raises:
             PeerTimeout: if nothing arrived from another host for `network.deadline_s`.
         """
-        if self.waits:
-            self._as_it_happens(step, batches)
-        else:
-            for _ in in_program_order(self.program, self.operations, batches):
-                raise AssertionError("validation has no averaging")
+        validation = Iteration(
+            exchange=self.exchange,
+            operations=self.operations,
+            program=self.program,
+            iteration=step,
+        )
+        validation.name = f"validation after step {step}"
+        validation.execute(batches)
         losses, self.operations.losses = self.operations.losses, {}
         return {m: np.asarray(loss, np.float64) for m, loss in sorted(losses.items())}
-
-    def _as_it_happens(self, step: int, batches: Mapping[int, Batch]) -> None:
-        loop = self.exchange.loop
-        loop.begin()
-        flow = Flow(
-            self.exchange,
-            self.operations,
-            self.program,
-            step,
-            # The order of the operations bounds the microbatches in flight.
-            lambda _: math.inf,
-            ready_first=False,
-        )
-        flow.begin(batches)
-
-        def describe_waits() -> str | None:
-            if not flow.is_idle:
-                return None
-            return timeout_text(f"validation after step {step}", flow.waits(), loop.deadline_s)
-
-        while not flow.is_done:
-            flow.start_ready()
-            if not flow.is_done:
-                loop.run_one(describe_waits)

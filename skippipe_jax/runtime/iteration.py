@@ -1,99 +1,291 @@
-"""Base class of event-driven iterations on the nodes of a host."""
+"""Event-driven iterations: each operation starts when its input has arrived.
+
+An output for another host is offered as soon as its operation is dispatched, and is sent while the
+node continues with its next operation. If the hops of a node share its connection, each is offered
+when the previous ones have been sent, as planned: sent in parallel, all of them would arrive late.
+If the event loop does not wait, as on a single host, all operations are dispatched at once.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from skippipe_sched.problem.plan import Operation, Plan
+import jax
+from skippipe_sched.problem.case import Case
+from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging, Run
 
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import Program
+from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.flow import Flow
-from skippipe_jax.runtime.operations import TrainingOperations
+from skippipe_jax.runtime.operations import Operations, TrainingOperations
+from skippipe_jax.runtime.stage_functions import Gauge
 from skippipe_jax.runtime.totals import Outcome
+from skippipe_jax.runtime.turns import ReadyQueue
 from skippipe_jax.storage.recording import Recording
 
+# Inputs that a node requests in advance: enough that the sender always has a request, and few
+# enough to bound the memory of arrays that have arrived.
+INPUTS_REQUESTED_AHEAD = 8
 # Number of waits that a timeout message names, the oldest first.
 MAX_NAMED_WAITS = 5
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Offset from `time.perf_counter()` to seconds since the epoch by host 0's clock."""
+@dataclass
+class NodeProgress:
+    """Progress of a node. `requested` counts inputs that are requested and have not arrived."""
 
-    offset_s: float
+    turns: ReadyQueue
+    unrequested: deque[Compute]
+    idle_since_s: float | None
+    requested: int = 0
+    busy_s: float = 0.0
+    inputs: dict[Operation, tuple[float, jax.Array]] = field(default_factory=dict)
 
-    @classmethod
-    def with_offset(cls, host_offset_s: float) -> Clock:
-        """Make a clock from the offset of host 0's clock to the local `time.time()`."""
-        return cls(time.time() - time.perf_counter() + host_offset_s)
+    @property
+    def is_done(self) -> bool:
+        """True once all operations of the node have ended."""
+        return not self.turns.left and self.idle_since_s is not None
 
 
-@dataclass(frozen=True)
-class IterationSetup:
-    """Inputs of an iteration of either kind: its number, and the `program` of its `plan`.
+@dataclass(kw_only=True, eq=False)
+class Iteration:
+    """Execution of the operations of a program on the nodes of this host.
 
-    Every node keeps to the plan's order, unless `ready_first`.
+    Times are of `time.perf_counter` [s]. Every node keeps to the program's order, even if inputs
+    are late, unless `ready_first`.
+
+    Attributes:
+        case: case of the plan, which limits the microbatches in flight on a node, and says whether
+            hops share connections; None if the order of the operations is limit enough.
+        name: name of the iteration in timeout messages.
+        nodes: progress of each node.
+        ended: operations that have ended.
+        runs: times of each ended operation.
     """
 
     exchange: Exchange
-    operations: TrainingOperations
-    plan: Plan
+    operations: Operations
     program: Program
     iteration: int
-    ready_first: bool
+    case: Case | None = None
+    ready_first: bool = False
     emulation: Emulation | None = None
 
+    def __post_init__(self) -> None:
+        """Begin without inputs."""
+        self.name = f"step {self.iteration + 1}"
+        self.loop = self.exchange.loop
+        self.topology = self.exchange.topology
+        self.loop.begin()
+        self.connections = None
+        if self.case is not None and self.emulation is None:
+            self.connections = self.exchange.connections(self.case)
+        computes = [step for step in self.program.instructions if isinstance(step, Compute)]
+        self.computes = {compute.operation: compute for compute in computes}
+        by_node: dict[int, list[Compute]] = {node: [] for node in self.program.nodes}
+        for compute in computes:
+            by_node[compute.operation.node].append(compute)
+        self.nodes = {
+            node: NodeProgress(
+                ReadyQueue(
+                    [compute.operation for compute in own],
+                    math.inf if self.case is None else self.case.nodes[node].memory,
+                    ready_first=self.ready_first,
+                ),
+                deque(compute for compute in own if compute.arrives is not None),
+                idle_since_s=self.loop.last_event_s,
+            )
+            for node, own in by_node.items()
+        }
+        self.ended: set[Operation] = set()
+        self.runs: list[Run] = []
 
-class Iteration(ABC):
-    """One iteration on the nodes of this host. Times are of `time.perf_counter` [s].
+    @property
+    def is_done(self) -> bool:
+        """True once all nodes of this host are done."""
+        return all(progress.is_done for progress in self.nodes.values())
+
+    @property
+    def has_ended(self) -> bool:
+        """True once this host has nothing left to do in the iteration."""
+        return self.is_done
+
+    def execute(self, batches: Mapping[int, Batch]) -> None:
+        """Execute the program; `batches` are those of microbatches with a local data node.
+
+        Raises:
+            PeerTimeout: if nothing arrived from other hosts for `network.deadline_s`.
+        """
+        for operation, compute in self.computes.items():
+            if operation.kind == "F" and compute.arrives is None:
+                first = self.operations.first_input(operation, batches[operation.microbatch])
+                self._store_input(operation, self.loop.last_event_s, first)
+        for progress in self.nodes.values():
+            self._request_ahead(progress)
+        self._begin()
+        while not self.has_ended:
+            for node, progress in self.nodes.items():
+                if progress.idle_since_s is not None:
+                    self._start_next(node, progress)
+            self.loop.run_one(self._describe_waits)
+
+    def _begin(self) -> None:
+        """Begin work that does not depend on any operation."""
+
+    def _operation_ended(self, operation: Operation) -> None:
+        """Continue with work that depends on an operation, which has ended."""
+
+    def _send_at(self, time_s: float, then: Then) -> None:
+        """Schedule a send that an emulated link or a shared connection delays."""
+        self.loop.at(time_s, then)
+
+    def _waits(self) -> Iterator[tuple[str, float]]:
+        """Yield a description of each pending wait, and its start time."""
+        for progress in self.nodes.values():
+            if progress.turns.left and progress.idle_since_s is not None:
+                operation = progress.turns.left[0]
+                arrives = self.computes[operation].arrives
+                sender = ""
+                if arrives is not None:
+                    host = self.topology.host_of[arrives.source]
+                    sender = f" from node {arrives.source} on host {host}"
+                yield f"the input of the {operation}{sender}", progress.idle_since_s
+
+    def _describe_waits(self) -> str | None:
+        """Describe the pending waits for a timeout message; return None while a node computes."""
+        if any(progress.idle_since_s is None for progress in self.nodes.values()):
+            return None
+        return timeout_text(self.name, self._waits(), self.loop.deadline_s)
+
+    def _request_ahead(self, progress: NodeProgress) -> None:
+        while progress.unrequested and progress.requested < INPUTS_REQUESTED_AHEAD:
+            compute = progress.unrequested.popleft()
+            assert compute.arrives is not None
+            progress.requested += 1
+            then = partial(self._arrive, compute.operation)
+            like = self.operations.arriving(compute.operation)
+            self.exchange.ask(compute.arrives, self.iteration, like, then)
+
+    def _arrive(self, operation: Operation, at_s: float, array: jax.Array) -> None:
+        progress = self.nodes[operation.node]
+        progress.requested -= 1
+        self._store_input(operation, at_s, array)
+        self._request_ahead(progress)
+
+    def _store_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
+        progress = self.nodes[operation.node]
+        progress.inputs[operation] = at_s, array
+        progress.turns.arrive(operation)
+
+    def _start_next(self, node: int, progress: NodeProgress) -> None:
+        operation = progress.turns.take()
+        if operation is None:
+            return
+        arrived_s, value = progress.inputs.pop(operation)
+        start_s = time.perf_counter()
+        if self.emulation is not None:
+            ready_s = max(arrived_s, progress.idle_since_s or 0.0)
+            start_s = self.emulation.operation_start_s(ready_s, start_s)
+        progress.idle_since_s = None
+        leaves = self.computes[operation].leaves
+        result, at_the_end = self.operations.dispatch(operation, value, leaves=leaves is not None)
+        if leaves is not None and self._may_be_offered_early(leaves):
+            self.exchange.give(leaves, self.iteration, result)
+
+        def computed(end_s: float) -> None:
+            if self.emulation is not None:
+                end_s = self.emulation.operation_end_s(operation, start_s, end_s)
+            run = Run(operation, arrived_s, start_s, end_s)
+            if self.emulation is None:
+                self._end(run, result)
+            else:
+                self.loop.at(end_s, lambda _: self._end(run, result))
+
+        self.loop.when_computed(at_the_end, computed)
+
+    def _may_be_offered_early(self, hop: Hop) -> bool:
+        """Return whether a hop may be offered while its array is still being computed."""
+        is_late = self.emulation is not None or self.connections is not None
+        return not is_late and not self.topology.is_local_node(hop.target)
+
+    def _end(self, run: Run, result: jax.Array | None) -> None:
+        """Pass on the result of an operation that has ended, and free its node."""
+        self.runs.append(run)
+        node, end_s = run.operation.node, run.end_s
+        progress = self.nodes[node]
+        progress.busy_s += end_s - run.start_s
+        progress.idle_since_s = end_s
+        self.ended.add(run.operation)
+        following = self.program.following.get(run.operation)
+        if following is not None and result is not None:
+            self._pass_on(run.operation, following, end_s, result)
+        self._operation_ended(run.operation)
+
+    def _pass_on(
+        self, operation: Operation, following: Operation, end_s: float, result: jax.Array
+    ) -> None:
+        leaves = self.computes[operation].leaves
+        if leaves is None:
+            self._store_input(following, end_s, result)
+            return
+        is_local = self.topology.is_local_node(leaves.target)
+
+        def give(_: float) -> None:
+            self.exchange.give(leaves, self.iteration, result)
+
+        if self.emulation is not None:
+            arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
+            # The loop receives local hops before it stops, so its own timer is enough for them.
+            at = self.loop.at if is_local else self._send_at
+            at(arrival_s, give)
+        elif is_local:
+            give(end_s)
+        elif self.connections is not None:
+            hop = following.kind, operation.node, following.node
+            self._send_at(self.connections.offer_s(*hop, end_s), give)
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainingIteration(Iteration, ABC):
+    """Iteration of training, which also averages and updates.
 
     Attributes:
-        flow: progress of its operations.
         stop: whether this host has a request to stop.
         outcome: result, or None until the iteration has ended on this host.
     """
 
-    def __init__(self, setup: IterationSetup, send_at: Callable[[float, Then], None] | None = None):
-        """Begin without batches; `send_at` is passed to `Flow`."""
-        self.exchange = exchange = setup.exchange
-        self.loop = exchange.loop
-        self.topology = exchange.topology
-        self.operations = setup.operations
-        self.replicas = setup.operations.replicas
-        self.program = setup.program
-        self.iteration = setup.iteration
-        self.emulation = setup.emulation
-        self.loop.begin()
-        self.flow = Flow(
-            exchange,
-            setup.operations,
-            setup.program,
-            setup.iteration,
-            lambda node: setup.plan.case.nodes[node].memory,
-            ready_first=setup.ready_first,
-            emulation=setup.emulation,
-            connections=None if setup.emulation else exchange.connections(setup.plan.case),
-            when_ended=self._operation_ended,
-            send_at=send_at,
-        )
+    operations: TrainingOperations  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        """Begin without inputs."""
+        super().__post_init__()
+        self.replicas = self.operations.replicas
         self.stop = False
         self.outcome: Outcome | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """True once this host has nothing left to do in the iteration."""
+        return self.outcome is not None
+
     def run(
-        self, batches: Mapping[int, Batch], stop: bool = False, clock: Clock | None = None
+        self, batches: Mapping[int, Batch], stop: bool = False, offset_s: float | None = None
     ) -> Outcome:
         """Run the iteration; `batches` are the batches of microbatches with a local data node.
 
         `stop` adds to the totals that this host has a request to stop. Returns when this host has
-        no work left in the iteration. With a `clock`, the outcome includes a recording.
+        no work left in the iteration. With the offset of host 0's clock to the local `time.time()`,
+        the outcome includes a recording.
 
         Raises:
             PeerTimeout: if nothing arrived from other hosts for `network.deadline_s`.
@@ -101,48 +293,35 @@ class Iteration(ABC):
         self.stop = stop
         if self.emulation is not None:
             self.emulation.begin(self.iteration)
-        self.flow.begin(batches)
-        self._begin()
-        while self.outcome is None:
-            self.flow.start_ready()
-            self.loop.run_one(self._describe_waits)
-        if clock is None:
+        self.execute(batches)
+        assert self.outcome is not None
+        if offset_s is None:
             return self.outcome
-        return replace(self.outcome, recording=self._recording(clock))
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Begin work that does not depend on any operation."""
-
-    @abstractmethod
-    def _operation_ended(self, operation: Operation) -> None:
-        """Continue with work that depends on an operation, which has ended."""
-
-    @abstractmethod
-    def _waits(self) -> Iterator[tuple[str, float]]:
-        """Yield a description of each pending wait, and its start time."""
+        by_s = time.time() - time.perf_counter() + offset_s
+        return replace(self.outcome, recording=self._recording(by_s))
 
     @abstractmethod
     def _averagings(self) -> list[Averaging]:
         """Return the averagings of this iteration."""
 
-    def _recording(self, clock: Clock) -> Recording:
-        """Return the operations and averagings of this host, in epoch seconds by host 0's clock."""
-        by = clock.offset_s
+    def _busy_s(self) -> dict[int, float]:
+        return {node: progress.busy_s for node, progress in self.nodes.items()}
+
+    def _gauges(self) -> dict[int, Gauge]:
+        return {node: state.gauge for node, state in self.operations.nodes.items()}
+
+    def _recording(self, by_s: float) -> Recording:
+        """Return the operations and averagings of this host, with `by_s` added to all times."""
         return Recording(
             tuple(
-                Run(run.operation, run.arrived_s + by, run.start_s + by, run.end_s + by)
-                for run in self.flow.runs
+                Run(run.operation, run.arrived_s + by_s, run.start_s + by_s, run.end_s + by_s)
+                for run in self.runs
             ),
-            tuple(Averaging(a.stage, a.start_s + by, a.end_s + by) for a in self._averagings()),
+            tuple(
+                Averaging(own.stage, own.start_s + by_s, own.end_s + by_s)
+                for own in self._averagings()
+            ),
         )
-
-    def _describe_waits(self) -> str | None:
-        """Describe the pending waits for a timeout message; return None while a node computes."""
-        if not self.flow.is_idle:
-            return None
-        operation = f"step {self.iteration + 1}"
-        return timeout_text(operation, self._waits(), self.loop.deadline_s)
 
 
 def timeout_text(operation: str, found: Iterator[tuple[str, float]], deadline_s: float) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation
@@ -14,41 +17,37 @@ from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.program.compiler import Compute
-from skippipe_jax.program.hops import Hop
-from skippipe_jax.runtime.averaging import GradientAveraging
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
-from skippipe_jax.runtime.iteration import Iteration, IterationSetup
+from skippipe_jax.runtime.emulation import Emulation
+from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.iteration import TrainingIteration
 from skippipe_jax.runtime.reduction import sum_of_trees
-from skippipe_jax.runtime.totals import Outcome, add_up, apart, sum_by_collective
+from skippipe_jax.runtime.replicas import Replicas
+from skippipe_jax.runtime.ring import RingPart
+from skippipe_jax.runtime.totals import Outcome, Sums, add_up, apart, sum_by_collective
 
 
-class ExactIteration(Iteration):
+@dataclass(kw_only=True, eq=False)
+class ExactIteration(TrainingIteration):
     """Iteration in which replicas average gradients, synchronous over all hosts.
 
-    It returns when the totals of all hosts have arrived, and the updates are dispatched.
+    It returns when the totals of all hosts have arrived, and the updates are dispatched. In an
+    elastic run, the step is committed once all hosts of the `group` hold their averaged gradients
+    and this iteration's parts of the copies for `buddies`.
     """
 
-    def __init__(
-        self,
-        setup: IterationSetup,
-        *,
-        buddies: BuddyCheckpoints,
-        group: Group,
-        averaging_dtype: str | None = None,
-    ):
-        """Begin without batches.
+    buddies: BuddyCheckpoints
+    group: Group
+    averaging_dtype: str | None
 
-        In an elastic run, the step is committed once all hosts of the `group` hold their averaged
-        gradients and this iteration's parts of the copies for `buddies`.
-        """
-        super().__init__(setup)
-        self.group = group
-        self.buddies = buddies
+    def __post_init__(self) -> None:
+        """Begin without inputs."""
+        super().__post_init__()
         self.averaging = GradientAveraging(
             self.exchange,
             self.replicas,
             self.iteration,
-            averaging_dtype,
+            self.averaging_dtype,
             self.emulation,
             self._sum_totals,
         )
@@ -58,7 +57,7 @@ class ExactIteration(Iteration):
 
     def _begin(self) -> None:
         self.buddies.begin(self.iteration)
-        for node, progress in self.flow.nodes.items():
+        for node, progress in self.nodes.items():
             if progress.is_done:
                 self._begin_ring_of(node)
         self._begin_collectives()
@@ -67,17 +66,17 @@ class ExactIteration(Iteration):
         return self.averaging.averagings
 
     def _operation_ended(self, operation: Operation) -> None:
-        if self.flow.nodes[operation.node].is_done:
+        if self.nodes[operation.node].is_done:
             self._begin_ring_of(operation.node)
         self._begin_collectives()
 
     def _begin_ring_of(self, node: int) -> None:
         """Begin the ring of a node's stage once all nodes that share the replica are done."""
         replica_of = self.topology.replica_of
-        sharing = [other for other in self.flow.nodes if replica_of[other] == replica_of[node]]
-        if not all(self.flow.nodes[other].is_done for other in sharing):
+        sharing = [other for other in self.nodes if replica_of[other] == replica_of[node]]
+        if not all(self.nodes[other].is_done for other in sharing):
             return
-        replica, connections = replica_of[node], self.flow.connections
+        replica, connections = replica_of[node], self.connections
         if connections is None:
             self.averaging.begin_ring(replica)
         else:  # Wait until these nodes' connections have sent all hops.
@@ -94,7 +93,7 @@ class ExactIteration(Iteration):
         while self.instructions:
             step = self.instructions[0]
             if isinstance(step, Compute):
-                if step.operation not in self.flow.ended:
+                if step.operation not in self.ended:
                     return
             else:
                 self.averaging.begin_collective(step.stage)
@@ -106,26 +105,22 @@ class ExactIteration(Iteration):
         """Sum the totals over all hosts."""
         self.waits_for_totals = True
         norms = [n for stage in self.replicas.stages for n in self.replicas.squared_norms(stage)]
-        busy_s = {node: progress.busy_s for node, progress in self.flow.nodes.items()}
         parts = [*self.operations.totals.values(), *norms]
         noted = self.replicas.squared_norms_of_blocks()
-        local = add_up(self.topology, parts, self.stop, busy_s, noted)
-        like = jax.ShapeDtypeStruct(local.shape, local.dtype)
+        local = add_up(self.topology, parts, self.stop, self._busy_s(), noted)
         if self.group.is_elastic:
             self.loop.when_computed(local, lambda _: self._contribute(np.asarray(local)))
-        elif not self.topology.sums_totals_by_links:
+        elif self.topology.sums_totals_by_links:
+            own, like = self.topology.host, jax.ShapeDtypeStruct(local.shape, local.dtype)
+            for other in self.topology.hosts:
+                if other != own:
+                    there, back = self.topology.hops_of_totals(other)
+                    self.exchange.give(there, self.iteration, local)
+                    self.exchange.ask(back, self.iteration, like, partial(self._hear, other))
+            self._hear(own, self.loop.last_event_s, local)
+        else:
             summed = sum_by_collective(self.topology, local)
             self.loop.when_ready(summed, lambda _: self._finish(summed))
-        elif self.topology.host == 0:
-            self._hear(0, self.loop.last_event_s, local)
-            for host in self.topology.hosts[1:]:
-                then = partial(self._hear, host)
-                self.exchange.ask(self._totals_hop(host), self.iteration, like, then)
-        else:
-            own = self.topology.host
-            self.exchange.give(self._totals_hop(own), self.iteration, local)
-            hop = self._answer_hop(own)
-            self.exchange.ask(hop, self.iteration, like, lambda _, summed: self._finish(summed))
 
     def _contribute(self, totals: Float[np.ndarray, " all"]) -> None:
         """Contribute totals to the group, as this host holds all averaged gradients.
@@ -142,44 +137,120 @@ class ExactIteration(Iteration):
             lambda copies: self.group.contribute(step, own, committed, copies)
         )
 
-    def _totals_hop(self, host: int) -> Hop:
-        first_nodes = self.topology.first_nodes
-        return Hop(self.topology.totals[host], first_nodes[host], first_nodes[0])
-
-    def _answer_hop(self, host: int) -> Hop:
-        first_nodes = self.topology.first_nodes
-        number = self.topology.totals[len(first_nodes) + host]
-        return Hop(number, first_nodes[0], first_nodes[host])
-
     def _hear(self, host: int, at_s: float, totals: jax.Array) -> None:
-        """Store the totals of a host on host 0; once all have arrived, send the sum to all."""
+        """Store the totals of a host; once all have arrived, sum them in the order of hosts."""
         self.totals_of_hosts[host] = totals
-        hosts = self.topology.hosts
-        if len(self.totals_of_hosts) == len(hosts):
-            summed = sum_of_trees([self.totals_of_hosts[host] for host in hosts])
-            for other in hosts[1:]:
-                self.exchange.give(self._answer_hop(other), self.iteration, summed)
-            self._finish(summed)
+        if len(self.totals_of_hosts) == len(self.topology.hosts):
+            self._finish(sum_of_trees([self.totals_of_hosts[own] for own in self.topology.hosts]))
 
     def _finish(self, summed: jax.Array) -> None:
         sums = apart(summed, len(self.topology.devices))
+        if not self.loop.waits:
+            # The times of operations were not measured.
+            sums = Sums(sums.totals)
         self.waits_for_totals = False
         self.replicas.update(sums.totals)
-        gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
-        self.outcome = Outcome(lambda: sums, gauges)
+        self.outcome = Outcome(lambda: sums, self._gauges())
 
     # Waits, for timeout messages.
 
     def _waits(self) -> Iterator[tuple[str, float]]:
-        yield from self.flow.waits()
+        yield from super()._waits()
         if copies := [*self.buddies.waits()]:
             yield from ((what, self.loop.last_event_s) for what in copies)
         elif self.waits_for_totals:
-            hears_all = self.topology.host == 0 or self.group.is_elastic
             known = {self.topology.host, *self.totals_of_hosts}
-            hosts = self.topology.hosts if hears_all else [0]
-            missing = [str(host) for host in hosts if host not in known]
+            missing = [str(host) for host in self.topology.hosts if host not in known]
             yield f"the global sums from host {', '.join(missing)}", self.loop.last_event_s
-        elif self.flow.is_done or self.averaging.parts:
+        elif self.is_done or self.averaging.parts:
             for what in self.averaging.waits():
                 yield what, self.loop.last_event_s
+
+
+class GradientAveraging:
+    """Gradient averaging of all stages in one iteration, each stage begun separately.
+
+    Attributes:
+        left: local replicas whose sums are not complete.
+        averagings: stage, start and end of each complete averaging.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        replicas: Replicas,
+        iteration: int,
+        dtype: str | None,
+        emulation: Emulation | None,
+        when_done: Callable[[], None],
+    ):
+        """Begin no stage yet; rings send sums as `dtype`, by default float32.
+
+        `when_done` is called when all stages are averaged.
+        """
+        self.exchange = exchange
+        self.loop = exchange.loop
+        self.topology = exchange.topology
+        self.replicas = replicas
+        self.iteration = iteration
+        self.dtype = jnp.dtype(dtype or np.float32)
+        self.emulation = emulation
+        self.when_done = when_done
+        self.left = set(replicas.states)
+        self.begun: set[int] = set()
+        self.parts: dict[int, RingPart] = {}
+        self.averagings: list[Averaging] = []
+
+    def begin_collective(self, stage: int) -> None:
+        """Begin the collective sum of a stage, unless the stage has a ring."""
+        if stage in self.topology.rings:
+            return
+        start_s = time.perf_counter()
+        self.replicas.sum_by_collective(stage)
+        for replica in self.replicas.states:
+            if self.replicas.stage_of(replica) == stage:
+                self._when_summed(replica, start_s)
+
+    def begin_ring(self, replica: int) -> None:
+        """Begin a replica's part in the ring of its stage, if there is one and it has not begun."""
+        ring = self.topology.rings.get(self.replicas.stage_of(replica))
+        if ring is None or replica in self.begun:
+            return
+        self.begun.add(replica)
+        spread = self.topology.spread(replica)
+        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype, spread)
+        self.parts[replica] = part
+        start_s = time.perf_counter()
+
+        def ended(_: float) -> None:
+            del self.parts[replica]
+            self.replicas.take_sum(replica, part.result())
+            self._when_summed(replica, start_s)
+
+        self.exchange.run_ring(part, self.iteration, ended)
+
+    def waits(self) -> Iterator[str]:
+        """Yield descriptions of the sums that are waited for."""
+        for part in self.parts.values():
+            source = part.ring.nodes[part.position - 1]
+            sender = f"node {source} on host {self.topology.host_of[source]}"
+            yield f"a chunk of the gradient average of stage {part.ring.stage} from {sender}"
+        if self.left and not self.parts:
+            stage = min(self.replicas.stage_of(replica) for replica in self.left)
+            yield f"the gradient average of stage {stage}"
+
+    def _when_summed(self, replica: int, start_s: float) -> None:
+        # All arrays of a sum are ready at the same time.
+        array = self.replicas.summed_array(replica)
+        self.loop.when_computed(array, lambda at_s: self._summed(replica, start_s, at_s))
+
+    def _summed(self, replica: int, start_s: float, at_s: float) -> None:
+        if self.emulation is not None:
+            at_s = self.emulation.averaging_end_s(self.replicas.stage_of(replica), at_s)
+        self.loop.at(at_s, lambda _: self._end(replica, start_s, at_s))
+
+    def _end(self, replica: int, start_s: float, end_s: float) -> None:
+        self.averagings.append(Averaging(self.replicas.stage_of(replica), start_s, end_s))
+        self.left.remove(replica)
+        if not self.left:
+            self.when_done()

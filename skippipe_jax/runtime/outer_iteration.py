@@ -9,27 +9,34 @@ the background (see `background_sync`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.runtime.background_sync import BackgroundSync
-from skippipe_jax.runtime.events import seconds_since
-from skippipe_jax.runtime.iteration import Iteration, IterationSetup
+from skippipe_jax.runtime.events import Then, seconds_since
+from skippipe_jax.runtime.iteration import TrainingIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps
 from skippipe_jax.runtime.stage_functions import Totals
 from skippipe_jax.runtime.totals import Outcome, add_up, apart
 
 
-class OuterIteration(Iteration):
-    """Iteration of `outer` mode on the nodes of this host, each with a separate replica."""
+@dataclass(kw_only=True, eq=False)
+class OuterIteration(TrainingIteration):
+    """Iteration of `outer` mode on the nodes of this host, each with a separate replica.
 
-    def __init__(self, setup: IterationSetup, *, steps: OuterSteps, behind: BackgroundSync):
-        """Begin without batches; `steps` makes local and outer steps, `behind` sends."""
-        super().__init__(setup, send_at=behind.at)
-        self.steps, self.behind = steps, behind
-        self.step = setup.iteration + 1
+    `steps` makes local and outer steps, and `behind` sends.
+    """
+
+    steps: OuterSteps
+    behind: BackgroundSync
+
+    def __post_init__(self) -> None:
+        """Begin without inputs."""
+        super().__post_init__()
+        self.step = self.iteration + 1
         self.norms: list[Totals] = []
         self.not_stepped = set(self.replicas.states)
         # For each replica with messages to apply, the step after which they were sent.
@@ -37,13 +44,17 @@ class OuterIteration(Iteration):
         self.averaged: list[Averaging] = []
 
     def _begin(self) -> None:
-        for node, progress in self.flow.nodes.items():
+        for node, progress in self.nodes.items():
             if progress.is_done:
                 self._take_step(node)
 
     def _operation_ended(self, operation: Operation) -> None:
-        if self.flow.nodes[operation.node].is_done:
+        if self.nodes[operation.node].is_done:
             self._take_step(operation.node)
+
+    def _send_at(self, time_s: float, then: Then) -> None:
+        # The loop of the iteration may stop before the send.
+        self.behind.at(time_s, then)
 
     def _take_step(self, node: int) -> None:
         """Take the local step of a replica whose node is done, and send the due fragment."""
@@ -54,9 +65,9 @@ class OuterIteration(Iteration):
         self.not_stepped.remove(node)
         if self.not_stepped:
             return
-        busy_s = {node: progress.busy_s for node, progress in self.flow.nodes.items()}
         parts = [*self.operations.totals.values(), *self.norms]
-        self.summed = self.behind.end(self.step, add_up(self.topology, parts, self.stop, busy_s))
+        local = add_up(self.topology, parts, self.stop, self._busy_s())
+        self.summed = self.behind.end(self.step, local)
         for replica in self.replicas.states:
             sent_after = self.steps.due(replica, self.step)
             if sent_after is not None:
@@ -64,22 +75,21 @@ class OuterIteration(Iteration):
         if self.to_apply:
             self.behind.when_committed(self._commit_step(), lambda _: self._apply())
         else:
-            self._end()
+            self._end_iteration()
 
     def _apply(self) -> None:
         """Apply the due messages, which are committed and were all sent after one step."""
         for replica, sent_after in self.to_apply.items():
             self.steps.apply(replica, sent_after)
         self.to_apply.clear()
-        self._end()
+        self._end_iteration()
 
-    def _end(self) -> None:
+    def _end_iteration(self) -> None:
         self.averaged = self.behind.take_averagings()
-        gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
         ended_s = self.loop.last_event_s
         summed, nodes = self.summed, len(self.topology.devices)
         self.outcome = Outcome(
-            lambda: apart(jax.device_put(summed.result()), nodes), gauges, ended_s=ended_s
+            lambda: apart(jax.device_put(summed.result()), nodes), self._gauges(), ended_s=ended_s
         )
 
     def _averagings(self) -> list[Averaging]:
@@ -92,7 +102,7 @@ class OuterIteration(Iteration):
         return super()._describe_waits()
 
     def _waits(self) -> Iterator[tuple[str, float]]:
-        yield from self.flow.waits()
+        yield from super()._waits()
         if self.to_apply:
             yield from self.behind.waits(self._commit_step())
 

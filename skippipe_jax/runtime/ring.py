@@ -1,26 +1,35 @@
-"""Ring all-reduce of the gradients of a stage's replicas, for slow links.
+"""Rings of a stage's replicas for slow links: sums of gradients, and messages of `outer` mode.
 
-The gradients are cut into one segment for each of n replicas, and each segment into chunks. In the
-first n - 1 steps a replica sends the sum of its chunk and the received one; then each segment is
-summed on one replica. In n - 1 more steps the sums go round the ring, so that all replicas have the
-same bits. If the replicas have equal meshes, the shards of each device go round as they are: a
-chunk then has a row for each device. A chunk is sent on as soon as it has arrived, so sending,
-receiving and adding overlap, and every link of the ring is always busy, as
-`skippipe_sched.timing.averaging` predicts. `skippipe_jax.runtime.pace` determines the size of
-chunks, and the number that is requested in advance.
+All-reduce: the gradients are cut into one segment for each of n replicas, and each segment into
+chunks. In the first n - 1 steps a replica sends the sum of its chunk and the received one; then
+each segment is summed on one replica. In n - 1 more steps the sums go round the ring, so that all
+replicas have the same bits. If the replicas have equal meshes, the shards of each device go round
+as they are: a chunk then has a row for each device.
+
+All-gather: each replica has one message about a fragment. In n - 1 steps it sends first its own
+message, then those received from its predecessor, so that every message reaches every replica
+unchanged.
+
+A chunk is sent on as soon as it has arrived, so sending, receiving and adding overlap, and every
+link of the ring is always busy, as `skippipe_sched.timing.averaging` predicts.
+`skippipe_jax.runtime.pace` determines the size of chunks, and the number that is requested in
+advance.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from skippipe_sched.problem.case import Case
+from skippipe_sched.timing.averaging import best_ring
 
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
@@ -38,21 +47,44 @@ Chunk = Float[Array, "*rows numbers"]
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Ring of `nodes` in order, each with a replica on separate devices.
+class _ChunkRing:
+    """Ring of `nodes` in order, each with a replica, through which chunks pass.
 
-    A segment has `chunks` chunks of `chunk_length` numbers, stored in `blocks` arrays of equally
-    many chunks. With several `rows`, a node has these once for each of its devices. The replica at
-    each position requests `ahead` chunks in advance. `numbers` are those of the ring's hops.
+    In each step a replica sends at most `chunks` chunks of at most `chunk_length` numbers. The
+    replica at each position requests `ahead` chunks in advance. `numbers` are those of all hops.
     """
 
     stage: int
     nodes: tuple[int, ...]
     numbers: range
-    blocks: int
     chunks: int
     chunk_length: int
     ahead: tuple[int, ...]
+
+    def hop(self, position: int, step: int, chunk: int) -> Hop:
+        """Return the hop by which the replica at `position` sends a chunk in a step."""
+        return self._hop((step * self.chunks + chunk) * len(self.nodes) + position)
+
+    @property
+    def hops(self) -> list[Hop]:
+        """All hops, in the order of their numbers."""
+        return [self._hop(place) for place in range(len(self.numbers))]
+
+    def _hop(self, place: int) -> Hop:
+        position = place % len(self.nodes)
+        following = self.nodes[(position + 1) % len(self.nodes)]
+        return Hop(self.numbers[place], self.nodes[position], following)
+
+
+@dataclass(frozen=True)
+class Ring(_ChunkRing):
+    """Ring all-reduce. A segment has `chunks` chunks, stored in `blocks` arrays of equally many.
+
+    The replicas are on separate devices. With several `rows`, a node has each block once for each
+    of its devices.
+    """
+
+    blocks: int
     rows: int = 1
 
     @classmethod
@@ -81,37 +113,115 @@ class Ring:
         blocks = math.ceil(wanted / of_block)
         chunks = blocks * of_block
         chunk_length = math.ceil(segment / chunks)
-        hops = numbers.take(_steps(nodes) * chunks * len(nodes))
+        in_all = 2 * (len(nodes) - 1) * chunks
+        hops = numbers.take(in_all * len(nodes))
         ahead = chunks_ahead(case, nodes, chunk_length * width)
-        in_all = _steps(nodes) * chunks
         ahead = tuple(min(own, in_all) for own in ahead)
-        return cls(stage, tuple(nodes), hops, blocks, chunks, chunk_length, ahead, rows)
+        return cls(stage, tuple(nodes), hops, chunks, chunk_length, ahead, blocks, rows)
 
     @property
     def steps(self) -> int:
-        """Number of steps, in each of which a replica sends one segment: 2(n - 1)."""
-        return _steps(self.nodes)
-
-    def hop(self, position: int, step: int, chunk: int) -> Hop:
-        """Return the hop by which the replica at `position` sends a chunk in a step."""
-        number = (step * self.chunks + chunk) * len(self.nodes) + position
-        following = self.nodes[(position + 1) % len(self.nodes)]
-        return Hop(self.numbers[number], self.nodes[position], following)
+        """Number of steps, in each of which a replica sends one segment."""
+        return 2 * (len(self.nodes) - 1)
 
     def segment_sent(self, position: int, step: int) -> int:
         """Return the segment that the replica at `position` sends in a step."""
         return (position - step) % len(self.nodes)
 
 
-def _steps(nodes: Sequence[int]) -> int:
-    return 2 * (len(nodes) - 1)
+@dataclass(frozen=True)
+class GatheringRing(_ChunkRing):
+    """Ring all-gather, with hops for messages of at most `chunks` chunks.
+
+    `places` are the indices of the replicas in the stage, in the order of the plan. The last chunk
+    of a message may have fewer numbers.
+    """
+
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        stage: int,
+        replicas: Sequence[int],
+        numbers: HopNumbers,
+        longest: jax.ShapeDtypeStruct,
+        *,
+        hop_bytes: float = math.inf,
+    ) -> GatheringRing:
+        """Find the fastest ring of these replicas over the links of `case`.
+
+        Messages have at most the size of `longest`. If the links also carry hops, these have
+        `hop_bytes`.
+        """
+        nodes = best_ring(case, stage, sorted(replicas))
+        width = jnp.dtype(longest.dtype).itemsize
+        size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
+        chunk_length = max(1, math.floor(size / width))
+        chunks = math.ceil(longest.size / chunk_length)
+        hops = numbers.take((len(nodes) - 1) * chunks * len(nodes))
+        ahead = chunks_ahead(case, nodes, chunk_length * width)
+        places = tuple(map(replicas.index, nodes))
+        return cls(stage, nodes, hops, chunks, chunk_length, ahead, places)
 
 
-class RingPart:
+AnyRing = TypeVar("AnyRing", bound=_ChunkRing)
+
+
+class RingMember(ABC, Generic[AnyRing]):
     """Part of one replica in a ring. The caller sends the returned chunks, and passes in arrivals.
 
     Attributes:
-        unrequested, ahead, left: see `RingMember`.
+        ring: the ring.
+        position: position of the replica in it.
+        unrequested: step, chunk, hop and shape of all arrivals that have not been requested, in the
+            order in which they are sent.
+        ahead: number of chunks to request in advance.
+        left: number of chunks that have not arrived.
+    """
+
+    def __init__(self, ring: AnyRing, node: int, steps: int, likes: Sequence[jax.ShapeDtypeStruct]):
+        """Begin on `node`; `likes` are the shapes of the chunks of each of the `steps`."""
+        self.ring = ring
+        self.position = ring.nodes.index(node)
+        self.ahead = ring.ahead[self.position]
+        self.left = steps * len(likes)
+        self._steps, self._likes = steps, likes
+        self.unrequested = self._arriving()
+
+    def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
+        before = (self.position - 1) % len(self.ring.nodes)
+        for step in range(self._steps):
+            for chunk, like in enumerate(self._likes):
+                yield step, chunk, self.ring.hop(before, step, chunk), like
+
+    def begin(self) -> Iterator[tuple[Hop, Array]]:
+        """Yield the chunks that are sent first, and their hops."""
+        for chunk in range(len(self._likes)):
+            yield self.ring.hop(self.position, 0, chunk), self._own(chunk)
+
+    def arrive(self, step: int, chunk: int, array: Array) -> tuple[Hop, Array] | None:
+        """Process a chunk that arrived in a step; return what to send next, if anything."""
+        self.left -= 1
+        array = self._received(step, chunk, array)
+        if step + 1 == self._steps:
+            return None
+        return self.ring.hop(self.position, step + 1, chunk), array
+
+    @abstractmethod
+    def _own(self, chunk: int) -> Array:
+        """Return a chunk that is sent first."""
+
+    @abstractmethod
+    def _received(self, step: int, chunk: int, array: Array) -> Array:
+        """Store a chunk that arrived in a step; return the chunk to send on."""
+
+
+class RingPart(RingMember[Ring]):
+    """Part of one replica in a ring all-reduce.
+
+    Attributes:
         travelling: shape and dtype of the array of each hop.
     """
 
@@ -127,14 +237,10 @@ class RingPart:
 
         If `here` is a mesh, the gradients are sharded over it.
         """
-        self.ring = ring
-        self._here = None if here is None or here.mesh is None else here
-        self.position = ring.nodes.index(node)
-        self.ahead = ring.ahead[self.position]
         rows = () if ring.rows == 1 else (ring.rows,)
         self.travelling = jax.ShapeDtypeStruct((*rows, ring.chunk_length), dtype)
-        self.unrequested = self._arriving()
-        self.left = ring.steps * ring.chunks
+        super().__init__(ring, node, ring.steps, [self.travelling] * ring.chunks)
+        self._here = None if here is None or here.mesh is None else here
         self.like = jax.eval_shape(lambda tree: tree, gradients)
         # In `blocks`, sums replace the gradients. A chunk is copied out only when it is sent, so
         # that little memory is used in addition.
@@ -153,20 +259,7 @@ class RingPart:
     def _is_cut(self) -> bool:
         return self.ring.rows > 1
 
-    def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
-        before = (self.position - 1) % len(self.ring.nodes)
-        for step in range(self.ring.steps):
-            for chunk in range(self.ring.chunks):
-                yield step, chunk, self.ring.hop(before, step, chunk), self.travelling
-
-    def begin(self) -> Iterator[tuple[Hop, Array]]:
-        """Yield the chunks of the replica's own segment, which are sent first, and their hops."""
-        for chunk in range(self.ring.chunks):
-            yield self.ring.hop(self.position, 0, chunk), self._own(chunk)
-
-    def arrive(self, step: int, chunk: int, array: Array) -> tuple[Hop, Array] | None:
-        """Add or store a chunk that arrived in a step; return what to send next, if anything."""
-        self.left -= 1
+    def _received(self, step: int, chunk: int, array: Chunk) -> Chunk:
         block, start = self._place(self.ring.segment_sent(self.position - 1, step), chunk)
         last_sum = len(self.ring.nodes) - 2
         if step <= last_sum:
@@ -174,9 +267,7 @@ class RingPart:
         if step >= last_sum:
             # The complete sum: its replica also keeps it in the rounded form that it sends.
             self._keep(block, start, array)
-        if step + 1 == self.ring.steps:
-            return None
-        return self.ring.hop(self.position, step + 1, chunk), array
+        return array
 
     def result(self) -> PyTree:
         """Return the sum of all replicas' gradients, once no chunk is `left`."""
@@ -206,13 +297,47 @@ class RingPart:
             self.blocks[block] = _kept(self.blocks[block], start, summed)
 
 
+class Gathering(RingMember[GatheringRing]):
+    """Part of one replica in the all-gather of a fragment."""
+
+    def __init__(self, ring: GatheringRing, node: int, message: Array):
+        """Begin with the message of the replica on `node`."""
+        likes = [
+            jax.ShapeDtypeStruct((min(ring.chunk_length, message.size - start),), message.dtype)
+            for start in range(0, message.size, ring.chunk_length)
+        ]
+        super().__init__(ring, node, len(ring.nodes) - 1, likes)
+        self._message = message
+        # Received chunks by the position of their replica, and by their number.
+        self._chunks: dict[int, dict[int, Array]] = {}
+
+    def _own(self, chunk: int) -> Array:
+        if len(self._likes) == 1:
+            return self._message
+        return _taken(self._message, chunk * self.ring.chunk_length, self._likes[chunk])
+
+    def _received(self, step: int, chunk: int, array: Array) -> Array:
+        source = (self.position - 1 - step) % len(self.ring.nodes)
+        self._chunks.setdefault(source, {})[chunk] = array
+        return array
+
+    def messages(self) -> dict[int, Array]:
+        """Return all messages by the indices of their replicas, once no chunk is `left`."""
+        places = self.ring.places
+        others = {
+            places[source]: _joined([chunks[chunk] for chunk in sorted(chunks)])
+            for source, chunks in self._chunks.items()
+        }
+        return {places[self.position]: self._message, **others}
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
     return blocks_of(tree, blocks, length)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _taken(block: Block, start: int, like: jax.ShapeDtypeStruct) -> Chunk:
+def _taken(block: Array, start: int, like: jax.ShapeDtypeStruct) -> Array:
     return jax.lax.dynamic_slice_in_dim(block, start, like.shape[-1], axis=-1).astype(like.dtype)
 
 
@@ -230,3 +355,12 @@ def _kept(block: Block, start: int, summed: Chunk) -> Block:
 @functools.partial(jax.jit, static_argnums=1)
 def _join(blocks: list[Block], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
     return joined_blocks(blocks, shapes)
+
+
+def _joined(chunks: Sequence[Array]) -> Array:
+    return chunks[0] if len(chunks) == 1 else _concatenated(chunks)
+
+
+@jax.jit
+def _concatenated(chunks: Sequence[Array]) -> Array:
+    return jnp.concatenate(chunks)

@@ -1,9 +1,9 @@
 """Runtime of one host: state, transfers, and one iteration after another.
 
-`Runtime.run` executes an iteration in one of three ways. On a single host without any waits, it
-dispatches all operations at once in the program's order (`dispatch`). Otherwise every operation
-starts when its input has arrived (`live`). In `outer` mode, in addition, no host waits for all
-others in an iteration (`outer_iteration`).
+Without any waits, as on a single host, `Runtime.run` dispatches all operations of an iteration at
+once. Otherwise every operation starts when its input has arrived (`iteration`). At the end replicas
+average their gradients (`live`) or, in `outer` mode, no host waits for all others
+(`outer_iteration`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ from skippipe_jax.runtime.buddies import BuddyCheckpoints, copy_routes
 from skippipe_jax.runtime.compiled_ahead import compile_session
 from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.diskless_stages import DisklessStages
-from skippipe_jax.runtime.dispatch import in_program_order
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.held_out import HeldOut
-from skippipe_jax.runtime.iteration import Clock, IterationSetup
 from skippipe_jax.runtime.live import ExactIteration
-from skippipe_jax.runtime.offered import offered
 from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps, settle
@@ -47,7 +44,7 @@ from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySour
 from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
 from skippipe_jax.runtime.state_transfer import StateTransfers, transfer_states
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
-from skippipe_jax.runtime.totals import Outcome, Sums, add_up, apart, sum_by_collective
+from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
 from skippipe_jax.storage.checkpoint import CheckpointItems, ReplicaStates
 
@@ -97,7 +94,6 @@ class Runtime:
         for node, state in self.states.items():
             stage, mesh = topology.stage_of[node], topology.meshes[node]
             state.gathers = gathers_once(config, topology.plan.case, stage, mesh, node)
-        self.exchange = Exchange(EventLoop(config.network.deadline_s), topology, links)
         self.operations = TrainingOperations(
             self.replicas,
             wire_of_run(config),
@@ -111,16 +107,17 @@ class Runtime:
             for is_exact, of_kind in ((True, with_exact_averaging(plan)), (False, plan))
             if config.network.mode == "emulate"
         }
-        self.ready_first = config.execution == "ready-first"
         # On one host nothing arrives late, unless delays are emulated.
         self.waits = bool(
             len(topology.hosts) > 1
             or self.emulations
-            or self.ready_first
+            or config.execution == "ready-first"
             or topology.rings
             or group.is_elastic
             or config.averaging.is_outer
         )
+        loop = EventLoop(config.network.deadline_s, waits=self.waits)
+        self.exchange = Exchange(loop, topology, links)
         self.given = DisklessStages(topology, config, group)
         for link in links.values():
             link.expect(self.given.numbers, after=AFTER_A_STEP)
@@ -210,7 +207,7 @@ class Runtime:
         """Set up `count` held-out microbatches; all hosts call this with the same count."""
         computed = activation(self.config.model, self.config.data)
         operations = HeldOutOperations(self.replicas, computed)
-        return HeldOut(self.exchange, operations, count, waits=self.waits)
+        return HeldOut(self.exchange, operations, count)
 
     def run(
         self,
@@ -231,50 +228,37 @@ class Runtime:
         """
         name = self.schedule.name(iteration)
         self.operations.begin(iteration)
-        if not (self.waits or record):
-            return self._dispatch(self.programs[name], batches, stop)
-        offset = self._clock_offset
-        offset_s = 0.0 if offset is None or not record else offset.result()
-        clock = Clock.with_offset(offset_s) if record else None
+        offset_s = None
+        if record:
+            offset_s = 0.0 if self._clock_offset is None else self._clock_offset.result()
         is_exact = self.config.averaging.is_exact(iteration + 1)
-        setup = IterationSetup(
-            self.exchange,
-            self.operations,
-            self.schedule.plans[name],
-            self.programs[name],
-            iteration,
-            self.ready_first,
-            self.emulations.get((name, is_exact)),
-        )
-        if not is_exact:
+        if is_exact:
+            kind = partial(
+                ExactIteration,
+                buddies=self.buddies,
+                group=self.group,
+                averaging_dtype=self.config.network.averaging_dtype,
+            )
+        else:
             assert self._outer_steps is not None, "averaging.mode is not outer"
             assert self._background is not None, "averaging.mode is not outer"
-            outer = OuterIteration(setup, steps=self._outer_steps, behind=self._background)
-            return outer.run(batches, stop, clock)
-        live = ExactIteration(
-            setup,
-            buddies=self.buddies,
-            group=self.group,
-            averaging_dtype=self.config.network.averaging_dtype,
-        )
-        outcome = live.run(batches, stop, clock)
-        if self._outer_steps is not None:
+            kind = partial(OuterIteration, steps=self._outer_steps, behind=self._background)
+        loop = self.exchange.loop
+        # The times of operations are known only if they are waited for.
+        loop.waits = self.waits or record
+        outcome = kind(
+            exchange=self.exchange,
+            operations=self.operations,
+            program=self.programs[name],
+            iteration=iteration,
+            case=self.schedule.plans[name].case,
+            ready_first=self.config.execution == "ready-first",
+            emulation=self.emulations.get((name, is_exact)),
+        ).run(batches, stop, offset_s)
+        loop.waits = self.waits
+        if is_exact and self._outer_steps is not None:
             self._outer_steps.begin(iteration + 1)
         return outcome
-
-    def _dispatch(self, program: Program, batches: Mapping[int, Batch], stop: bool) -> Outcome:
-        """Dispatch one iteration in the program's order without waits."""
-        norms = []
-        for stage in in_program_order(program, self.operations, batches):
-            self.replicas.sum_by_collective(stage)
-            norms += self.replicas.squared_norms(stage)
-        parts = [*self.operations.totals.values(), *norms]
-        local = add_up(self.topology, parts, stop, {})
-        summed = sum_by_collective(self.topology, local)
-        sums = Sums(apart(summed, len(self.topology.devices)).totals)
-        self.replicas.update(sums.totals)
-        gauges = {node: state.gauge for node, state in self.operations.nodes.items()}
-        return Outcome(lambda: sums, gauges)
 
 
 def _states_of_run(
@@ -344,7 +328,7 @@ def open_runtime(
     shardings = {node: topology.spread(node).first for node in topology.nodes}
     max_lag = config.averaging.iterations_apart + config.averaging.is_outer
     links = transfers.links(shardings, group.generation.step, max_lag)
-    for other, numbers in offered(topology, programs.values()).items():
+    for other, numbers in topology.offered(programs.values()).items():
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None
     state_transfers = StateTransfers(topology, config, group.holders)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,10 +25,10 @@ from skippipe_jax.config import Config, NetworkConfig, NodeConfig, NodeMesh
 from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.optim.outer import longest_message
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import Compute, Program
+from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.copied import pieces_of_copies
-from skippipe_jax.runtime.gathering import GatheringRing
-from skippipe_jax.runtime.ring import Ring
+from skippipe_jax.runtime.ring import GatheringRing, Ring
 from skippipe_jax.runtime.spread import NodeSharding, numbers_of_device
 
 # `network.averaging: auto` uses the collective if no link between replicas is slower.
@@ -193,7 +193,7 @@ class Topology:
         replicas: replicas of each stage.
         rings: ring all-reduce of each stage that is averaged by one.
         gatherings: ring all-gather of each stage in `outer` mode.
-        totals: numbers of the hops of totals, two for each host.
+        totals: numbers of the hops of totals, one for each pair of hosts.
         first_free_hop: first hop number that is unused, as are all above it.
         copies: numbers of the hops of buddy checkpoints.
     """
@@ -266,7 +266,7 @@ class Topology:
             for stage, own in enumerate(replicas)
             if config.averaging.is_outer and len(own) > 1
         }
-        totals = numbers.take(2 * (max(host_of) + 1))
+        totals = numbers.take((max(host_of) + 1) ** 2)
         copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
         return cls(
             plan,
@@ -347,9 +347,35 @@ class Topology:
         """Return the distinct spreads of the replicas of a stage, for its collective."""
         return tuple(dict.fromkeys(map(self.spread, self.replicas[stage])))
 
+    def hops_of_totals(self, other: int) -> tuple[Hop, Hop]:
+        """Return the hops of totals to another host and back."""
+        own, hosts, nodes = self.host, len(self.hosts), self.first_nodes
+        return (
+            Hop(self.totals[own * hosts + other], nodes[own], nodes[other]),
+            Hop(self.totals[other * hosts + own], nodes[other], nodes[own]),
+        )
+
+    def offered(self, programs: Iterable[Program]) -> Mapping[int, set[int]]:
+        """Return the numbers of the hops from this host to each other host that it may request.
+
+        These are the hops of all `programs` of this host, of rings and totals, and those of all
+        buddy checkpoints for every host.
+        """
+        steps = (step for program in programs for step in program.instructions)
+        hops = [step.leaves for step in steps if isinstance(step, Compute)]
+        for ring in (*self.rings.values(), *self.gatherings.values()):
+            hops += ring.hops
+        others = [other for other in self.hosts if other != self.host]
+        hops += [self.hops_of_totals(other)[0] for other in others]
+        numbers = {other: {*self.copies} for other in others}
+        for hop in filter(None, hops):
+            if self.is_local_node(hop.source) and not self.is_local_node(hop.target):
+                numbers[self.host_of[hop.target]].add(hop.number)
+        return numbers
+
     @property
     def sums_totals_by_links(self) -> bool:
-        """True if hosts send totals to host 0: collectives do not reach all, or links are slow."""
+        """True if hosts send each other totals: collectives do not reach all, or links are slow."""
         return len(self.hosts) > 1 and (bool(self.rings) or not self.in_one_jax)
 
 

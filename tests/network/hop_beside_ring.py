@@ -22,9 +22,9 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, ModelConfig, NetworkConfig
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.averaging import GradientAveraging
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
+from skippipe_jax.runtime.live import GradientAveraging
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.transport import Transfers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.runtime.gathering import Gathering, GatheringRing
+from skippipe_jax.runtime.ring import Gathering, GatheringRing
 from tests.sched.examples import plan_of
 
 
@@ -26,7 +27,7 @@ def ring_of(replicas: list[int], length: int, chunk_length: int) -> GatheringRin
     ring = GatheringRing.of(plan.case, 1, replicas, numbers, longest)
     most = -(-length // chunk_length)
     hops = HopNumbers(7).take((len(replicas) - 1) * most * len(replicas))
-    return GatheringRing(ring.stage, ring.nodes, ring.places, hops, chunk_length, most, ring.ahead)
+    return replace(ring, numbers=hops, chunks=most, chunk_length=chunk_length)
 
 
 @settings(max_examples=30)
@@ -84,7 +85,7 @@ def test_a_ring_takes_a_number_for_every_hop(count: int):
         ring.hop(position, step, chunk).number
         for position in range(count)
         for step in range(count - 1)
-        for chunk in range(ring.most_chunks)
+        for chunk in range(ring.chunks)
     ]
     assert sorted(hops) == [*range(3, numbers.free)] == [*ring.numbers]
-    assert ring.most_chunks * ring.chunk_length >= longest.size
+    assert ring.chunks * ring.chunk_length >= longest.size
