@@ -64,29 +64,50 @@ def compile_plan(plan: Plan, host_of: Sequence[int]) -> tuple[Program, ...]:
         InputError: if the plan's orders break a memory limit or deadlock.
     """
     numbers = HopNumbers()
-    order = global_order(plan, numbers)
-    following = {
-        before: after
-        for microbatch, path in enumerate(plan.microbatches)
-        for before, after in itertools.pairwise(microbatch_chain(microbatch, path))
-    }
-    stage_of = plan.stage_of
+    return _programs(global_order(plan, numbers), plan.stages, host_of, numbers.free)
 
-    def concerns(instruction: Instruction, host: int) -> bool:
+
+def _programs(
+    order: Sequence[Instruction],
+    stages: Sequence[Sequence[int]],
+    host_of: Sequence[int],
+    first_free_hop: int,
+) -> tuple[Program, ...]:
+    """Split the instructions of an iteration into the programs of all hosts."""
+    following: dict[Operation, Operation] = {}
+    last: dict[int, Operation] = {}
+    for operation in (step.operation for step in order if isinstance(step, Compute)):
+        if operation.microbatch in last:
+            following[last[operation.microbatch]] = operation
+        last[operation.microbatch] = operation
+
+    def nodes_of(instruction: Instruction) -> Sequence[int]:
         if isinstance(instruction, Compute):
-            return host_of[instruction.operation.node] == host
-        return any(host_of[node] == host for node in plan.stages[instruction.stage])
+            return [instruction.operation.node]
+        return stages[instruction.stage]
 
     return tuple(
         Program(
             host=host,
-            nodes=tuple(node for node in range(len(stage_of)) if host_of[node] == host),
-            instructions=tuple(step for step in order if concerns(step, host)),
+            nodes=tuple(node for node, own in enumerate(host_of) if own == host),
+            instructions=tuple(
+                step for step in order if any(host_of[node] == host for node in nodes_of(step))
+            ),
             following=following,
-            first_free_hop=numbers.free,
+            first_free_hop=first_free_hop,
         )
         for host in range(max(host_of) + 1)
     )
+
+
+def _computes(chain: Sequence[Operation], numbers: HopNumbers) -> list[Compute]:
+    """Return the instructions of consecutive operations of a microbatch, with their hops."""
+    hops: list[Hop | None] = [None]
+    for before, after in itertools.pairwise(chain):
+        is_hop = before.node != after.node
+        hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
+    hops.append(None)
+    return [Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)]
 
 
 def compile_plans(
@@ -116,17 +137,13 @@ def global_order(plan: Plan, numbers: HopNumbers | None = None) -> tuple[Instruc
     numbers = numbers or HopNumbers()
     # In `outer` mode, too: the first iterations may be exact.
     timeline = simulate_plan(with_exact_averaging(plan))
-    arrives: dict[Operation, Hop] = {}
-    leaves: dict[Operation, Hop] = {}
-    for microbatch, path in enumerate(plan.microbatches):
-        chain = microbatch_chain(microbatch, path)
-        for before, after in itertools.pairwise(chain):
-            if before.node != after.node:
-                hop = Hop(numbers.take(1).start, before.node, after.node)
-                leaves[before] = arrives[after] = hop
+    computes = {
+        compute.operation: compute
+        for microbatch, path in enumerate(plan.microbatches)
+        for compute in _computes(microbatch_chain(microbatch, path), numbers)
+    }
     timed: list[tuple[float, Instruction]] = [
-        (run.start_s, Compute(run.operation, arrives.get(run.operation), leaves.get(run.operation)))
-        for run in timeline.runs
+        (run.start_s, computes[run.operation]) for run in timeline.runs
     ]
     timed += [
         (averaging.start_s, SumGradients(averaging.stage)) for averaging in timeline.averagings
@@ -184,30 +201,10 @@ def compile_held_out(
     for microbatch in range(count):
         path = [nodes[microbatch % len(nodes)] for nodes in stages]
         chain = [Operation("F", microbatch, node) for node in path]
-        chain.append(Operation("L", microbatch, path[0]))
-        hops: list[Hop | None] = [None]
-        for before, after in itertools.pairwise(chain):
-            is_hop = before.node != after.node
-            hops.append(Hop(numbers.take(1).start, before.node, after.node) if is_hop else None)
-        hops.append(None)
-        chains.append([Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)])
+        chains.append(_computes([*chain, Operation("L", microbatch, path[0])], numbers))
     order = [
         chains[microbatch][turn - microbatch]
         for turn in range(count + len(stages))
         for microbatch in range(max(0, turn - len(stages)), min(turn + 1, count))
     ]
-    following = {
-        before.operation: after.operation
-        for computes in chains
-        for before, after in itertools.pairwise(computes)
-    }
-    return tuple(
-        Program(
-            host=host,
-            nodes=tuple(node for node, own in enumerate(host_of) if own == host),
-            instructions=tuple(c for c in order if host_of[c.operation.node] == host),
-            following=following,
-            first_free_hop=numbers.free,
-        )
-        for host in range(max(host_of) + 1)
-    )
+    return _programs(order, stages, host_of, numbers.free)
