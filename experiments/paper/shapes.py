@@ -34,10 +34,15 @@ from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import AUTO, RECOMPUTE, XLA
 from skippipe_jax.models.block_footprint import blocks_at_once, offloadable_bytes, passing_bytes
 from skippipe_jax.models.estimate import planned_case_and_visits
-from skippipe_jax.models.footprint import OFFLOADS, bytes_of_loss, memory_of_node, traffic
+from skippipe_jax.models.footprint import traffic
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
-from skippipe_jax.models.node_memory import memory_of_stages
+from skippipe_jax.models.node_memory import (
+    OFFLOADS,
+    bytes_of_loss,
+    memory_of_node,
+    memory_of_stages,
+)
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.ring import Ring

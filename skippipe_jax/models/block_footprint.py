@@ -1,16 +1,47 @@
-"""Bytes that blocks keep between forward and backward, and make within one, by formula.
+"""Bytes that blocks keep between forward and backward, and make within one, by formula. No JAX.
 
-docs/memory_formulas.md derives every formula. Bytes kept are exact.
+docs/memory_formulas.md derives every formula, and its divisors on a mesh. Bytes kept are exact.
 """
 
 from __future__ import annotations
 
-from skippipe_jax.config import DataConfig, ModelConfig
+from dataclasses import dataclass
+
+from skippipe_jax.config import DataConfig, ModelConfig, NodeMesh
+from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.config.model import CPU_BLOCK, holds_all_scores, rotations_as_constants
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number in each dtype that a configuration may name."""
 TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Numbers of parts into which a mesh splits the arrays of a stage.
+
+    Attributes:
+        all: arrays between blocks, and those split along their channels within blocks.
+        products: inputs of matrix products, which have all their channels.
+        attention: arrays that attention keeps.
+        positions: positions of tokens in packed documents.
+        twice: True if the output of attention is kept twice: by heads, and by tokens.
+    """
+
+    all: int
+    products: int
+    attention: int
+    positions: int
+    twice: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: DataConfig, mesh: NodeMesh) -> Cuts:
+        """Split the batch over `mesh` if `fsdp` divides it, else the tokens."""
+        if data.microbatch_size % mesh.fsdp == 0:
+            return cls(mesh.devices, mesh.fsdp, mesh.devices, mesh.fsdp)
+        turns = model.kv_heads % mesh.devices == 0
+        attention = mesh.devices if turns else mesh.tensor
+        return cls(mesh.devices, mesh.fsdp, attention, 1, twice=True)
 
 
 def tokens_of(data: DataConfig) -> int:
@@ -29,30 +60,35 @@ def arrays_of_block(model: ModelConfig) -> list[int]:
     return [width**2] * 2 + [width * kv_width] * 2 + [width * model.ffn_width] * 3 + [width] * 2
 
 
-def bytes_saved_by_blocks(model: ModelConfig, data: DataConfig, layers: int) -> int:
+def bytes_saved_by_blocks(
+    model: ModelConfig, data: DataConfig, layers: int, mesh: NodeMesh = ONE_DEVICE
+) -> int:
     """Return the bytes that `layers` blocks keep if only elementwise results are recomputed."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
+    cuts, is_packed = Cuts.of(model, data, mesh), data.packing == "documents"
     keeps_scores = holds_all_scores(model.attention, data.sequence_length)
     scores = tokens * model.heads * data.sequence_length * keeps_scores
     # All others recompute the scores block by block, and keep a log-sum for each query.
     sums = 2 * 4 * tokens * model.heads if keeps_scores else bytes_of_log_sums(model, data)
     kv_width = model.kv_heads * model.head_width
-    numbers = 6 * model.width + 2 * kv_width + 2 * model.ffn_width
-    of_block = (
-        tokens * numbers * compute + scores * (4 + 4) + tokens * 4 * 4 + sums + 2 * 4 * model.width
-    )
-    shared = scores * (1 + 4) + bytes_of_rotations(model, data)
-    shared += 4 * tokens * (data.packing == "documents" and not keeps_scores)
+    split = compute * tokens * (3 * model.width + 2 * model.ffn_width) + 4 * 4 * tokens
+    attended = compute * tokens * (model.width + 2 * kv_width) + sums + (4 + 4) * scores
+    of_block = split // cuts.all + attended // cuts.attention + 2 * 4 * model.width
+    of_block += 2 * compute * tokens * model.width // cuts.products
+    of_block += cuts.twice * compute * tokens * model.width // cuts.attention
+    marks = 4 * tokens * (is_packed and not keeps_scores)
+    shared = (1 + 4) * scores // cuts.attention + marks // cuts.positions
+    shared += bytes_of_rotations(model, data) // (cuts.positions if is_packed else 1)
     return layers * of_block + shared
 
 
-def saved_by_block(model: ModelConfig, data: DataConfig) -> int:
-    """Return the bytes that a block keeps on the device besides its input, if it is recomputed."""
+def saved_by_block(model: ModelConfig, data: DataConfig, cuts: Cuts) -> int:
+    """Return the bytes that a block keeps on a device besides its input, if it is recomputed."""
     tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
     if model.recompute == "save_only_attention":
-        return compute * tokens * model.width + bytes_of_log_sums(model, data)
+        return (compute * tokens * model.width + bytes_of_log_sums(model, data)) // cuts.attention
     if model.recompute == "dots_with_no_batch_dims_saveable":
-        return offloadable_bytes(model, data)
+        return offloadable_bytes(model, data) // cuts.all
     return 0
 
 
@@ -95,22 +131,18 @@ def blocks_at_once(model: ModelConfig, layers: int) -> int:
     return 1 + layers if model.recompute == "stage" else 1
 
 
-def passing_bytes(model: ModelConfig, data: DataConfig) -> int:
+def passing_bytes(model: ModelConfig, data: DataConfig, mesh: NodeMesh = ONE_DEVICE) -> int:
     """Return the bytes that a backward pass makes for the current block, whatever is kept.
 
     These are the gradients of its parameters, before they are stacked with those of other blocks,
-    the inputs of its matrix products, three times, and elementwise results.
+    the inputs of its matrix products, three times, and elementwise results: the last product within
+    SwiGLU, its gradient, and the gradients of gate and up; and in float32 the input of a norm and
+    its gradient.
     """
-    compute = DTYPE_BYTES[model.compute_dtype]
-    of_products = 3 * tokens_of(data) * model.width
-    return compute * (block_parameters(model) + of_products) + quick_bytes(model, data)
-
-
-def quick_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """Return the bytes of elementwise results in the backward pass of a block.
-
-    These are the last product within SwiGLU, its gradient, and the gradients of gate and up; and in
-    float32 the input of a norm and its gradient.
-    """
-    compute = DTYPE_BYTES[model.compute_dtype]
-    return tokens_of(data) * (4 * model.ffn_width * compute + 2 * model.width * 4)
+    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
+    elementwise = tokens * (4 * model.ffn_width * compute + 2 * model.width * 4)
+    return (
+        compute * block_parameters(model) // mesh.devices
+        + 3 * compute * tokens * model.width // mesh.fsdp
+        + elementwise // mesh.devices
+    )

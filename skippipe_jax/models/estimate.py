@@ -17,7 +17,6 @@ from skippipe_jax.config import Config, PlanConfig
 from skippipe_jax.config.cluster import BUDDY
 from skippipe_jax.models.footprint import (
     COPIES_OF_BUDDY,
-    NodeMemory,
     Traffic,
     averaged_bytes,
     buddy_checkpoint_bytes,
@@ -25,6 +24,7 @@ from skippipe_jax.models.footprint import (
     stage_parameters,
 )
 from skippipe_jax.models.in_flight import Room, holding, names, rooms
+from skippipe_jax.models.node_memory import NodeMemory
 from skippipe_jax.models.planned_case import configured_cases
 
 # Methods whose paths visit every stage, whatever the case says.

@@ -18,8 +18,8 @@ from skippipe_sched.problem.case import MEMORY_BYTES, MOST_NODES
 from skippipe_sched.problem.open_case import load_cases
 
 from skippipe_jax.config import Config
-from skippipe_jax.models.footprint import memory_of_node, stage_parameters
-from skippipe_jax.models.node_memory import USABLE_SHARE
+from skippipe_jax.models.footprint import stage_parameters
+from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_node
 
 IN_FLIGHT = 3
 """Microbatches in flight on a node."""

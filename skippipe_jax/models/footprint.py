@@ -1,14 +1,13 @@
-"""Memory of a node and traffic of an iteration, by formula: bytes, before anything runs.
+"""Parameters and optimizer state of a stage, and traffic of an iteration, by formula. No JAX.
 
-docs/memory_formulas.md derives every formula. Bytes that are held are exact. Temporaries of an
-operation are those that it makes before XLA fuses any.
+docs/memory_formulas.md derives every formula.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
 from skippipe_sched.problem.averaging import SCALE_BYTES as BYTES_OF_A_SCALE
@@ -20,71 +19,19 @@ from skippipe_jax.config import AveragingConfig, Config, DataConfig, ModelConfig
 from skippipe_jax.config.optimizer import MUON
 from skippipe_jax.models.block_footprint import (
     DTYPE_BYTES,
-    TOKEN_BYTES,
     arrays_of_block,
     block_parameters,
-    blocks_at_once,
-    bytes_of_places,
-    bytes_saved_by_blocks,
-    offloadable_bytes,
-    passing_bytes,
-    saved_by_block,
     tokens_of,
 )
-from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 GRADIENT_BYTES = 4
 """Bytes of each number in gradients: float32."""
 COUNTER_BYTES = 4
 """Bytes of each counter in the state of an optimizer: AdamW's, its schedule's, and Muon's."""
-UPDATE_ARRAYS = 3.5
-"""Float32 arrays that Muon makes of the numbers that it updates; XLA made 3.3 on a processor."""
-OUTER_ARRAYS = 3
-"""Float32 arrays with as many numbers as there are parameters: anchor, momentum and residual;
-when a fragment is applied, its parameters, anchor and momentum."""
-OFFLOADS = "offload_dot_with_no_batch_dims"
-"""Value of `model.recompute` that keeps products in the host's memory."""
 COPIES_OF_BUDDY = 2
 """Copies of a stage on its buddy host: a complete one, and the next."""
 SCALE_BYTES = 2
 """Bytes of a scale in int8 activations: bfloat16."""
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    """Bytes on each device of a node that serves one stage.
-
-    With `averaging.mode: outer`, `outer` is the anchor, momentum and residual of a stage with
-    replicas, and `changes` the node's bytes for fragments in transit. `kept` is what one microbatch
-    in flight keeps for its backward pass, and `in_flight` is the most microbatches in flight.
-    `waiting` is activations and gradients in transit, all of which may have arrived at one node.
-    `working` is the temporaries of an operation. `gathered` is weights gathered from the devices of
-    a mesh for an iteration. `host` is what is offloaded to the memory of the node's host; it is not
-    on the device.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    outer: int
-    kept: int
-    in_flight: int
-    waiting: int
-    changes: int
-    working: int
-    host: int
-    gathered: int = 0
-
-    @property
-    def state(self) -> int:
-        """Bytes that are always on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.outer
-
-    @property
-    def total(self) -> int:
-        """Most bytes on the device at any moment."""
-        passing = self.waiting + self.changes + self.working
-        return self.state + self.gathered + self.in_flight * self.kept + passing
 
 
 @dataclass(frozen=True)
@@ -114,12 +61,6 @@ def stage_parameters(model: ModelConfig, layers: int, *, is_data_stage: bool) ->
     """Count the parameters of a stage; a data stage also has embedding, final norm and head."""
     matrices = model.vocabulary_size * model.width * (1 if model.tied_head else 2)
     return layers * block_parameters(model) + is_data_stage * (matrices + model.width)
-
-
-def head_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a head that is not the embedding, in the parameter dtype."""
-    numbers = model.vocabulary_size * model.width * (not model.tied_head)
-    return DTYPE_BYTES[model.parameter_dtype] * numbers
 
 
 def activation_bytes(model: ModelConfig, data: DataConfig, dtype: str) -> int:
@@ -183,14 +124,6 @@ def optimizer_bytes(config: Config, numbers: int, matrices: int) -> int:
     return DTYPE_BYTES[config.optimizer.moment_dtype] * moments + counters
 
 
-def bytes_of_update(config: Config, matrices: int) -> int:
-    """Count the bytes that an update by Muon makes; AdamW makes less than a backward pass.
-
-    These are the scaled gradient, the look-ahead momentum, the orthogonal update, and products.
-    """
-    return int(UPDATE_ARRAYS * GRADIENT_BYTES * matrices) if config.optimizer.name == MUON else 0
-
-
 def block_matrices(model: ModelConfig, layers: int) -> int:
     """Count the numbers in the matrices of `layers` blocks."""
     return layers * (block_parameters(model) - 2 * model.width)
@@ -211,105 +144,18 @@ def buddy_checkpoint_bytes(config: Config, stages: int) -> list[int]:
     return [width * count + optimizer_bytes(config, count, own) for count, own in numbers]
 
 
-def memory_of_node(
-    config: Config,
-    layers: int,
-    *,
-    is_data_stage: bool,
-    replicas: int,
-    in_flight: int,
-    under_way: int,
-) -> NodeMemory:
-    """Return the memory of a node of one device that serves a stage of `layers` blocks.
-
-    The stage has `replicas` replicas. Up to `in_flight` microbatches are in flight on the node.
-    Data nodes have begun and not completed up to `under_way` microbatches, each of which has at
-    most one activation or gradient in transit.
-    """
-    model, data = config.model, config.data
-    count = stage_parameters(model, layers, is_data_stage=is_data_stage)
-    parameters = count * DTYPE_BYTES[model.parameter_dtype]
-    targets = TOKEN_BYTES * tokens_of(data) if is_data_stage else 0
-    # Either a backward pass or a loss runs: both make a gradient of every parameter before it is
-    # accumulated, a backward pass none of the head. Or, after all microbatches, the ring of
-    # gradients runs, or a fragment is applied.
-    blocks = bytes_saved_by_blocks(model, data, blocks_at_once(model, layers))
-    blocks += passing_bytes(model, data) - is_data_stage * head_bytes(model)
-    operation = unpacked_bytes(config) + max(
-        blocks, bytes_of_loss(model, data) if is_data_stage else 0
-    )
-    averages = replicas > 1
-    is_outer = config.averaging.is_outer and averages
-    hop = hop_bytes(config)
-    optimizer = optimizer_bytes(config, count, block_matrices(model, layers))
-    state_waits = config.optimizer.state_memory == "host"
-    offloaded = layers * offloadable_bytes(model, data) if model.recompute == OFFLOADS else 0
-    return NodeMemory(
-        parameters=parameters,
-        gradients=GRADIENT_BYTES * count,
-        optimizer=0 if state_waits else optimizer,
-        outer=is_outer * OUTER_ARRAYS * GRADIENT_BYTES * count,
-        kept=kept_bytes(config, layers, is_data_stage=is_data_stage) + targets,
-        in_flight=in_flight,
-        waiting=under_way * max(hop.activation, hop.gradient),
-        changes=fragment_bytes_in_transit(config, layers, replicas, is_data_stage=is_data_stage)
-        if is_outer
-        else 0,
-        working=max(
-            parameters + operation,
-            averages * GRADIENT_BYTES * count,
-            state_waits * optimizer + bytes_of_update(config, block_matrices(model, layers)),
-            bytes_of_application(config, layers, is_data_stage=is_data_stage) if is_outer else 0,
-        ),
-        host=state_waits * optimizer + in_flight * offloaded,
-    )
-
-
-def fragment_bytes_in_transit(
-    config: Config, layers: int, replicas: int, *, is_data_stage: bool
-) -> int:
-    """Return the most bytes of fragments in transit, with `averaging.mode: outer`.
-
-    For each, a replica keeps the parameters at the sending, and the messages of all replicas.
-    """
-    averaging = config.averaging
-    begun = averaging.exact_steps + averaging.every
-    held = []
-    for iteration in range(begun, begun + averaging.every):
-        fragment = averaging.fragment_sent_after(iteration)
-        held.append(0)
-        if fragment is not None:
-            numbers = sum(_arrays_of(config, layers, fragment, is_data_stage=is_data_stage))
-            sent = message_bytes(config, layers, fragment, is_data_stage=is_data_stage)
-            held[-1] = GRADIENT_BYTES * numbers + replicas * sent
-    # The fragments of `delay` iterations are in transit at once; without delay, one fragment.
-    ends, at_once = [*accumulate(held + held, initial=0)], max(averaging.delay, 1)
-    return max(ends[first + at_once] - ends[first] for first in range(averaging.every))
-
-
 def message_bytes(config: Config, layers: int, fragment: int, *, is_data_stage: bool) -> int:
     """Return the bytes that a replica sends for one fragment of a stage of `layers` blocks."""
-    arrays = _arrays_of(config, layers, fragment, is_data_stage=is_data_stage)
+    arrays = arrays_of_fragment(config, layers, fragment, is_data_stage=is_data_stage)
     dtype = config.averaging.dtype
     if dtype == "int8":
         return sum(size + BYTES_OF_A_SCALE * -(-size // NUMBERS_OF_A_SCALE) for size in arrays)
     return DTYPE_BYTES[dtype] * sum(arrays)
 
 
-def bytes_of_application(config: Config, layers: int, *, is_data_stage: bool) -> int:
-    """Return the bytes that the application of the largest fragment makes before it is written.
-
-    These are its parameters, anchor and momentum; sending makes less.
-    """
-    fragments = range(config.averaging.fragments)
-    largest = max(
-        sum(_arrays_of(config, layers, fragment, is_data_stage=is_data_stage))
-        for fragment in fragments
-    )
-    return OUTER_ARRAYS * GRADIENT_BYTES * largest
-
-
-def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: bool) -> list[int]:
+def arrays_of_fragment(
+    config: Config, layers: int, fragment: int, *, is_data_stage: bool
+) -> list[int]:
     """Return the size of each array of a fragment; arrays of its blocks are stacked."""
     model, averaging = config.model, config.averaging
     blocks = len(averaging.blocks_of(fragment, layers))
@@ -320,12 +166,6 @@ def _arrays_of(config: Config, layers: int, fragment: int, *, is_data_stage: boo
     if is_data_stage and fragment == averaging.fragments - 1:
         arrays += [model.width] if model.tied_head else [model.width, matrix]
     return arrays
-
-
-def bytes_of_loss(model: ModelConfig, data: DataConfig) -> int:
-    """Return the bytes of a chunk's logits, and of their gradient in the compute dtype."""
-    chunk = tokens_of_chunk(tokens_of(data), model.vocabulary_size)
-    return chunk * model.vocabulary_size * (LOGIT_BYTES + DTYPE_BYTES[model.compute_dtype])
 
 
 def traffic(config: Config, case: Case, visits: int) -> Traffic:
@@ -392,34 +232,3 @@ def bytes_per_link(config: Config, plan: Plan, step: int) -> dict[tuple[int, int
             if passed:
                 sent[ring[position - 1], node] += passed
     return dict(sent)
-
-
-def unpacked_bytes(config: Config) -> int:
-    """Return the bytes of what a backward pass converts from or to a transfer dtype.
-
-    These are its inputs, the gradient of its outputs, and that of its inputs before it is sent.
-    """
-    computed = config.model.compute_dtype
-    forward, back = transfer_dtypes(config)
-    own = activation_bytes(config.model, config.data, computed)
-    return own * ((forward != computed) + 2 * (back != computed))
-
-
-def kept_bytes(config: Config, layers: int, *, is_data_stage: bool) -> int:
-    """Return the bytes that a forward pass of `layers` blocks keeps for its backward pass."""
-    model, data = config.model, config.data
-    tokens, compute = tokens_of(data), DTYPE_BYTES[model.compute_dtype]
-    is_packed = data.packing == "documents"
-    if model.recompute == "stage":
-        if is_data_stage:
-            return TOKEN_BYTES * tokens * (1 + is_packed)
-        return hop_bytes(config).activation
-    # Tokens for the lookup, and marks of documents, which bypass the blocks.
-    around = TOKEN_BYTES * tokens * is_data_stage + is_packed * compute * tokens * (
-        1 + is_data_stage
-    )
-    if model.recompute != "none":
-        inputs = compute * tokens * model.width
-        own = layers * (inputs + saved_by_block(model, data))
-        return own + bytes_of_places(model, data) + around
-    return bytes_saved_by_blocks(model, data, layers) + around

@@ -16,8 +16,12 @@ from skippipe_sched.problem.case import AUTO, Case
 from skippipe_jax.config import Config, NodeMesh
 from skippipe_jax.config.hardware import ITERATION, MICROBATCH, ONE_DEVICE
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.footprint import NodeMemory
-from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_stages, mesh_of_node
+from skippipe_jax.models.node_memory import (
+    USABLE_SHARE,
+    NodeMemory,
+    memory_of_stages,
+    mesh_of_node,
+)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from skippipe_jax.config import (
     NodeConfig,
     NodeMesh,
 )
-from skippipe_jax.models.device_memory import per_device_memory, saved_bytes_per_device
-from skippipe_jax.models.footprint import memory_of_node
+from skippipe_jax.models.node_memory import kept_bytes, memory_of_node
 from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import activation, stage_functions, wire_of_run
 
@@ -81,12 +80,9 @@ def sizes(
     lowered = functions.backward.lower(*arguments, leaves=not is_data_stage)
     planned = lowered.compile().memory_analysis()
 
-    whole = memory_of_node(
-        config, LAYERS, is_data_stage=is_data_stage, replicas=1, in_flight=1, under_way=1
-    )
-    how = {"is_data_stage": is_data_stage, "averages": False, "gathers": False}
-    each = per_device_memory(config, LAYERS, whole, mesh, **how)
-    left = saved_bytes_per_device(config, LAYERS, mesh, is_data_stage=is_data_stage)
+    how = {"replicas": 1, "in_flight": 1, "under_way": 1, "mesh": mesh}
+    each = memory_of_node(config, LAYERS, is_data_stage=is_data_stage, **how)
+    left = kept_bytes(config, LAYERS, mesh, is_data_stage=is_data_stage)
     hop = bytes_of(cotangent)
     given = each.parameters + each.gradients + left + hop + bytes_of(gauge)
     made = each.gradients + bytes_of(gauge) + hop * (not is_data_stage)

@@ -20,8 +20,9 @@ from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.block_footprint import bytes_saved_by_blocks, passing_bytes
-from skippipe_jax.models.footprint import kept_bytes, message_bytes, stage_parameters
+from skippipe_jax.models.footprint import message_bytes, stage_parameters
 from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.models.node_memory import kept_bytes
 from skippipe_jax.optim.outer import fragments_of, message_shape
 from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.training_runs import SMALL_CASE

@@ -20,9 +20,9 @@ from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, load_config, parse_config
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.estimate import planned_case_and_visits
-from skippipe_jax.models.footprint import memory_of_node
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.node_memory import memory_of_node
 from skippipe_jax.storage.run_dir import PLAN
 from tests.pictures import overlapping_texts
 
