@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -99,18 +97,6 @@ def named(mesh: Mesh, tree_of_specs: PyTree, memory_kind: str | None = None) -> 
         tree_of_specs,
         is_leaf=lambda spec: isinstance(spec, PartitionSpec),
     )
-
-
-def numbers_of_device(tree: PyTree, mesh: NodeMesh) -> int:
-    """Return how many numbers of a tree of parameters, or of their shapes, each device has."""
-    sizes = {FSDP: mesh.fsdp, AXES[1]: mesh.tensor}
-
-    def of_array(leaf: Any, spec: PartitionSpec) -> int:
-        return leaf.size // math.prod(sizes[axis] for axis in spec if axis is not None)
-
-    leaves = jax.tree.leaves(tree)
-    own = jax.tree.leaves(specs(tree), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    return sum(map(of_array, leaves, own))
 
 
 def devices_of(sharding: Sharding) -> Sequence[jax.Device]:

@@ -22,18 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.models.footprint import transfer_dtypes
 from skippipe_jax.models.llama import DataStage, Stage
-from skippipe_jax.models.sharding import in_use
+from skippipe_jax.models.sharding import in_use, specs, used
 from skippipe_jax.optim import rounding
 from skippipe_jax.optim.rounding import Draw as RoundingDraw
 from skippipe_jax.optim.update_rule import update_count, update_rule
-from skippipe_jax.runtime.on_mesh import Results, jitted, within
-from skippipe_jax.runtime.spread import NodeSharding
+from skippipe_jax.runtime.spread import NodeSharding, activations, named
 from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
 
 Parameters = dict[str, Any]
@@ -127,6 +126,37 @@ def activation(model: ModelConfig, data: DataConfig) -> jax.ShapeDtypeStruct:
     channels = model.width + (data.packing == "documents")
     shape = (data.microbatch_size, data.sequence_length, channels)
     return jax.ShapeDtypeStruct(shape, model.compute_dtype)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Shardings of results on a mesh; all None on one device, where JAX needs none.
+
+    Attributes:
+        whole: of counters and totals.
+        activations: of activations between stages, and of their gradients.
+        parameters: of parameters, and of their gradients.
+        optimizer_state: of the optimizer's state between updates.
+        gathered: of the gathered parameters of blocks.
+    """
+
+    whole: NamedSharding | None = None
+    activations: NamedSharding | None = None
+    parameters: PyTree = None
+    optimizer_state: PyTree = None
+    gathered: PyTree = None
+
+    @classmethod
+    def over(cls, mesh: Mesh, shapes: Any, wire: Wire, state_memory: str | None) -> _Results:
+        """Return the shardings over a mesh, for a stage whose state has these `shapes`."""
+        parameters, optimizer_state, _ = shapes
+        return cls(
+            NamedSharding(mesh, PartitionSpec()),
+            activations(mesh, wire.activations.computed.shape[0]),
+            named(mesh, specs(parameters)),
+            named(mesh, specs(optimizer_state), state_memory),
+            named(mesh, specs(parameters["blocks"], used)),
+        )
 
 
 @functools.cache
@@ -265,8 +295,11 @@ def stage_functions(
     def precise(function: Callable) -> Callable:
         @functools.wraps(function)
         def own(*arguments: Any, **how: Any):
-            with jax.default_matmul_precision(model.matmul_precision), within(mesh):
-                return function(*arguments, **how)
+            with jax.default_matmul_precision(model.matmul_precision):
+                if mesh is None:
+                    return function(*arguments, **how)
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    return function(*arguments, **how)
 
         return own
 
@@ -274,12 +307,13 @@ def stage_functions(
         return in_use(blocks, model.compute_dtype)
 
     state_memory = HOST_MEMORY if optimizer.state_memory == "host" else None
-    if mesh is None:
-        lies = Results()
-    else:
+    lies = _Results()
+    if mesh is not None:
         assert wire is not None, "a mesh without a wire format"
         shapes = jax.eval_shape(create, jax.random.key(0), 0)
-        lies = Results.over(mesh, shapes, wire, state_memory)
+        lies = _Results.over(mesh, shapes, wire, state_memory)
+    of_operation = lies.activations, lies.parameters, lies.whole
+    state = lies.parameters, lies.optimizer_state, lies.parameters
 
     # The gradient of the inputs can reuse the buffer of the cotangent, which has the same shape; on
     # a data stage, whose inputs are tokens, there is none. The gradient of activations can reuse
@@ -288,35 +322,31 @@ def stage_functions(
     is_alike = wire is None or wire.activations.travelling == wire.gradients.travelling
     return StageFunctions(
         state_memory=state_memory,
-        create=jitted(create, lies.state and (*lies.state, lies.gradients)),
-        begin=jitted(begin, lies.state and lies.state[1]),
-        no_gradients=jitted(zero_gradients, lies.gradients),
-        forward=jitted(
+        create=jax.jit(create, out_shardings=state),
+        begin=jax.jit(begin, out_shardings=lies.optimizer_state),
+        no_gradients=jax.jit(zero_gradients, out_shardings=lies.parameters),
+        forward=jax.jit(
             precise(forward),
-            lies.whole and (lies.activations, None, lies.whole),
+            out_shardings=(lies.activations, None, lies.whole),
             static_argnames="leaves",
         ),
-        loss=jitted(
+        loss=jax.jit(
             precise(loss),
-            lies.whole and (lies.activations, lies.gradients, lies.whole, lies.whole),
+            out_shardings=(*of_operation, lies.whole),
             donate_argnums=(1, 2, 4) if is_alike else (1, 2),
             static_argnames="leaves",
         ),
-        backward=jitted(
+        backward=jax.jit(
             precise(backward),
-            lies.whole and (lies.activations, lies.gradients, lies.whole),
+            out_shardings=of_operation,
             donate_argnums=overwritten,
             static_argnames="leaves",
         ),
-        squared_norm=jitted(squared_norm, lies.whole),
-        update=jitted(
-            update,
-            lies.state and (*lies.state, lies.gradients),
-            donate_argnums=(0, 1, 2),
-        ),
-        predict=jitted(precise(apply), lies.activations),
-        held_out=jitted(precise(held_out), lies.whole),
-        gather=jitted(precise(gather), lies.gathered),
+        squared_norm=jax.jit(squared_norm, out_shardings=lies.whole),
+        update=jax.jit(update, out_shardings=state, donate_argnums=(0, 1, 2)),
+        predict=jax.jit(precise(apply), out_shardings=lies.activations),
+        held_out=jax.jit(precise(held_out), out_shardings=lies.whole),
+        gather=jax.jit(precise(gather), out_shardings=lies.gathered),
         on=functools.partial(
             stage_functions, model, optimizer, steps, is_data_stage, layers, microbatch_tokens, wire
         ),

@@ -24,12 +24,13 @@ from skippipe_sched.timing.averaging import best_ring
 from skippipe_jax.config import Config, NetworkConfig, NodeConfig, NodeMesh
 from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.copied import pieces_of_copies
 from skippipe_jax.runtime.ring import GatheringRing, Ring
-from skippipe_jax.runtime.spread import NodeSharding, numbers_of_device
+from skippipe_jax.runtime.spread import NodeSharding
 
 # `network.averaging: auto` uses the collective if no link between replicas is slower.
 FAST_LINK = GIBIBYTE
@@ -232,35 +233,40 @@ class Topology:
         replicas = tuple(
             tuple(dict.fromkeys(replica_of[node] for node in nodes)) for nodes in plan.stages
         )
-        width = jnp.dtype(config.network.averaging_dtype or "float32").itemsize
+        layers = config.model.stage_partition(len(plan.stages))
         rings: dict[int, Ring] = {}
-        shapes_of_stages = stage_shapes(config.model, len(plan.stages))
-        for stage, shapes in enumerate(shapes_of_stages):
-            members = best_ring(plan.case, stage, sorted(replicas[stage]))
+        for stage, own in enumerate(replicas):
+            members = best_ring(plan.case, stage, sorted(own))
             # With equal meshes the ring carries shards, otherwise whole gradients.
             alike = {meshes[member] for member in members}
             if members and _averages_by_ring(
                 config.network, plan, host_of, members, len(alike) == 1, in_one_jax=in_one_jax
             ):
                 cut = alike.pop() if len(alike) == 1 else ONE_DEVICE
+                length = parameters_per_device(
+                    config.model, layers[stage], cut, is_data_stage=stage == 0
+                )
                 rings[stage] = Ring.of(
                     plan.case,
                     stage,
                     members,
                     numbers,
-                    numbers_of_device(shapes, cut),
+                    length,
                     rows=cut.devices,
-                    width=width,
+                    width=jnp.dtype(config.network.averaging_dtype or "float32").itemsize,
                     hop_bytes=_hop_bytes(plan, host_of, members),
                 )
-        cut = config.model.stage_partition(len(plan.stages))
         gatherings = {
             stage: GatheringRing.of(
                 plan.case,
                 stage,
                 own,
                 numbers,
-                longest_message(config.averaging, cut[stage], shapes_of_stages[stage]),
+                longest_message(
+                    config.averaging,
+                    layers[stage],
+                    stage_shapes(config.model, len(layers))[stage],
+                ),
                 hop_bytes=_hop_bytes(plan, host_of, own),
             )
             for stage, own in enumerate(replicas)
