@@ -124,11 +124,12 @@ class BuddyCheckpoints:
                 self._incoming[route.stage] = Copy(
                     route.stage, iteration, np.empty(route.size, np.uint8)
                 )
-            unrequested = route.part(turn, self._every)
-            requested = [*route.part(turn, self._every)]
-            self._pending += len(requested)
-            for _ in range(REQUESTED_AHEAD):
-                self._request_next(iteration, route.stage, unrequested)
+            requests = [
+                (hop, _like(piece), partial(self._arrived, route.stage, piece))
+                for hop, piece in route.part(turn, self._every)
+            ]
+            self._pending += len(requests)
+            self._exchange.ask_in_turn(iter(requests), iteration, REQUESTED_AHEAD)
 
     def _pack(self, iteration: int, route: CopyRoute) -> None:
         """Pack the state of a stage while nodes compute, and offer its first part.
@@ -188,27 +189,16 @@ class BuddyCheckpoints:
         )
         self._exchange.give_in_turn(own, iteration)
 
-    def _request_next(self, iteration: int, stage: int, own: Iterator[tuple[Hop, slice]]) -> None:
-        for hop, piece in itertools.islice(own, 1):
-            like = jax.ShapeDtypeStruct((piece.stop - piece.start,), np.uint8)
-            then = partial(self._arrived, iteration, stage, piece, own)
-            self._exchange.ask(hop, iteration, like, then)
-
-    def _arrived(
-        self,
-        iteration: int,
-        stage: int,
-        piece: slice,
-        own: Iterator[tuple[Hop, slice]],
-        _: float,
-        array: jax.Array,
-    ) -> None:
+    def _arrived(self, stage: int, piece: slice, _: float, array: jax.Array) -> None:
         self._incoming[stage].state[piece] = np.asarray(array)
         self._pending -= 1
-        self._request_next(iteration, stage, own)
         self._check_complete()
 
     def _check_complete(self) -> None:
         if self._when_complete is not None and self._pending == 0:
             then, self._when_complete = self._when_complete, None
             then(self._report())
+
+
+def _like(piece: slice) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((piece.stop - piece.start,), np.uint8)

@@ -20,6 +20,9 @@ from skippipe_jax.runtime.transport import HostLink
 Arrived = Callable[[float, jax.Array], None]
 """Callback with the time of arrival, and the array."""
 
+Request = tuple[Hop, jax.ShapeDtypeStruct, Arrived]
+"""Hop of an array, its shape and dtype, and what to call when it has arrived."""
+
 
 class Exchange:
     """Sender and receiver of this host's hops. Each hop of an iteration is sent once."""
@@ -77,25 +80,37 @@ class Exchange:
             self.give(hop, iteration, array)
             self.loop.post(lambda _: self.give_in_turn(own, iteration))
 
+    def ask_in_turn(self, requests: Iterator[Request], iteration: int, ahead: int) -> None:
+        """Request `ahead` arrays, and another one after each arrival."""
+
+        def ask_next() -> None:
+            for hop, like, then in itertools.islice(requests, 1):
+                self.ask(hop, iteration, like, partial(arrive, then))
+
+        def arrive(then: Arrived, at_s: float, array: jax.Array) -> None:
+            then(at_s, array)
+            ask_next()
+
+        for _ in range(ahead):
+            ask_next()
+
     def run_ring(self, member: RingMember, iteration: int, then: Then) -> None:
         """Run a replica's part in a ring; call `then` when all chunks have arrived."""
-
-        def ask() -> None:
-            for step, chunk, hop, like in itertools.islice(member.unrequested, 1):
-                self.ask(hop, iteration, like, partial(arrive, step, chunk))
 
         def arrive(step: int, chunk: int, at_s: float, array: jax.Array) -> None:
             following = member.arrive(step, chunk, array)
             if following is not None:
                 hop, sent = following
                 self.give(hop, iteration, sent)
-            ask()
             if member.left == 0:
                 then(at_s)
 
         self.give_in_turn(member.begin(), iteration)
-        for _ in range(member.ahead):
-            ask()
+        requests = (
+            (hop, like, partial(arrive, step, chunk))
+            for step, chunk, hop, like in member.unrequested
+        )
+        self.ask_in_turn(requests, iteration, member.ahead)
 
     def _keeps_sharding(self, hop: Hop) -> bool:
         """Return whether both nodes of a hop have equal meshes; otherwise it is sent whole."""

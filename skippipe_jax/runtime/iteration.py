@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,12 +41,10 @@ MAX_NAMED_WAITS = 5
 
 @dataclass
 class NodeProgress:
-    """Progress of a node. `requested` counts inputs that are requested and have not arrived."""
+    """Progress of a node, with the inputs that have arrived."""
 
     turns: ReadyQueue
-    unrequested: deque[Compute]
     idle_since_s: float | None
-    requested: int = 0
     busy_s: float = 0.0
     inputs: dict[Operation, tuple[float, jax.Array]] = field(default_factory=dict)
 
@@ -102,7 +99,6 @@ class Iteration:
                     math.inf if self.case is None else self.case.nodes[node].memory,
                     ready_first=self.ready_first,
                 ),
-                deque(compute for compute in own if compute.arrives is not None),
                 idle_since_s=self.loop.last_event_s,
             )
             for node, own in by_node.items()
@@ -131,7 +127,12 @@ class Iteration:
                 first = self.operations.first_input(operation, batches[operation.microbatch])
                 self._store_input(operation, self.loop.last_event_s, first)
         for progress in self.nodes.values():
-            self._request_ahead(progress)
+            requests = [
+                (arrives, self.operations.arriving(own), partial(self._store_input, own))
+                for own in progress.turns.left
+                if (arrives := self.computes[own].arrives) is not None
+            ]
+            self.exchange.ask_in_turn(iter(requests), self.iteration, INPUTS_REQUESTED_AHEAD)
         self._begin()
         while not self.has_ended:
             for node, progress in self.nodes.items():
@@ -166,21 +167,6 @@ class Iteration:
         if any(progress.idle_since_s is None for progress in self.nodes.values()):
             return None
         return timeout_text(self.name, self._waits(), self.loop.deadline_s)
-
-    def _request_ahead(self, progress: NodeProgress) -> None:
-        while progress.unrequested and progress.requested < INPUTS_REQUESTED_AHEAD:
-            compute = progress.unrequested.popleft()
-            assert compute.arrives is not None
-            progress.requested += 1
-            then = partial(self._arrive, compute.operation)
-            like = self.operations.arriving(compute.operation)
-            self.exchange.ask(compute.arrives, self.iteration, like, then)
-
-    def _arrive(self, operation: Operation, at_s: float, array: jax.Array) -> None:
-        progress = self.nodes[operation.node]
-        progress.requested -= 1
-        self._store_input(operation, at_s, array)
-        self._request_ahead(progress)
 
     def _store_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
         progress = self.nodes[operation.node]
