@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +25,6 @@ from skippipe_jax.models.in_flight import (
 )
 from skippipe_jax.models.node_memory import memory_of_stages
 from skippipe_jax.models.planned_case import configured_cases
-from skippipe_jax.runtime.stage_functions import stage_functions
 from skippipe_jax.training.planning import plan_of
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
@@ -288,26 +285,3 @@ def test_a_number_that_is_too_great_is_warned_of_where_bytes_are_given():
 def test_nodes_are_named_by_their_runs():
     assert names([3]) == "node 3"
     assert names([0, 1, 2, 5, 7, 8]) == "nodes 0-2, 5, 7-8"
-
-
-def test_what_forward_passes_leave_fills_the_bytes_that_are_given():
-    """Run them, keep what they keep, and count: as many as are filled in fit, and no more."""
-    count = 3
-    size = for_total(needed(config_of(CASE), count))
-    config = config_of(CASE | {"memory_bytes": size})
-    assert memory_of(config) == [count] * 5
-    case, *_ = configured_cases(config, Path())
-    [room] = rooms(config, case)
-    assert room.stage == 0
-    functions = stage_functions(config.model, config.optimizer, 1, True, 2, 64)
-    parameters, state, gradients = functions.create(jax.random.key(0), 0)
-    tokens = jnp.zeros((2, 32), jnp.int32)
-    kept = [
-        (functions.forward(parameters, jnp.zeros(2, jnp.int32), tokens + n)[1], tokens + n)
-        for n in range(count)
-    ]
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves((parameters, state, gradients, kept)))
-    beside = room.held.waiting + room.held.working
-    assert room.one_more_bytes is not None
-    assert held + beside == pytest.approx(room.held.total, rel=0.02)
-    assert room.held.total <= USABLE_SHARE * size < room.held.total + room.one_more_bytes

@@ -25,7 +25,6 @@ from skippipe_jax.config import (
     TrainConfig,
     parse_config,
 )
-from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.document_mask import (
@@ -35,11 +34,9 @@ from skippipe_jax.models.document_mask import (
     unmark,
     within_documents,
 )
-from skippipe_jax.models.footprint import bytes_per_link, hop_bytes
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
 from skippipe_jax.runtime.spread import single
-from skippipe_jax.runtime.stage_functions import activation, stage_functions
 from tests import oracle
 from tests.models.test_llama import random_module
 from tests.runtime.test_oracle import (
@@ -232,21 +229,6 @@ def test_marks_come_through_a_stage_in_any_precision_and_have_no_gradient():
     assert np.all(np.any(gradient != 0, axis=-1))
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
-def test_nothing_is_kept_that_grows_with_the_square_of_time(recompute: str):
-    model = dataclasses.replace(MODEL, recompute=recompute)
-    functions = stage_functions(model, OPTIMIZER, 1, False, 3, 1)
-
-    def kept_bytes(time: int) -> int:
-        parameters, _, _ = jax.eval_shape(functions.create, jax.random.key(0), 0)
-        inputs = jax.ShapeDtypeStruct((1, time, MODEL.width + 1), jnp.float32)
-        gauge = jax.ShapeDtypeStruct((2,), jnp.int32)
-        _, saved, _ = jax.eval_shape(functions.forward, parameters, gauge, inputs)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
-
-    assert kept_bytes(64) == 2 * kept_bytes(32) > 0
-
-
 # The configuration.
 
 
@@ -254,16 +236,6 @@ def config_with(packing: str) -> Config:
     data = DataConfig(packing=packing, sequence_length=TIME, microbatch_size=BATCH)
     # The optimizer and the steps of `run`, whose functions are compiled already.
     return Config(model=MODEL, data=data, optimizer=OPTIMIZER, train=TrainConfig(ITERATIONS))
-
-
-def test_a_mark_is_one_channel_of_what_is_sent():
-    windows, documents = config_with("windows"), config_with("documents")
-    assert activation(MODEL, windows.data).shape == (BATCH, TIME, MODEL.width)
-    assert activation(MODEL, documents.data).shape == (BATCH, TIME, MODEL.width + 1)
-    assert hop_bytes(windows).activation == BATCH * TIME * MODEL.width * 4
-    assert hop_bytes(documents).activation == BATCH * TIME * (MODEL.width + 1) * 4
-    more, less = (bytes_per_link(config, PLAN, 1)[0, 1] for config in (documents, windows))
-    assert more - less == 4 * BATCH * TIME
 
 
 def test_stages_are_measured_with_packing():

@@ -13,6 +13,7 @@ import pytest
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.runtime.stage_functions import stage_functions
+from tests.oracle import relative_error
 
 TIME = 24
 MODEL = ModelConfig(
@@ -36,12 +37,24 @@ def forward_and_backward(model: ModelConfig) -> tuple[Any, list[jax.Array]]:
     return saved, [of_inputs, *jax.tree.leaves(gradients)]
 
 
-@pytest.mark.parametrize("attention", ["xla", pytest.param("blockwise", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("attention", "compute_dtype"),
+    [
+        ("xla", "float32"),
+        ("xla", "bfloat16"),
+        pytest.param("blockwise", "float32", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_gradients_are_the_same_whatever_is_kept(recompute: str, attention: str):
-    model = dataclasses.replace(MODEL, attention=attention)
+def test_gradients_are_the_same_whatever_is_kept(
+    recompute: str, attention: str, compute_dtype: str
+):
+    model = dataclasses.replace(MODEL, attention=attention, compute_dtype=compute_dtype)
     _, expected = forward_and_backward(model)
     _, found = forward_and_backward(dataclasses.replace(model, recompute=recompute))
+    if compute_dtype == "bfloat16":
+        assert relative_error(found, expected) < 0.05
+        return
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -325,39 +325,6 @@ def test_the_order_of_arrival_makes_no_difference(
             )
 
 
-@properties
-@given(st.integers(2, 4), st.integers(0, 5))
-def test_without_a_rate_and_momentum_of_its_own_it_averages_parameters(replicas: int, seed: int):
-    averaging = AveragingConfig("outer", 1, 1, 0, "float32", rate=1.0, momentum=0.0)
-    fragment, parameters, outers = went_apart(averaging, replicas, seed)
-    mean = jax.tree.map(lambda *own: np.mean(np.stack(own), axis=0), *parameters)
-    functions = fragment_functions(averaging, fragment)
-    sent = [functions.send(*own) for own in zip(parameters, outers, strict=True)]
-    messages = {replica: message for replica, (message, _, _) in enumerate(sent)}
-    for own, (_, part, outer) in zip(parameters, sent, strict=True):
-        taken, outer = functions.apply(own, outer, part, messages)
-        for found in (taken, outer.anchor):
-            assert oracle.relative_error(found, mean) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_rounding_leaves_is_sent_later(dtype: str):
-    """Over some cycles, what has travelled and what is left are all that was changed."""
-    averaging = AveragingConfig("outer", 1, 1, 0, dtype, rate=1.0, momentum=0.0)
-    fragment, [parameters], [outer] = went_apart(averaging, 1, seed=3)
-    functions, arrived = fragment_functions(averaging, fragment), []
-    for _ in range(4):
-        # The anchor stays, so each time the same change is sent, and what was left before.
-        message, part, outer = functions.send(parameters, outer)
-        arrived.append(dequantised(message, part, dtype))
-    change = jax.tree.map(jnp.subtract, outer.anchor, parameters)
-    total = jax.tree.map(lambda *own: sum(own), *arrived, outer.residual)
-    expected = jax.tree.map(lambda leaf: 4 * leaf, change)
-    assert oracle.relative_error(total, expected) < 1e-6
-    left = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(outer.residual))
-    assert (left == 0.0) == (dtype == "float32")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_sent_for_nothing_is_taken_back(dtype: str):
     averaging = AveragingConfig("outer", 3, 3, 1, dtype)

@@ -210,19 +210,6 @@ def test_orders_that_break_a_memory_limit_are_refused():
     assert caught.value.field.startswith("plan.order[")
 
 
-@pytest.mark.parametrize(
-    ("nodes", "hosts", "expected"),
-    [
-        (4, 1, (0, 0, 0, 0)),
-        (4, 4, (0, 1, 2, 3)),
-        (9, 2, (0, 0, 0, 0, 0, 1, 1, 1, 1)),
-        (5, 3, (0, 0, 1, 1, 2)),
-    ],
-)
-def test_nodes_are_spread_evenly_over_hosts(nodes: int, hosts: int, expected: tuple[int, ...]):
-    assert hosts_of_nodes(nodes, hosts, None) == expected
-
-
 @given(st.integers(1, 30), st.integers(1, 30))
 def test_every_host_serves_as_many_nodes_as_another_give_or_take_one(nodes: int, hosts: int):
     hosts = min(nodes, hosts)

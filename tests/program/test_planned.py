@@ -1,18 +1,15 @@
 """What the planner makes can be compiled, whatever the method and the case."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS, make_plan
-from skippipe_sched.problem.case import load_case
 from skippipe_sched.problem.plan import Plan, Predicted
 from skippipe_sched.search.budget import Search
 
 from skippipe_jax.program.compiler import compile_plan
-from tests.sched.examples import PAPER, cases
+from tests.sched.examples import cases
 from tests.sched.optima import SEEDS, kept_optimum
 from tests.sched.optimum import random_small_case
 
@@ -35,9 +32,3 @@ def test_orders_that_wait_on_purpose_have_programs_too(seed):
     predicted = Predicted(best.iteration_s, best.iteration_s, 0.0, best.iteration_s)
     plan = Plan("optimum", best.stages, best.paths, best.order, predicted, case)
     assert len(compile_plan(plan, tuple(range(len(case.nodes))))) == len(case.nodes)
-
-
-def test_a_joint_plan_of_the_papers_case_runs_on_one_host():
-    case = load_case(Path(PAPER))
-    plan = make_plan(case, "joint", Search(budget_s=0.5))
-    assert compile_plan(plan, (0,) * len(case.nodes))

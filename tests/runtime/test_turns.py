@@ -112,14 +112,6 @@ def test_the_earliest_that_is_there_goes_first():
     assert turns.take() is None
 
 
-def test_strict_waits_for_the_plan():
-    turns = ReadyQueue([forward(0), forward(1)], memory=2, ready_first=False)
-    turns.arrive(forward(1))
-    assert turns.take() is None
-    turns.arrive(forward(0))
-    assert [turns.take(), turns.take()] == [forward(0), forward(1)]
-
-
 def test_a_forward_leaves_room_for_those_it_passes():
     order = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
     turns = ReadyQueue(order, memory=2, ready_first=True)
