@@ -31,7 +31,6 @@ LONG_FUNCTIONS = {
 WIDE_SIGNATURES = {
     "skippipe_jax.cluster.joining: joined",
     "skippipe_jax.connections.mesh: Mesh.__init__",
-    "skippipe_jax.runtime.flow: Flow.__init__",
     "skippipe_jax.runtime.runtime: Runtime.__init__",
     "skippipe_jax.runtime.runtime: open_runtime",
     "skippipe_jax.runtime.state: make_states",

@@ -47,7 +47,6 @@ from experiments.benchmarks.wan import ENVIRONMENT, Hosts
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.program.compiler import Hop
-from skippipe_jax.runtime.topology import sharding_of
 from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.storage.recording import measured_timeline
 from skippipe_jax.storage.run_dir import RunDir
@@ -258,12 +257,11 @@ def serve(host: int, hosts: int, address: str) -> int:
     """
 
     device = jax.local_devices()[0]
-    here = {host: sharding_of((device,))}
     requests = {other: f"{address}:0" for other in range(hosts) if other != host}
     transfers = Transfers(host, device.client, requests, address)
     _say(transfers.endpoint)
     transfers.connect(json.loads(sys.stdin.readline()))
-    links = transfers.links(here)
+    links = transfers.links()
 
     def receive(hop: Hop, iteration: int, size: int) -> tuple[int, float]:
         like = jax.ShapeDtypeStruct((size,), jnp.uint8)

@@ -49,11 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and write the case on host 0; return the exit code."""
     config = config_of(arguments)
     with loading():
-        import jax
-
         from skippipe_jax.profiling.case import check_template
         from skippipe_jax.profiling.cluster import measure
-        from skippipe_jax.runtime.topology import sharding_of
         from skippipe_jax.runtime.transport import open_transfers
 
     start = time.monotonic()
@@ -67,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         if host.index == 0:
             require_writable("--output", arguments.output)
         say(f"{host.count} hosts connected")
-        # Each host represents a node.
-        local_devices = {host.index: sharding_of((jax.local_devices()[0],))}
-        links = open_transfers(host).links(local_devices)
+        links = open_transfers(host).links()
         say("links opened")
         profile = measure(config, host, links, say)
         if profile is not None:

@@ -21,8 +21,8 @@ from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
-from skippipe_jax.runtime.state import StageState
-from skippipe_jax.runtime.state_transfer import shapes_of_state, wait_for_arrays
+from skippipe_jax.runtime.state import StageState, shapes_of_state
+from skippipe_jax.runtime.state_transfer import wait_for_arrays
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
 
@@ -44,14 +44,9 @@ class DisklessStages:
             if replicas and all(topology.host_of[replica] in group.apart for replica in replicas)
         ]
         self.source_of = {stage: topology.host_of[replica] for stage, replica in stages_to_send}
-        stages = len(topology.plan.stages)
-        cut = config.model.stage_partition(stages)
-        functions = functions_of_run(config, stages)
+        functions = functions_of_run(config, len(topology.plan.stages))
         numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
-        self._shapes = {
-            stage: shapes_of_state(functions[stage], cut.blocks(stage).start)
-            for stage, _ in stages_to_send
-        }
+        self._shapes = {stage: shapes_of_state(functions[stage]) for stage, _ in stages_to_send}
         self._hops: dict[int, Sequence[Hop]] = {
             stage: [
                 Hop(number, replica, leader)

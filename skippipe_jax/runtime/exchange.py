@@ -61,14 +61,15 @@ class Exchange:
         name = iteration, hop
         if not self.topology.is_local_node(hop.source):
             link = self.links[self.topology.host_of[hop.source]]
-            there = self.topology.spread(hop.target).of_hop(like.shape)
-            if self._keeps_sharding(hop):
-                like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=there)
-                array = link.receive(hop, iteration, like)
-                self.loop.when_ready(array, lambda at_s: then(at_s, array))
-            else:
-                array = link.receive(hop, iteration, like)
-                self.loop.when_ready(array, lambda at_s: then(at_s, jax.device_put(array, there)))
+            spread = self.topology.spread(hop.target)
+            there = spread.of_hop(like.shape)
+            here = there if self._keeps_sharding(hop) else spread.first
+            like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
+            array = link.receive(hop, iteration, like)
+            self.loop.when_ready(
+                array,
+                lambda at_s: then(at_s, array if here == there else jax.device_put(array, there)),
+            )
         elif name in self.offered:
             self._deliver(self.offered.pop(name), then)
         else:

@@ -325,9 +325,8 @@ def open_runtime(
     topology = Topology.of(
         config, plan, group.index, host_of, devices, numbers, in_one_jax=group.is_distributed
     )
-    shardings = {node: topology.spread(node).first for node in topology.nodes}
     max_lag = config.averaging.iterations_apart + config.averaging.is_outer
-    links = transfers.links(shardings, group.generation.step, max_lag)
+    links = transfers.links(group.generation.step, max_lag)
     for other, numbers in topology.offered(programs.values()).items():
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None

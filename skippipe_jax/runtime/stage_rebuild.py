@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +27,7 @@ from skippipe_jax.consensus.generations import RebuiltStage
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.copied import Copy, pieces, unpacked
 from skippipe_jax.runtime.state import Kept, Origin, State
-from skippipe_jax.runtime.state_transfer import wait_for_arrays
+from skippipe_jax.runtime.state_transfer import ArrayTransfer
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -55,18 +54,15 @@ class RecoverySources:
 NO_RECOVERY_SOURCES = RecoverySources()
 
 
-class SourceTransfer(NamedTuple):
+@dataclass(frozen=True)
+class SourceTransfer(ArrayTransfer):
     """Transfer from a source of a rebuilt stage to a host that serves the stage.
 
-    `number` is the index of the source in `made.sources`; `source` and `target` are indices of
-    hosts in the group.
+    `number` is the index of the source in `made.sources`.
     """
 
     made: RebuiltStage
     number: int
-    source: int
-    target: int
-    hops: tuple[Hop, ...]
 
 
 class StageRebuild:
@@ -98,7 +94,7 @@ class StageRebuild:
                     first = self.topology.first_nodes[source]
                     count = 0 if source == target else len(self._shapes(made))
                     hops = tuple(Hop(taken, first, node) for taken in numbers.take(count))
-                    yield SourceTransfer(made, number, source, target, hops)
+                    yield SourceTransfer(source, target, hops, made, number)
 
     def _shapes(self, made: RebuiltStage) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays that a source sends for a stage."""
@@ -127,8 +123,8 @@ class StageRebuild:
         for transfer in self.transfers:
             if self.topology.host == transfer.source and transfer.hops:
                 here = self.topology.spread(transfer.hops[0].source).first
-                for hop, array in zip(transfer.hops, self._local_arrays(transfer), strict=True):
-                    links[transfer.target].send(hop, 0, jax.device_put(array, here))
+                arrays = self._local_arrays(transfer)
+                transfer.send(links, (jax.device_put(array, here) for array in arrays))
 
     def origin(self, links: Mapping[int, HostLink], others: Origin | None) -> Origin:
         """Return the origin of the stages rebuilt here; other stages come from origin `others`.
@@ -163,9 +159,8 @@ class StageRebuild:
     ) -> list[np.ndarray]:
         if transfer.source == transfer.target:
             return self._local_arrays(transfer)
-        requests = zip(transfer.hops, self._shapes(transfer.made), strict=True)
-        arrays = [links[transfer.source].receive(hop, 0, like) for hop, like in requests]
-        return [np.asarray(array) for array in wait_for_arrays(arrays, self.group)]
+        here = self.topology.spread(transfer.hops[0].target)
+        return transfer.receive(links, self._shapes(transfer.made), here, self.group)
 
 
 def averaged(

@@ -152,6 +152,13 @@ def from_checkpoint(checkpoint: Checkpoint, stage_layers: Sequence[int]) -> Orig
     return lambda stage, shapes: load_stage_numpy(checkpoint, stage_layers, stage, shapes)
 
 
+def shapes_of_state(functions: StageFunctions, *, with_momentum: bool = False) -> State:
+    """Return the shapes of a stage's saved state, or `with_momentum` of a transferred one."""
+    parameters, optimizer_state, _ = jax.eval_shape(functions.create, jax.random.key(0), 0)
+    saved = {"parameters": parameters, "optimizer_state": optimizer_state}
+    return {**saved, MOMENTUM: parameters} if with_momentum else saved
+
+
 def make_states(
     topology: Topology,
     functions: Sequence[StageFunctions],
@@ -197,25 +204,21 @@ def make_states(
     for stage in shown:
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
         draw = np.array([seed, cut.blocks(stage).start], np.uint32)
+        read: State | None = None
         if stage in of_stages:
-            state_of_replica = of_stages[stage].to_give(with_momentum=with_momentum)
-            read = jax.device_get(state_of_replica)
-            for node in own:
-                states[node] = _placed(functions[stage], read, topology, node, draw)
-            continue
-        if origin is None:
-            for node in own:
-                states[node] = _initialized(functions[stage], topology, node, draw)
-            continue
-        shapes = jax.eval_shape(functions[stage].create, jax.random.key(0), 0)
-        wanted = {"parameters": shapes[0], "optimizer_state": shapes[1]}
-        read = origin(stage, wanted)
+            read = jax.device_get(of_stages[stage].to_give(with_momentum=with_momentum))
+        elif origin is not None:
+            read = origin(stage, shapes_of_state(functions[stage]))
         for node in own:
+            if read is None:
+                states[node] = _initialized(functions[stage], topology, node, draw)
+                continue
             states[node] = _placed(functions[stage], read, topology, node, draw)
-            if own_origin is not None and len(topology.replicas[stage]) > 1:
-                place = topology.replicas[stage].index(node)
-                of_replica = own_origin(stage, place, wanted)
-                _restore_local_state(states[node], of_replica, topology, node, step)
+            if own_origin is None or stage in of_stages or len(topology.replicas[stage]) == 1:
+                continue
+            place = topology.replicas[stage].index(node)
+            of_replica = own_origin(stage, place, shapes_of_state(functions[stage]))
+            _restore_local_state(states[node], of_replica, topology, node, step)
     return {node: states[node] for node in replicas}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,9 +14,9 @@ import numpy as np
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.spread import whole
-from skippipe_jax.runtime.stage_functions import StageFunctions, functions_of_run
-from skippipe_jax.runtime.state import MOMENTUM, Kept, Origin, StageState, State
+from skippipe_jax.runtime.spread import NodeSharding, whole
+from skippipe_jax.runtime.stage_functions import functions_of_run
+from skippipe_jax.runtime.state import Kept, Origin, StageState, State, shapes_of_state
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import HostLink
 
@@ -24,12 +24,45 @@ from skippipe_jax.runtime.transport import HostLink
 CHECK_INTERVAL_S = 0.5
 
 
-class StateTransfer(NamedTuple):
-    """Transfer of a stage's state from one host to a node of another, array by array."""
+@dataclass(frozen=True)
+class ArrayTransfer:
+    """Transfer of arrays from the host `source` to a node of the host `target`, one by one."""
+
+    source: int
+    target: int
+    hops: tuple[Hop, ...]
+
+    def send(
+        self, links: Mapping[int, HostLink], arrays: Iterable[jax.Array], iteration: int = 0
+    ) -> None:
+        """Offer the arrays; they must not be donated before the transfer."""
+        for hop, array in zip(self.hops, arrays, strict=True):
+            links[self.target].send(hop, iteration, whole(array))
+
+    def receive(
+        self,
+        links: Mapping[int, HostLink],
+        shapes: Iterable[jax.ShapeDtypeStruct],
+        here: NodeSharding,
+        group: Group,
+    ) -> list[np.ndarray]:
+        """Receive arrays of these shapes on the first device of a node.
+
+        Raises:
+            GenerationEnded: if the group ends before all has arrived.
+        """
+        arrays = []
+        for hop, shape in zip(self.hops, shapes, strict=True):
+            like = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here.first)
+            arrays.append(links[self.source].receive(hop, 0, like))
+        return list(map(np.asarray, wait_for_arrays(arrays, group)))
+
+
+@dataclass(frozen=True)
+class StateTransfer(ArrayTransfer):
+    """Transfer of the state of a stage."""
 
     stage: int
-    source: int
-    hops: tuple[Hop, ...]
 
 
 class StateTransfers:
@@ -49,12 +82,8 @@ class StateTransfers:
     @cached_property
     def shapes(self) -> Sequence[State]:
         """Shapes of the arrays that are sent for each stage."""
-        stages = len(self.topology.plan.stages)
-        cut = self._config.model.stage_partition(stages)
-        return [
-            shapes_of_state(functions, cut.blocks(stage).start, with_momentum=self.with_momentum)
-            for stage, functions in enumerate(functions_of_run(self._config, stages))
-        ]
+        functions = functions_of_run(self._config, len(self.topology.plan.stages))
+        return [shapes_of_state(own, with_momentum=self.with_momentum) for own in functions]
 
     def _planned(self, holders: Sequence[Collection[int]]) -> Iterator[StateTransfer]:
         """Plan a transfer of each stage to each host that serves and lacks it, from owners in turn.
@@ -70,20 +99,18 @@ class StateTransfers:
             # Prefer owners that continue to serve the stage: the others may be about to leave.
             serving = {host_of[node] for node in replicas}
             sources = sorted(owners, key=lambda host, serving=serving: host not in serving)
-            for place, target in enumerate(targets.values()):
+            for place, (target, node) in enumerate(targets.items()):
                 source = sources[place % len(sources)]
                 own = self.topology.first_nodes[source]
                 leaves = len(jax.tree.leaves(self.shapes[stage]))
-                hops = tuple(Hop(number, own, target) for number in numbers.take(leaves))
-                yield StateTransfer(stage, source, hops)
+                hops = tuple(Hop(number, own, node) for number in numbers.take(leaves))
+                yield StateTransfer(source, target, hops, stage)
 
     @property
     def received_stages(self) -> frozenset[int]:
         """Stages whose state this host receives from others."""
         return frozenset(
-            transfer.stage
-            for transfer in self.transfers
-            if self.topology.is_local_node(transfer.hops[0].target)
+            transfer.stage for transfer in self.transfers if transfer.target == self.topology.host
         )
 
     def give(self, states: Mapping[int, StageState], links: Mapping[int, HostLink]) -> None:
@@ -91,12 +118,10 @@ class StateTransfers:
 
         The arrays must not be donated before the transfer.
         """
-        for stage, source, hops in self.transfers:
-            if source == self.topology.host:
-                given = states[stage].to_give(with_momentum=self.with_momentum)
-                leaves = jax.tree.leaves(given)
-                for hop, leaf in zip(hops, leaves, strict=True):
-                    links[self.topology.host_of[hop.target]].send(hop, 0, whole(leaf))
+        for transfer in self.transfers:
+            if transfer.source == self.topology.host:
+                given = states[transfer.stage].to_give(with_momentum=self.with_momentum)
+                transfer.send(links, jax.tree.leaves(given))
 
     def origin(self, links: Mapping[int, HostLink], group: Group) -> Origin:
         """Return the origin of the stages that this host receives from others.
@@ -106,19 +131,11 @@ class StateTransfers:
         """
 
         def take(stage: int, _: State) -> State:
-            [own] = [
-                transfer
-                for transfer in self.transfers
-                if transfer.stage == stage and self.topology.is_local_node(transfer.hops[0].target)
-            ]
+            host = self.topology.host
+            [own] = [of for of in self.transfers if (of.stage, of.target) == (stage, host)]
             leaves, structure = jax.tree.flatten(dict(self.shapes[stage]))
-            arrays = [
-                links[own.source].receive(hop, 0, leaf)
-                for hop, leaf in zip(own.hops, leaves, strict=True)
-            ]
-            return jax.tree.unflatten(
-                structure, list(map(np.asarray, wait_for_arrays(arrays, group)))
-            )
+            here = self.topology.spread(own.hops[0].target)
+            return structure.unflatten(own.receive(links, leaves, here, group))
 
         return take
 
@@ -146,17 +163,6 @@ def transfer_states(
     transfers.give(of_stages, links)
     own |= make(transfers.origin(links, group), {}, received_stages)
     return {replica: own[replica] for replica in topology.local_replicas}
-
-
-def shapes_of_state(
-    functions: StageFunctions, first_layer: int, *, with_momentum: bool = False
-) -> State:
-    """Return the shapes of a stage's saved state, or `with_momentum` of a transferred one."""
-    parameters, optimizer_state, _ = jax.eval_shape(
-        functions.create, jax.random.key(0), first_layer
-    )
-    saved = {"parameters": parameters, "optimizer_state": optimizer_state}
-    return {**saved, MOMENTUM: parameters} if with_momentum else saved
 
 
 def wait_for_arrays(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.links import GIBIBYTE
@@ -53,11 +52,6 @@ class Device:
 
 NodeDevices = tuple[Device, ...]
 """Devices of a node, all of one host, in the order of its mesh."""
-
-
-def sharding_of(devices: Sequence[jax.Device]) -> Sharding:
-    """Return the sharding of a whole array on the first of some devices."""
-    return SingleDeviceSharding(devices[0])
 
 
 def devices_of_nodes(

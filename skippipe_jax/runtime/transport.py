@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
@@ -40,23 +40,6 @@ CLOSING_S = 5.0
 AFTER_A_STEP = 1 << 48
 
 
-class Reached:
-    """Last iteration in which this host has sent an array over any link.
-
-    Thread-safe, as iterations and the background thread of `outer` mode both send.
-    """
-
-    def __init__(self, iteration: int):
-        """Begin with the iteration before the first one that sends."""
-        self.iteration = iteration
-        self._lock = threading.Lock()
-
-    def note(self, iteration: int) -> None:
-        """Record that an array was sent in an iteration."""
-        with self._lock:
-            self.iteration = max(self.iteration, iteration)
-
-
 class HostLink:
     """Link to and from one other host, which pulls the arrays that this host offers.
 
@@ -67,29 +50,27 @@ class HostLink:
         self,
         server: transfer.TransferServer,
         key: bytes,
-        address: str,
         remote_key: bytes,
-        shardings: Mapping[int, Sharding],
-        reached: Reached,
+        address: str,
+        siblings: Mapping[int, HostLink],
+        first: int,
         max_lag: int,
     ):
         """Use the local `server` and the remote one at `address`, both for this link alone.
 
-        The keys of the two servers determine the names of their transfers. `shardings[n]` is the
-        destination of whole arrays for local node n. `reached` is shared by all links of this host.
-        The other host may be up to `max_lag` iterations away.
+        The keys of the two servers determine the names of their transfers. `siblings` are all links
+        of this host, which send from iteration `first` on. The other host may be up to `max_lag`
+        iterations away.
         """
         self.server: transfer.TransferServer | None = server
         self.key, self.remote_key = key, remote_key
         self.address = address
-        self.shardings = shardings
         # Opened at its first use, as most pairs of hosts exchange no arrays.
         self.connection: transfer.TransferConnection | None = None
         self._connecting = threading.Lock()
-        # The last iteration in which each hop was sent, by its number.
+        # The last iteration in which each hop was sent, by its number; only one thread sends it.
         self._sent: dict[int, int] = {}
-        self._reached = reached
-        self._max_lag = max_lag
+        self._siblings, self._first, self._max_lag = siblings, first, max_lag
         self._expected: list[tuple[Collection[int], int | None]] = []
 
     def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
@@ -106,19 +87,16 @@ class HostLink:
         """
         self._open_server.await_pull(_name(self.key, hop.number, iteration), parts_of(array))
         self._sent[hop.number] = iteration
-        if iteration < AFTER_A_STEP:
-            # `reached` keeps its maximum, as state transfers use iteration 0.
-            self._reached.note(iteration)
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Request the array of a hop, of shape and dtype `like`, which may be offered later.
 
-        It has the sharding of `like`, or else that of the hop's target node.
+        It has the sharding of `like`, by default on the first device of this host.
         """
         with self._connecting:
             if self.connection is None:
                 self.connection = self._open_server.connect(self.address)
-        here = like.sharding or self.shardings[hop.target]
+        here = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
         shape = here.shard_shape(like.shape)
         wanted = [
             jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
@@ -152,7 +130,9 @@ class HostLink:
         back = 0 if self._max_lag == 1 else self._max_lag
         further, sent = range(-back, self._max_lag + 1), [*self._sent.items()]
         names = {(number, last + more) for number, last in sent for more in further}
-        now = self._reached.iteration
+        links = self._siblings.values()
+        reached = (of for link in links for of in [*link._sent.values()] if of < AFTER_A_STEP)
+        now = max([self._first, *reached])
         for numbers, after in self._expected:
             iterations = [0] if after is None else [after + now + more for more in further]
             names |= {(number, name) for number in numbers for name in iterations}
@@ -231,27 +211,15 @@ class Transfers:
         self.addresses = {other: there["reached"][here] for other, there in others.items()}
         self.keys = {other: bytes.fromhex(there["key"]) for other, there in others.items()}
 
-    def links(
-        self, shardings: Mapping[int, Sharding], first: int = 0, max_lag: int = 1
-    ) -> dict[int, HostLink]:
-        """Make a link to every other host; `shardings` are those of this host's nodes.
+    def links(self, first: int = 0, max_lag: int = 1) -> dict[int, HostLink]:
+        """Make a link to every other host, for iterations from `first` on.
 
-        They are used from iteration `first` on; hosts are at most `max_lag` iterations from each
-        other.
+        Hosts are at most `max_lag` iterations from each other.
         """
-        reached = Reached(first)
-        links = {
-            other: HostLink(
-                server,
-                self.key,
-                self.addresses[other],
-                self.keys[other],
-                shardings,
-                reached,
-                max_lag,
-            )
-            for other, server in self.servers.items()
-        }
+        links: dict[int, HostLink] = {}
+        for other, server in self.servers.items():
+            keys = self.key, self.keys[other]
+            links[other] = HostLink(server, *keys, self.addresses[other], links, first, max_lag)
         self._opened += links.values()
         return links
 

@@ -55,7 +55,7 @@ from skippipe_jax.program.compiler import Program, compile_plans, hosts_of_nodes
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.reporting.timelines import draw_recorded
 from skippipe_jax.runtime.threads import give_collectives_threads
-from skippipe_jax.runtime.topology import require_meshes, sharding_of
+from skippipe_jax.runtime.topology import require_meshes
 from skippipe_jax.runtime.transport import Transfers, open_servers, open_transfers
 from skippipe_jax.storage.checkpoint import (
     DATA,
@@ -269,7 +269,7 @@ def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profi
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
-    links = transfers.links({host.index: sharding_of((jax.local_devices()[0],))})
+    links = transfers.links()
     output = partial(log.on_leader, host.index, log_line=log.output)
     return transfers, measure(config, host, links, output)
 

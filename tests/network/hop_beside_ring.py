@@ -69,7 +69,7 @@ def main() -> None:
     transfers = Transfers(host, device.client, requests, address)
     told = said("servers", json.dumps(transfers.endpoint))
     transfers.connect([json.loads(endpoint) for endpoint in told])
-    links = transfers.links({node: topology.spread(node).first for node in topology.nodes})
+    links = transfers.links()
     loop = EventLoop(DEADLINE_S)
     exchange = Exchange(loop, topology, links)
 
