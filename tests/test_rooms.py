@@ -33,7 +33,6 @@ WIDE_SIGNATURES = {
     "skippipe_jax.connections.mesh: Mesh.__init__",
     "skippipe_jax.runtime.runtime: Runtime.__init__",
     "skippipe_jax.runtime.runtime: open_runtime",
-    "skippipe_jax.runtime.state: make_states",
     "skippipe_sched.search.anneal_division: trade",
 }
 HEAVY = ("jax", "flax", "orbax", "grain")

@@ -166,21 +166,6 @@ def _hops(sent: Traffic) -> str:
     return f"{size_text(sent.hop)} per hop and {size_text(sent.gradient_hop)} per hop back"
 
 
-HEADINGS = (
-    "stage",
-    "layers",
-    "nodes",
-    "parameters",
-    "weights",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "outer",
-    "in flight",
-    "in transit",
-    "working",
-    "total",
-)
 OUTER_COLUMNS = ("outer", "in transit")
 """Columns of outer mode: bytes that replicas always hold, and those of fragments in transit."""
 MESH_COLUMNS = ("gathered",)
@@ -193,27 +178,27 @@ def table(config: Config, case: Case, memory: Sequence[NodeMemory], sent: Traffi
     is_outer = config.averaging.is_outer
     hidden = () if is_outer else OUTER_COLUMNS
     hidden += () if any(own.gathered for own in memory) else MESH_COLUMNS
-    shown = [heading for heading in HEADINGS if heading not in hidden]
-    lines = [tuple(shown)]
+    lines: list[tuple[str, ...]] = []
     for stage, own in enumerate(memory):
         parameters = stage_parameters(config.model, layers[stage], is_data_stage=stage == 0)
-        cells = (
-            f"{stage} (data)" if stage == 0 else f"{stage}",
-            f"{layers[stage]}",
-            f"{case.stages[stage]}",
-            f"{parameters:,}",
-            size_text(own.parameters),
-            size_text(own.gradients),
-            size_text(own.optimizer),
-            size_text(own.gathered),
-            size_text(own.outer),
-            f"{own.in_flight} x {size_text(own.kept)}",
-            size_text(own.changes),
-            size_text(own.waiting + own.working),
-            size_text(own.total),
-        )
-        of_heading: dict[str, str] = dict(zip(HEADINGS, cells, strict=True))
-        lines.append(tuple(of_heading[heading] for heading in shown))
+        cells = {
+            "stage": f"{stage} (data)" if stage == 0 else f"{stage}",
+            "layers": f"{layers[stage]}",
+            "nodes": f"{case.stages[stage]}",
+            "parameters": f"{parameters:,}",
+            "weights": size_text(own.parameters),
+            "gradients": size_text(own.gradients),
+            "optimizer": size_text(own.optimizer),
+            "gathered": size_text(own.gathered),
+            "outer": size_text(own.outer),
+            "in flight": f"{own.in_flight} x {size_text(own.kept)}",
+            "in transit": size_text(own.changes),
+            "working": size_text(own.waiting + own.working),
+            "total": size_text(own.total),
+        }
+        shown = [heading for heading in cells if heading not in hidden]
+        lines = lines or [tuple(shown)]
+        lines.append(tuple(cells[heading] for heading in shown))
     mean_note = f" (mean of {config.averaging.every} iterations)" if is_outer else ""
     return "\n".join(
         [

@@ -167,36 +167,29 @@ class ExactIteration(TrainingIteration):
                 yield what, self.loop.last_event_s
 
 
+@dataclass(eq=False)
 class GradientAveraging:
     """Gradient averaging of all stages in one iteration, each stage begun separately.
+
+    Rings send sums as `dtype`, by default float32. `when_done` is called when all stages are
+    averaged.
 
     Attributes:
         left: local replicas whose sums are not complete.
         averagings: stage, start and end of each complete averaging.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        replicas: Replicas,
-        iteration: int,
-        dtype: str | None,
-        emulation: Emulation | None,
-        when_done: Callable[[], None],
-    ):
-        """Begin no stage yet; rings send sums as `dtype`, by default float32.
+    exchange: Exchange
+    replicas: Replicas
+    iteration: int
+    dtype: str | None
+    emulation: Emulation | None
+    when_done: Callable[[], None]
 
-        `when_done` is called when all stages are averaged.
-        """
-        self.exchange = exchange
-        self.loop = exchange.loop
-        self.topology = exchange.topology
-        self.replicas = replicas
-        self.iteration = iteration
-        self.dtype = jnp.dtype(dtype or np.float32)
-        self.emulation = emulation
-        self.when_done = when_done
-        self.left = set(replicas.states)
+    def __post_init__(self) -> None:
+        """Begin no stage yet."""
+        self.loop, self.topology = self.exchange.loop, self.exchange.topology
+        self.left = set(self.replicas.states)
         self.begun: set[int] = set()
         self.parts: dict[int, RingPart] = {}
         self.averagings: list[Averaging] = []
@@ -218,7 +211,8 @@ class GradientAveraging:
             return
         self.begun.add(replica)
         spread = self.topology.spread(replica)
-        part = RingPart(ring, replica, self.replicas.to_sum(replica), self.dtype, spread)
+        dtype = jnp.dtype(self.dtype or np.float32)
+        part = RingPart(ring, replica, self.replicas.to_sum(replica), dtype, spread)
         self.parts[replica] = part
         start_s = time.perf_counter()
 

@@ -39,7 +39,7 @@ from skippipe_jax.runtime.operations import HeldOutOperations, TrainingOperation
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps, settle
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
-from skippipe_jax.runtime.stage_functions import activation, functions_of_run, wire_of_run
+from skippipe_jax.runtime.stage_functions import activation, wire_of_run
 from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources, StageRebuild
 from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
 from skippipe_jax.runtime.state_transfer import StateTransfers, transfer_states
@@ -88,7 +88,7 @@ class Runtime:
         self._clock_offset = clock_offset
         self.replicas = Replicas(
             topology,
-            _states_of_run(config, topology) if states is None else states,
+            make_states(config, topology) if states is None else states,
             notes_norms=group.is_elastic and config.recovery.lost_stage == AVERAGE,
         )
         for node, state in self.states.items():
@@ -261,31 +261,6 @@ class Runtime:
         return outcome
 
 
-def _states_of_run(
-    config: Config,
-    topology: Topology,
-    origin: Origin | None = None,
-    kept: Kept | None = None,
-    stages: Collection[int] | None = None,
-    own_origin: OwnOrigin | None = None,
-    step: int = 0,
-) -> dict[int, StageState]:
-    """Make the states of a run as `make_states` does."""
-    count = len(topology.plan.stages)
-    return make_states(
-        topology,
-        functions_of_run(config, count),
-        config.model.stage_partition(count),
-        config.seed,
-        origin,
-        kept,
-        stages,
-        own_origin=own_origin,
-        step=step,
-        with_momentum=config.averaging.is_outer,
-    )
-
-
 class Ready(NamedTuple):
     """Message that hosts exchange when their stages are open, and the check of all messages."""
 
@@ -331,7 +306,7 @@ def open_runtime(
         links[other].expect(numbers)
     clock_offset = _clock_offset(group) if config.trace != "never" else None
     state_transfers = StateTransfers(topology, config, group.holders)
-    make = partial(_states_of_run, config, topology)
+    make = partial(make_states, config, topology)
     if state_transfers.transfers or group.generation.remade:
         given = state_transfers.shapes, state_transfers.numbers, kept or {}, remains
         remaking = StageRebuild(topology, group, *given)

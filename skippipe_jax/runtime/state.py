@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from skippipe_jax.config import StagePartition
+from skippipe_jax.config import Config
 from skippipe_jax.optim.outer import Message, Outer, Part, begin_with
 from skippipe_jax.optim.rounding import Draw
 from skippipe_jax.runtime.spread import NodeSharding
@@ -20,6 +20,7 @@ from skippipe_jax.runtime.stage_functions import (
     Gradients,
     Parameters,
     StageFunctions,
+    functions_of_run,
     state_shardings,
 )
 from skippipe_jax.runtime.topology import Topology
@@ -160,25 +161,23 @@ def shapes_of_state(functions: StageFunctions, *, with_momentum: bool = False) -
 
 
 def make_states(
+    config: Config,
     topology: Topology,
-    functions: Sequence[StageFunctions],
-    cut: StagePartition,
-    seed: int,
-    origin: Origin | None,
+    origin: Origin | None = None,
     kept: Kept | None = None,
     stages: Collection[int] | None = None,
-    *,
     own_origin: OwnOrigin | None = None,
     step: int = 0,
-    with_momentum: bool = False,
 ) -> dict[int, StageState]:
     """Make the state of every local replica, by its name; with `stages`, of these only.
 
     The state is taken from `kept`, or copied from a `kept` state of another replica, or read from
-    `origin`, which is called once for each stage, or initialized from `seed`. In `outer` mode the
+    `origin`, which is called once for each stage, or initialized from the seed. In `outer` mode the
     local state of each replica, as after `step`, is read from `own_origin`, and a copy of another
-    replica includes the outer momentum if `with_momentum`.
+    replica includes the outer momentum.
     """
+    count = len(topology.plan.stages)
+    functions, cut = functions_of_run(config, count), config.model.stage_partition(count)
     states: dict[int, StageState] = {}
     replicas = [
         node
@@ -203,10 +202,11 @@ def make_states(
     shown = tqdm(served, desc="state", unit="stage", disable=None if origin else True, leave=False)
     for stage in shown:
         own = [node for node in replicas if topology.stage_of[node] == stage and node not in states]
-        draw = np.array([seed, cut.blocks(stage).start], np.uint32)
+        draw = np.array([config.seed, cut.blocks(stage).start], np.uint32)
         read: State | None = None
         if stage in of_stages:
-            read = jax.device_get(of_stages[stage].to_give(with_momentum=with_momentum))
+            given = of_stages[stage].to_give(with_momentum=config.averaging.is_outer)
+            read = jax.device_get(given)
         elif origin is not None:
             read = origin(stage, shapes_of_state(functions[stage]))
         for node in own:

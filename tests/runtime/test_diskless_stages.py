@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.diskless_stages import DisklessStages
 from skippipe_jax.runtime.replicas import Replicas
-from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import StageState, make_states
 from skippipe_jax.runtime.topology import Device, Topology
 from tests.sched.examples import plan_of
@@ -65,8 +65,7 @@ def topology_of(plan: Plan, host: int) -> Topology:
 
 
 def states_of(topology: Topology) -> dict[int, StageState]:
-    cut = CONFIG.model.stage_partition(2)
-    return make_states(topology, functions_of_run(CONFIG, 2), cut, seed=topology.host, origin=None)
+    return make_states(replace(CONFIG, seed=topology.host), topology)
 
 
 def saved(*apart: int) -> list[dict[int, dict[str, Any]]]:

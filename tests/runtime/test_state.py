@@ -13,7 +13,6 @@ import pytest
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.stage_functions import functions_of_stages
 from skippipe_jax.runtime.state import Origin, StageState, from_checkpoint, make_states
 from skippipe_jax.storage import loading
 from skippipe_jax.storage.arrays import ArrayFiles
@@ -53,9 +52,7 @@ def resumed(runtime: Runtime, origin: Checkpoint | Origin) -> dict[int, StageSta
     """The states of all replicas, as a checkpoint or another origin has them."""
     if isinstance(origin, Checkpoint):
         origin = from_checkpoint(origin, CUT)
-    tokens = CONFIG.data.microbatch_size * CONFIG.data.sequence_length
-    functions = functions_of_stages(2, MODEL, CONFIG.optimizer, CONFIG.train.steps, tokens)
-    return make_states(runtime.topology, functions, CUT, 0, origin)
+    return make_states(CONFIG, runtime.topology, origin)
 
 
 def bytes_of(tree: Any) -> int:
@@ -118,16 +115,14 @@ def test_a_stage_that_moves_within_a_host_is_copied_there(runtime: Runtime, chec
     states = resumed(runtime, checkpoint)
     devices, spread = runtime.topology.device, runtime.topology.spread
     kept = {(0, spread(3)): states[0], (1, spread(1)): states[1]}
-    tokens = CONFIG.data.microbatch_size * CONFIG.data.sequence_length
-    functions = functions_of_stages(2, MODEL, CONFIG.optimizer, CONFIG.train.steps, tokens)
-    own = make_states(runtime.topology, functions, CUT, 0, None, kept)
+    own = make_states(CONFIG, runtime.topology, None, kept)
     assert own[1] is states[1]
     for node in (0, 2, 3):
         assert own[node] is not states[node]
         assert_same_bits(by_name(own[node].to_save()), by_name(states[node].to_save()))
         arrays = jax.tree.leaves((own[node].to_save(), own[node].gradients))
         assert {device for leaf in arrays for device in leaf.devices()} == {devices(node)}
-    [only] = make_states(runtime.topology, functions, CUT, 0, None, kept, stages=[0])
+    [only] = make_states(CONFIG, runtime.topology, None, kept, stages=[0])
     assert only == 0
 
 
@@ -167,7 +162,6 @@ def test_states_that_are_kept_have_no_gradients_beside_their_gradients(
 ):
     states, topology = resumed(runtime, checkpoint), runtime.topology
     kept = {(topology.stage_of[node], topology.spread(node)): own for node, own in states.items()}
-    given = topology, [own.functions for own in states.values()], CUT, 0, None, kept
-    again, peak = most_besides(monkeypatch, lambda: make_states(*given))
+    again, peak = most_besides(monkeypatch, lambda: make_states(CONFIG, topology, None, kept))
     assert again == states
     assert peak == 0
