@@ -233,11 +233,9 @@ def against_plain_step(
     gc.collect()
     reached = product_flops_per_second(products)
     possible = max(reached.values())
+    is_data_stage = "embedding" in parameters
     flops = workload.tokens * flops_per_token(
-        parameters,
-        layers=model.layers,
-        width=model.width,
-        sequence_length=workload.sequence_length,
+        model, model.layers, workload.sequence_length, is_data_stage=is_data_stage
     )
 
     def told(own: Taken | OutOfMemory) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
 from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.tasks import Place
 from skippipe_jax.models.flops import flops_per_token
-from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.footprint import stage_parameters
 from skippipe_jax.models.planned_case import candidate_cases
 from skippipe_jax.storage.files import atomic_write
 
@@ -51,11 +51,9 @@ def lanes_of(config: ExpertsConfig, arm: Arm) -> list[Lane]:
 def _cost(member: Member) -> tuple[float, float]:
     """Return the operations per token, and the parameters, of the whole model of a run."""
     config = member.config()
-    model = replace(config.model, stage_layers=None)
-    [shapes] = stage_shapes(model, 1)
-    length = config.data.sequence_length
-    each = flops_per_token(shapes, layers=model.layers, width=model.width, sequence_length=length)
-    return float(each), float(parameter_count([shapes]))
+    model, length = config.model, config.data.sequence_length
+    each = flops_per_token(model, model.layers, length, is_data_stage=True)
+    return float(each), float(stage_parameters(model, model.layers, is_data_stage=True))
 
 
 def compared(place: Place, arm: Arm) -> dict[str, Division]:

@@ -13,18 +13,19 @@ multiplication; the head is a matrix, even if it is the embedding.
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.models.llama import stage_shapes
+from skippipe_jax.models.footprint import block_matrices
 
 
-def flops_per_token(parameters: Any, *, layers: int, width: int, sequence_length: int) -> int:
-    """Count the operations of one token in a stage with these parameters (or their shapes)."""
-    return 6 * _matrix_parameters(parameters) + 12 * layers * width * sequence_length
+def flops_per_token(
+    model: ModelConfig, layers: int, sequence_length: int, *, is_data_stage: bool
+) -> int:
+    """Count the operations of one token in a stage of `layers` blocks."""
+    head = is_data_stage * model.vocabulary_size * model.width
+    attention = 12 * layers * model.width * sequence_length
+    return 6 * (block_matrices(model, layers) + head) + attention
 
 
 def iteration_flops(
@@ -32,22 +33,8 @@ def iteration_flops(
 ) -> int:
     """Count the operations of an iteration: of each microbatch in the stages that it visits."""
     of_stages = [
-        flops_per_token(shapes, layers=layers, width=model.width, sequence_length=sequence_length)
-        for shapes, layers in zip(
-            stage_shapes(model, len(plan.stages)),
-            model.stage_partition(len(plan.stages)),
-            strict=True,
-        )
+        flops_per_token(model, layers, sequence_length, is_data_stage=stage == 0)
+        for stage, layers in enumerate(model.stage_partition(len(plan.stages)))
     ]
     visits = (of_stages[plan.stage_of[node]] for path in plan.microbatches for node in path)
     return microbatch_size * sequence_length * sum(visits)
-
-
-def _matrix_parameters(parameters: Any) -> int:
-    is_tied = "embedding" in parameters and "head" not in parameters
-    matrices = ("kernel", "embedding") if is_tied else ("kernel",)
-    return sum(
-        leaf.size
-        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
-        if path[-1].key in matrices
-    )
