@@ -79,9 +79,8 @@ class Timed(Operations):
         """What a hop brings to an operation."""
         return self.inner.arriving(operation)
 
-    def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """The tokens of a microbatch, on its data node."""
-        return self.inner.first_input(operation, batch)
+    def _keep_targets(self, operation: Operation, batch: Batch) -> None:
+        self.inner._keep_targets(operation, batch)
 
     def _dispatch(
         self, operation: Operation, value: jax.Array, leaves: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from skippipe_sched.figures.amounts import size_text
 from skippipe_sched.problem.case import AUTO, Case
@@ -113,10 +114,19 @@ def rooms(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> 
         served = None if stage_of is None else stage_of[index]
         mesh = mesh_of_node(config, case, index)
         alike.setdefault((node.memory, node.memory_bytes, mesh, served), []).append(index)
-    return [
-        _room(config, case, nodes, memory, memory_bytes, mesh, served)
-        for (memory, memory_bytes, mesh, served), nodes in alike.items()
-    ]
+    found, all_of_them = [], sum(case.microbatches)
+    for (memory, memory_bytes, mesh, served), nodes in alike.items():
+        held_with = partial(memory_of_stages, config, case, mesh=mesh, memory_bytes=memory_bytes)
+        in_flight = min(memory, all_of_them)
+        of_stages = held_with(in_flight)
+        may_serve = range(len(of_stages)) if served is None else [served]
+        stage = max(may_serve, key=lambda stage, own=of_stages: own[stage].total)
+        held, one_more_bytes = of_stages[stage], None
+        if in_flight < all_of_them:
+            then = held_with(in_flight + 1)
+            one_more_bytes = max(then[own].total for own in may_serve) - held.total
+        found.append(Room(tuple(nodes), memory_bytes, mesh, stage, held, one_more_bytes))
+    return found
 
 
 def memory_warnings(config: Config, case: Case, stage_of: Sequence[int] | None = None) -> list[str]:
@@ -185,28 +195,6 @@ def names(nodes: Sequence[int]) -> str:
             runs.append([node])
     ranges = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(ranges)}"
-
-
-def _room(
-    config: Config,
-    case: Case,
-    nodes: Sequence[int],
-    memory: int,
-    memory_bytes: float | None,
-    mesh: NodeMesh,
-    served: int | None,
-) -> Room:
-    all_of_them = sum(case.microbatches)
-    in_flight = min(memory, all_of_them)
-    of_stages = memory_of_stages(config, case, in_flight, mesh=mesh, memory_bytes=memory_bytes)
-    may_serve = range(len(of_stages)) if served is None else [served]
-    stage = max(may_serve, key=lambda stage: of_stages[stage].total)
-    held, one_more_bytes = of_stages[stage], None
-    if in_flight < all_of_them:
-        options = {"mesh": mesh, "memory_bytes": memory_bytes}
-        then = memory_of_stages(config, case, in_flight + 1, **options)
-        one_more_bytes = max(then[stage].total for stage in may_serve) - held.total
-    return Room(tuple(nodes), memory_bytes, mesh, stage, held, one_more_bytes)
 
 
 def _with_memory(case: Case, counts: Mapping[int, int]) -> Case:

@@ -291,7 +291,7 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
         # One chunk of each block, as the others call the same programs.
         if chunk % part.of_block == 0:
             part.arrive(step, chunk, zeros)
-    replicas.take_sum(replica, part.result())
+    replicas.states[replica].gradients = part.result()
 
 
 def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:

@@ -218,7 +218,7 @@ class GradientAveraging:
 
         def ended(_: float) -> None:
             del self.parts[replica]
-            self.replicas.take_sum(replica, part.result())
+            self.replicas.states[replica].gradients = part.result()
             self._when_summed(replica, start_s)
 
         self.exchange.run_ring(part, self.iteration, ended)
@@ -234,17 +234,19 @@ class GradientAveraging:
             yield f"the gradient average of stage {stage}"
 
     def _when_summed(self, replica: int, start_s: float) -> None:
+        stage = self.replicas.stage_of(replica)
+
+        def summed(end_s: float) -> None:
+            if self.emulation is not None:
+                end_s = self.emulation.averaging_end_s(stage, end_s)
+            self.loop.at(end_s, lambda _: end(end_s))
+
+        def end(end_s: float) -> None:
+            self.averagings.append(Averaging(stage, start_s, end_s))
+            self.left.remove(replica)
+            if not self.left:
+                self.when_done()
+
         # All arrays of a sum are ready at the same time.
-        array = self.replicas.summed_array(replica)
-        self.loop.when_computed(array, lambda at_s: self._summed(replica, start_s, at_s))
-
-    def _summed(self, replica: int, start_s: float, at_s: float) -> None:
-        if self.emulation is not None:
-            at_s = self.emulation.averaging_end_s(self.replicas.stage_of(replica), at_s)
-        self.loop.at(at_s, lambda _: self._end(replica, start_s, at_s))
-
-    def _end(self, replica: int, start_s: float, end_s: float) -> None:
-        self.averagings.append(Averaging(self.replicas.stage_of(replica), start_s, end_s))
-        self.left.remove(replica)
-        if not self.left:
-            self.when_done()
+        array = jax.tree.leaves(self.replicas.states[replica].gradients)[0]
+        self.loop.when_computed(array, summed)

@@ -36,9 +36,13 @@ class Operations(ABC):
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of the array that a hop brings to an operation."""
 
-    @abstractmethod
     def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
         """Put the tokens of a microbatch on its data node and return them; keep its targets."""
+        self._keep_targets(operation, batch)
+        return self._put(marked_tokens(batch), operation.node)
+
+    @abstractmethod
+    def _keep_targets(self, operation: Operation, batch: Batch) -> None: ...
 
     @abstractmethod
     def _dispatch(
@@ -55,15 +59,15 @@ class Operations(ABC):
         """
         if not self.names_dispatches:
             return self._dispatch(operation, value, leaves)
-        stage = self.replicas.topology.stage_of[operation.node]
+        stage = self.topology.stage_of[operation.node]
         with jax.profiler.TraceAnnotation(f"{operation}, stage {stage}"):
             return self._dispatch(operation, value, leaves)
 
     def _state(self, node: int) -> StageState:
-        return self.replicas.states[self.replicas.topology.replica_of[node]]
+        return self.replicas.states[self.topology.replica_of[node]]
 
     def _put(self, array: np.ndarray, node: int) -> jax.Array:
-        return jax.device_put(array, self.replicas.topology.spread(node).whole)
+        return jax.device_put(array, self.topology.spread(node).whole)
 
 
 class TrainingOperations(Operations):
@@ -92,7 +96,7 @@ class TrainingOperations(Operations):
     def begin(self, iteration: int) -> None:
         """Reset totals and targets for an iteration."""
         self.iteration = iteration
-        topology = self.replicas.topology
+        topology = self.topology
         if self.sends_targets:
             self.targets = {
                 replica: self._put(np.zeros((), np.int32), replica)
@@ -111,20 +115,18 @@ class TrainingOperations(Operations):
         way = self.wire.activations
         return way.with_targets if self.sends_targets else way.travelling
 
-    def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """Put the tokens of a microbatch on its data node and return them; keep its targets."""
+    def _keep_targets(self, operation: Operation, batch: Batch) -> None:
         own = self.nodes[operation.node]
         own.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
         if self.sends_targets:
             counted = np.int32(np.count_nonzero(batch["targets"] >= 0))
             own.counts[operation.microbatch] = self._put(np.asarray(counted), operation.node)
-        return self._put(marked_tokens(batch), operation.node)
 
     def _dispatch(
         self, operation: Operation, value: jax.Array, leaves: bool
     ) -> tuple[Any, jax.Array]:
         kind, microbatch, node = operation
-        topology = self.replicas.topology
+        topology = self.topology
         own, state = self.nodes[node], self._state(node)
         functions = state.functions
         targets = own.counts.pop(microbatch, None)
@@ -169,7 +171,7 @@ class TrainingOperations(Operations):
         """Return the seed for the rounding of a sent gradient, or None if it is not stochastic."""
         if not (leaves and self.wire.gradients.is_drawn):
             return None
-        stage = self.replicas.topology.stage_of[operation.node]
+        stage = self.topology.stage_of[operation.node]
         return np.array([self.seed, self.iteration, operation.microbatch, stage], np.uint32)
 
 
@@ -191,10 +193,8 @@ class HeldOutOperations(Operations):
         """Return shape and dtype of an activation."""
         return self.activation
 
-    def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """Put the tokens of a microbatch on its data node and return them; keep its targets."""
+    def _keep_targets(self, operation: Operation, batch: Batch) -> None:
         self.targets[operation.microbatch] = self._put(batch["targets"], operation.node)
-        return self._put(marked_tokens(batch), operation.node)
 
     def _dispatch(
         self, operation: Operation, value: jax.Array, leaves: bool

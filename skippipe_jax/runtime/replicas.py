@@ -73,22 +73,15 @@ class Replicas:
         for replica in own:
             here = self.topology.spread(replica)
             # Each replica needs its own array, as its update donates it.
-            self.take_sum(replica, _copied(summed[here]) if here in taken else summed[here])
+            own_sum = _copied(summed[here]) if here in taken else summed[here]
+            self.states[replica].gradients = own_sum
             taken.add(here)
 
     def to_sum(self, replica: int) -> PyTree:
-        """Remove and return the gradients of a replica, which has none until `take_sum`."""
+        """Remove and return the gradients of a replica, which has none until they are summed."""
         state = self.states[replica]
         gradients, state.gradients = state.gradients, {}
         return gradients
-
-    def take_sum(self, replica: int, summed: PyTree) -> None:
-        """Set the gradients of a replica to the sum over its stage."""
-        self.states[replica].gradients = summed
-
-    def summed_array(self, replica: int) -> jax.Array:
-        """Return an array of a replica that is ready when the sum over its stage is."""
-        return jax.tree.leaves(self.states[replica].gradients)[0]
 
     def squared_norms(self, stage: int) -> list[Totals]:
         """Return totals with the squared norm of a stage's gradients, if this host adds it.

@@ -325,15 +325,15 @@ class Gathering(RingMember[GatheringRing]):
         """Return all messages by the indices of their replicas, once no chunk is `left`."""
         places = self.ring.places
         others = {
-            places[source]: _joined([chunks[chunk] for chunk in sorted(chunks)])
+            places[source]: _concatenated([chunks[chunk] for chunk in sorted(chunks)])
             for source, chunks in self._chunks.items()
         }
         return {places[self.position]: self._message, **others}
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
-    return blocks_of(tree, blocks, length)
+_cut = jax.jit(blocks_of, static_argnums=(1, 2))
+_join = jax.jit(joined_blocks, static_argnums=1)
+_concatenated = jax.jit(jnp.concatenate)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -350,17 +350,3 @@ def _added(block: Block, start: int, arrived: Chunk) -> Chunk:
 @functools.partial(jax.jit, donate_argnums=0)
 def _kept(block: Block, start: int, summed: Chunk) -> Block:
     return jax.lax.dynamic_update_slice_in_dim(block, summed.astype(block.dtype), start, axis=-1)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _join(blocks: list[Block], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    return joined_blocks(blocks, shapes)
-
-
-def _joined(chunks: Sequence[Array]) -> Array:
-    return chunks[0] if len(chunks) == 1 else _concatenated(chunks)
-
-
-@jax.jit
-def _concatenated(chunks: Sequence[Array]) -> Array:
-    return jnp.concatenate(chunks)

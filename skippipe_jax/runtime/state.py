@@ -244,19 +244,16 @@ def _placed(
     """
     here = topology.spread(node)
     functions = functions.on(here.mesh)
-    shardings = {name: here.of_tree(tree) for name, tree in read.items()}
-    if "optimizer_state" in read:
-        waits = state_shardings(functions, read["optimizer_state"], here)
-        shardings["optimizer_state"] = waits
-    copy = jax.device_put(dict(read), shardings, may_alias=False)
-    parameters = copy["parameters"]
+    others = {name: tree for name, tree in read.items() if name != "optimizer_state"}
+    copy, optimizer_state = here.put(others, may_alias=False), read.get("optimizer_state")
+    parameters, is_read = copy["parameters"], optimizer_state is not None
     # Zeros do not depend on the parameters, so JAX would not place them on their device.
     with jax.default_device(topology.device(node)):
-        gradients = functions.no_gradients(parameters)
-        begun = None if "optimizer_state" in copy else functions.begin(parameters)
-    gradients = here.put(gradients)
-    begun = jax.device_put(begun, state_shardings(functions, begun, here))
-    optimizer_state = copy["optimizer_state"] if begun is None else begun
+        gradients = here.put(functions.no_gradients(parameters))
+        if not is_read:
+            optimizer_state = functions.begin(parameters)
+    waits = state_shardings(functions, optimizer_state, here)
+    optimizer_state = jax.device_put(optimizer_state, waits, may_alias=False if is_read else None)
     state = StageState(functions, parameters, optimizer_state, gradients, draw)
     if MOMENTUM in copy:
         state.outer = begin_with(parameters, copy[MOMENTUM])

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8, Shaped, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from skippipe_jax.models.footprint import SCALE_BYTES
 from skippipe_jax.optim.rounding import LARGEST, from_int8, grouped, to_int8
@@ -61,10 +61,18 @@ class WireFormat:
         if self.dtype != "int8":
             return array.astype(self.dtype)
         numbers, marks = array[..., : self.width], array[..., self.width :]
-        if not self.is_drawn:
-            return packed(numbers, marks, None)
-        assert draw is not None, "stochastic rounding without a seed"
-        return packed(numbers, marks, drawn_fractions(draw, numbers.shape))
+        groups = grouped(numbers.astype(jnp.float32))
+        scales = scales_of(groups)
+        quotients = groups / scales[..., None]
+        if self.is_drawn:
+            assert draw is not None, "stochastic rounding without a seed"
+            quotients = jnp.floor(quotients + grouped(drawn_fractions(draw, numbers.shape)))
+        else:
+            quotients = jnp.round(quotients)
+        quantised = to_int8(quotients, self.width)
+        scale_bytes = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.int8)
+        behind = scale_bytes.reshape(*numbers.shape[:-1], -1)
+        return jnp.concatenate([quantised, marks.astype(jnp.int8), behind], axis=-1)
 
     @cached_property
     def with_targets(self) -> jax.ShapeDtypeStruct:
@@ -76,7 +84,12 @@ class WireFormat:
         """Decode the array of a hop for computation; an array that is not encoded is unchanged."""
         if array.dtype != jnp.int8:
             return array.astype(self.computed.dtype)
-        return unpacked(array, self.width, self.computed.shape[-1]).astype(self.computed.dtype)
+        ends = [self.width, self.computed.shape[-1]]
+        quantised, marks, scale_bytes = jnp.split(array, ends, axis=-1)
+        scale_bytes = scale_bytes.reshape(*array.shape[:-1], -1, SCALE_BYTES)
+        scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
+        numbers = [from_int8(quantised, scales), marks.astype(jnp.float32)]
+        return jnp.concatenate(numbers, axis=-1).astype(self.computed.dtype)
 
 
 @dataclass(frozen=True)
@@ -105,39 +118,6 @@ def without_targets(
     activation, of_bytes = jnp.split(array, [array.size - 4])
     targets = jax.lax.bitcast_convert_type(of_bytes.astype(jnp.int8), jnp.int32)
     return activation.reshape(like.shape), targets
-
-
-def packed(
-    numbers: Float[Array, "*batch width"],
-    marks: Float[Array, "*batch marks"],
-    fractions: Float[Array, "*batch width"] | None,
-) -> Int8[Array, "*batch travelling"]:
-    """Quantize numbers, and return them with marks and scales in one array.
-
-    Rounds to the nearest, or with `fractions` in [0, 1) to floor(x / scale + fraction).
-    """
-    groups = grouped(numbers.astype(jnp.float32))
-    scales = scales_of(groups)
-    quotients = groups / scales[..., None]
-    if fractions is None:
-        quotients = jnp.round(quotients)
-    else:
-        quotients = jnp.floor(quotients + grouped(fractions))
-    flat = to_int8(quotients, numbers.shape[-1])
-    scale_bytes = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.int8)
-    behind = scale_bytes.reshape(*numbers.shape[:-1], -1)
-    return jnp.concatenate([flat, marks.astype(jnp.int8), behind], axis=-1)
-
-
-def unpacked(
-    array: Int8[Array, "*batch travelling"], width: int, channels: int
-) -> Float[Array, "*batch channels"]:
-    """Decode the `width` numbers that `packed` has quantized, and the marks."""
-    quantised, marks, scale_bytes = jnp.split(array, [width, channels], axis=-1)
-    scale_bytes = scale_bytes.reshape(*array.shape[:-1], -1, SCALE_BYTES)
-    scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
-    numbers = from_int8(quantised, scales)
-    return jnp.concatenate([numbers, marks.astype(jnp.float32)], axis=-1)
 
 
 def scales_of(
