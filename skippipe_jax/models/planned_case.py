@@ -124,16 +124,17 @@ def size_mismatches(config: Config, case: Case) -> list[str]:
 
     Sizes without effect, such as that of a stage with one replica, are not compared.
     """
-    stages, found = len(case.stages), []
+    stages = len(case.stages)
     hop, averaged = hop_bytes(config), averaged_bytes(config, stages)
-    if stages > 1 and _differs(case.activation_bytes, hop.activation):
-        given, own = case.activation_bytes, hop.activation
-        found.append(_sentence(config, "activation_bytes", "", given, own, own))
+    sizes = [("activation_bytes", case.activation_bytes, hop.activation)]
     # Without `gradient_bytes`, a case gives gradients the size of activations.
-    is_given = "gradient_bytes" in case.source or hop.gradient != hop.activation
-    if stages > 1 and is_given and _differs(case.gradient_bytes, hop.gradient):
-        given, own = case.gradient_bytes, hop.gradient
-        found.append(_sentence(config, "gradient_bytes", "", given, own, own))
+    if "gradient_bytes" in case.source or hop.gradient != hop.activation:
+        sizes.append(("gradient_bytes", case.gradient_bytes, hop.gradient))
+    found = [
+        _sentence(config, key, "", given, own, own)
+        for key, given, own in sizes
+        if stages > 1 and _differs(given, own)
+    ]
     differing = [
         stage
         for stage in range(stages)

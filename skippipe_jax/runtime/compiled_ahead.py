@@ -32,7 +32,6 @@ from skippipe_jax.runtime.stage_functions import (
     TOTALS,
     activation,
     functions_of_run,
-    state_shardings,
     wire_of_run,
 )
 from skippipe_jax.runtime.state import StageState
@@ -230,9 +229,8 @@ def compile_ahead(
             parameters, optimizer_state, gradients = (
                 _with_shardings(tree, here.of_tree(tree)) for tree in shapes
             )
-            optimizer_state = _with_shardings(
-                optimizer_state, state_shardings(own, optimizer_state, here)
-            )
+            lies = here.of_tree(optimizer_state, own.state_memory)
+            optimizer_state = _with_shardings(optimizer_state, lies)
             own, draw = own.on(here.mesh), np.zeros(2, np.uint32)
             gathers = case is not None and gathers_once(config, case, stage, here.shape)
             state = StageState(own, parameters, optimizer_state, gradients, draw, gathers=gathers)

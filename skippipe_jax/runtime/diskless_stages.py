@@ -9,7 +9,7 @@ states: in the memory of its machine, if JAX has a device for it, else on its de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -19,10 +19,9 @@ from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.spread import whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
-from skippipe_jax.runtime.state import StageState, shapes_of_state
-from skippipe_jax.runtime.state_transfer import wait_for_arrays
+from skippipe_jax.runtime.state import StageState, State, shapes_of_state
+from skippipe_jax.runtime.state_transfer import ArrayTransfer, wait_for_arrays
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
 
@@ -37,23 +36,19 @@ class DisklessStages:
 
     def __init__(self, topology: Topology, config: Config, group: Group):
         """Find the stages that only diskless hosts hold."""
-        self._topology, self._group = topology, group
-        stages_to_send = [
-            (stage, replicas[0])
-            for stage, replicas in enumerate(topology.replicas)
-            if replicas and all(topology.host_of[replica] in group.apart for replica in replicas)
-        ]
-        self.source_of = {stage: topology.host_of[replica] for stage, replica in stages_to_send}
-        functions = functions_of_run(config, len(topology.plan.stages))
+        self._group = group
         numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
-        self._shapes = {stage: shapes_of_state(functions[stage]) for stage, _ in stages_to_send}
-        self._hops: dict[int, Sequence[Hop]] = {
-            stage: [
-                Hop(number, replica, leader)
-                for number in numbers.take(len(jax.tree.leaves(self._shapes[stage])))
-            ]
-            for stage, replica in stages_to_send
-        }
+        functions = functions_of_run(config, len(topology.plan.stages))
+        self._shapes: dict[int, State] = {}
+        self._transfers: dict[int, ArrayTransfer] = {}
+        for stage, replicas in enumerate(topology.replicas):
+            hosts = [topology.host_of[replica] for replica in replicas]
+            if hosts and {*hosts} <= {*group.apart}:
+                self._shapes[stage] = shapes_of_state(functions[stage])
+                taken = numbers.take(len(jax.tree.leaves(self._shapes[stage])))
+                hops = tuple(Hop(number, replicas[0], leader) for number in taken)
+                self._transfers[stage] = ArrayTransfer(hosts[0], 0, hops)
+        self.source_of = {stage: own.source for stage, own in self._transfers.items()}
         self.numbers = range(topology.first_free_hop, numbers.free)
 
     def after(
@@ -66,20 +61,19 @@ class DisklessStages:
         Raises:
             GenerationEnded: if the group ends before all has arrived.
         """
-        if not self._hops:
+        if not self._transfers:
             return {}
         iteration, own = AFTER_A_STEP + step, {}
-        for stage, hops in self._hops.items():
-            if hops[0].source in states:
-                leaves = jax.tree.leaves(states[hops[0].source].to_save())
-                for hop, leaf in zip(hops, leaves, strict=True):
-                    links[0].send(hop, iteration, whole(leaf))
+        for stage, transfer in self._transfers.items():
+            if transfer.hops[0].source in states:
+                leaves = jax.tree.leaves(states[transfer.hops[0].source].to_save())
+                transfer.send(links, leaves, iteration)
             elif self._group.index == 0:
                 shapes, structure = jax.tree.flatten(dict(self._shapes[stage]))
-                link = links[self.source_of[stage]]
+                link = links[transfer.source]
                 arrays = [
                     self._set_aside(link.receive(hop, iteration, shape))
-                    for hop, shape in zip(hops, shapes, strict=True)
+                    for hop, shape in zip(transfer.hops, shapes, strict=True)
                 ]
                 own[stage] = jax.tree.unflatten(structure, arrays)
         # No host may update a state that the leader still receives.

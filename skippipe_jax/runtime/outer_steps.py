@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from skippipe_jax.config import Config
-from skippipe_jax.models.llama import parameter_count, stage_shapes
+from skippipe_jax.models.footprint import stage_parameters
 from skippipe_jax.optim.outer import (
     FragmentFunctions,
     begin,
@@ -88,7 +88,7 @@ class OuterSteps:
         fragment, state = self.averaging.fragment_sent_after(step), self._states[replica]
         if fragment is None or state.outer is None:
             return None
-        functions = self._functions(replica, fragment)
+        functions = self._fragments[self._topology.stage_of[replica]][fragment]
         message, sent, state.outer = functions.send(state.parameters, state.outer)
         state.under_way[step] = FragmentInTransit(fragment, sent, message, committed_with=step)
         return state.under_way[step]
@@ -100,17 +100,7 @@ class OuterSteps:
 
     def apply(self, replica: int, sent_after: int) -> None:
         """Apply the mean of all messages to a replica, once they have arrived."""
-        state = self._states[replica]
-        own = state.under_way.pop(sent_after)
-        assert own.messages is not None, "a message has not arrived"
-        assert state.outer is not None, "no fragment was sent"
-        functions = self._functions(replica, own.fragment)
-        state.parameters, state.outer = functions.apply(
-            state.parameters, state.outer, own.sent, own.messages
-        )
-
-    def _functions(self, replica: int, fragment: int) -> FragmentFunctions:
-        return self._fragments[self._topology.stage_of[replica]][fragment]
+        _apply(self._fragments[self._topology.stage_of[replica]], self._states[replica], sent_after)
 
     def _is_only(self, replica: int) -> bool:
         """Return whether a replica is the only one of its stage, and thus averages nothing."""
@@ -125,22 +115,30 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
     """
     functions = functions_of_fragments(config, layers)
     for sent_after in sorted(state.under_way):
+        if state.under_way[sent_after].committed_with <= step:
+            _apply(functions, state, sent_after)
+            continue
         own = state.under_way.pop(sent_after)
         assert state.outer is not None, "no fragment was sent"
-        of_fragment = functions[own.fragment]
-        if own.committed_with > step:
-            state.outer = of_fragment.take_back(state.outer, own.sent, own.message)
-            continue
-        assert own.messages is not None, "committed before all messages arrived"
-        state.parameters, state.outer = of_fragment.apply(
-            state.parameters, state.outer, own.sent, own.messages
-        )
+        state.outer = functions[own.fragment].take_back(state.outer, own.sent, own.message)
+
+
+def _apply(functions: Sequence[FragmentFunctions], state: StageState, sent_after: int) -> None:
+    own = state.under_way.pop(sent_after)
+    assert own.messages is not None, "a message has not arrived"
+    assert state.outer is not None, "no fragment was sent"
+    state.parameters, state.outer = functions[own.fragment].apply(
+        state.parameters, state.outer, own.sent, own.messages
+    )
 
 
 def inner_steps(config: Config, stages: int) -> list[InnerStep]:
     """Make the local step of each stage's replicas, for a model with `stages` stages."""
-    shapes = stage_shapes(config.model, stages)
-    sizes = [parameter_count(own) for own in shapes]
+    layers = config.model.stage_partition(stages)
+    sizes = [
+        stage_parameters(config.model, count, is_data_stage=stage == 0)
+        for stage, count in enumerate(layers)
+    ]
     optimizers = [inner_optimizer(config.optimizer, size / sum(sizes)) for size in sizes]
     bounded = [replace(config, optimizer=own) for own in optimizers]
     tokens = config.data.microbatch_size * config.data.sequence_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,18 @@ from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.totals import add_up, sum_by_collective
 
 
+@dataclass(frozen=True, eq=False)
 class Replicas:
     """Replicas that this host holds, by their names.
 
     Attributes:
         states: state of each replica.
+        notes_norms: whether the norms of stages are recorded.
     """
 
-    def __init__(
-        self, topology: Topology, states: Mapping[int, StageState], *, notes_norms: bool = False
-    ):
-        """Use the `states` of the local replicas; record the norms of stages if `notes_norms`."""
-        self._notes_norms = notes_norms
-        self.topology = topology
-        self.states = states
+    topology: Topology
+    states: Mapping[int, StageState]
+    notes_norms: bool = False
 
     def stage_of(self, replica: int) -> int:
         """Return the stage of a replica."""
@@ -101,7 +100,7 @@ class Replicas:
         return {
             stage: _squared_norm(self.states[replicas[0]].gradients["blocks"])
             for stage, replicas in enumerate(self.topology.replicas)
-            if self._notes_norms and replicas and replicas[0] in self.states
+            if self.notes_norms and replicas and replicas[0] in self.states
         }
 
     def update(self, totals: Totals) -> None:

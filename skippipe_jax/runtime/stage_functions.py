@@ -32,7 +32,7 @@ from skippipe_jax.models.sharding import in_use, specs, used
 from skippipe_jax.optim import rounding
 from skippipe_jax.optim.rounding import Draw as RoundingDraw
 from skippipe_jax.optim.update_rule import update_count, update_rule
-from skippipe_jax.runtime.spread import NodeSharding, activations, named
+from skippipe_jax.runtime.spread import activations, named
 from skippipe_jax.runtime.wire_format import Draw, Wire, WireFormat
 
 Parameters = dict[str, Any]
@@ -403,13 +403,6 @@ def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
     tokens = config.data.microbatch_size * config.data.sequence_length
     steps, wire = config.train.steps, wire_of_run(config)
     return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
-
-
-def state_shardings(
-    functions: StageFunctions, optimizer_state: PyTree, here: NodeSharding
-) -> PyTree:
-    """Return the shardings of the optimizer's state between updates on the node `here`."""
-    return here.of_tree(optimizer_state, functions.state_memory)
 
 
 def wire_of_run(config: Config) -> Wire:

@@ -21,7 +21,6 @@ from skippipe_jax.runtime.stage_functions import (
     Parameters,
     StageFunctions,
     functions_of_run,
-    state_shardings,
 )
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.storage.checkpoint import Checkpoint
@@ -230,7 +229,7 @@ def _initialized(
     functions = functions.on(here.mesh)
     with jax.default_device(topology.device(node)):
         parameters, state, gradients = functions.create(jax.random.key(seed), first_layer)
-    waits = jax.device_put(state, state_shardings(functions, state, here))
+    waits = jax.device_put(state, here.of_tree(state, functions.state_memory))
     return StageState(functions, here.put(parameters), waits, here.put(gradients), draw)
 
 
@@ -252,7 +251,7 @@ def _placed(
         gradients = here.put(functions.no_gradients(parameters))
         if not is_read:
             optimizer_state = functions.begin(parameters)
-    waits = state_shardings(functions, optimizer_state, here)
+    waits = here.of_tree(optimizer_state, functions.state_memory)
     optimizer_state = jax.device_put(optimizer_state, waits, may_alias=False if is_read else None)
     state = StageState(functions, parameters, optimizer_state, gradients, draw)
     if MOMENTUM in copy:

@@ -394,18 +394,16 @@ def _replicas_of_nodes(
 
 
 def _hop_bytes(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> float:
-    """Return the bytes of hops that share the links of a ring; infinite if none do."""
-    if not _carry_hops(plan, host_of, ring):
-        return math.inf
-    return min(plan.case.activation_bytes, plan.case.gradient_bytes)
+    """Return the bytes of hops that share the links of a ring; infinite if none do.
 
-
-def _carry_hops(plan: Plan, host_of: Sequence[int], ring: Sequence[int]) -> bool:
-    """Return whether a host of a ring has nodes of several stages, so hops may share its links."""
+    They do if a host of the ring has nodes of several stages.
+    """
     stages: dict[int, set[int]] = defaultdict(set)
     for node, host in enumerate(host_of):
         stages[host].add(plan.stage_of[node])
-    return any(len(stages[host_of[node]]) > 1 for node in ring)
+    if any(len(stages[host_of[node]]) > 1 for node in ring):
+        return min(plan.case.activation_bytes, plan.case.gradient_bytes)
+    return math.inf
 
 
 def _averages_by_ring(
