@@ -11,7 +11,7 @@ from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.topology import Device, Topology
+from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 
 
 def open_alone(
@@ -28,7 +28,8 @@ def open_alone(
     """
     host_of = host_of or (0,) * len(plan.case.nodes)
     program, *_ = compile_plan(plan, host_of)
-    device_of = [(Device(0, node % devices, "cpu"),) for node in range(len(host_of))]
+    kinds = [["cpu"] * devices] * (max(host_of) + 1)
+    device_of = devices_of_nodes(host_of, kinds, config.node.meshes(plan.case))
     numbers = HopNumbers(program.first_free_hop)
     topology = Topology.of(config, plan, 0, host_of, device_of, numbers)
     schedule, group = (

@@ -67,7 +67,8 @@ class Replicas:
             here: trees[0] if len(trees) == 1 else sum_of_trees(trees)
             for here, trees in given.items()
         }
-        summed = sum_over_nodes(self.topology.spreads_of_stage(stage), local)
+        spreads = dict.fromkeys(map(self.topology.spread, self.topology.replicas[stage]))
+        summed = sum_over_nodes(tuple(spreads), local)
         taken: set[NodeSharding] = set()
         for replica in own:
             here = self.topology.spread(replica)

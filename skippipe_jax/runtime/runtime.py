@@ -8,7 +8,6 @@ average their gradients (`live`) or, in `outer` mode, no host waits for all othe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
@@ -304,7 +304,9 @@ def open_runtime(
     links = transfers.links(group.generation.step, max_lag)
     for other, numbers in topology.offered(programs.values()).items():
         links[other].expect(numbers)
-    clock_offset = _clock_offset(group) if config.trace != "never" else None
+    clock_offset = None
+    if config.trace != "never":
+        clock_offset = DaemonThreads().submit(group.clock_offset_s)
     state_transfers = StateTransfers(topology, config, group.holders)
     make = partial(make_states, config, topology)
     if state_transfers.transfers or group.generation.remade:
@@ -335,20 +337,6 @@ def open_runtime(
     if topology.in_one_jax:
         open_collectives(runtime.replicas)
     return runtime
-
-
-def _clock_offset(group: Group) -> Future[float]:
-    """Measure the offset of host 0's clock to the local one in the background [s]."""
-    offset: Future[float] = Future()
-
-    def measure() -> None:
-        try:
-            offset.set_result(group.clock_offset_s())
-        except Exception as error:
-            offset.set_exception(error)
-
-    threading.Thread(target=measure, name="skippipe-clock", daemon=True).start()
-    return offset
 
 
 def _raise_ended(_: float) -> NoReturn:

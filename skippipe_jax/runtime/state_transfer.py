@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.spread import NodeSharding, whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
@@ -167,23 +167,8 @@ def transfer_states(
 
 def wait_for_arrays(arrays: Sequence[jax.Array], group: Group) -> Sequence[jax.Array]:
     """Wait for the arrays, and raise `GenerationEnded` if the group ends meanwhile."""
-    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def wait() -> None:
-        try:
-            jax.block_until_ready(arrays)
-        except Exception as error:
-            ended.put(error)
-        else:
-            ended.put(None)
-
-    threading.Thread(target=wait, name="skippipe-transfer", daemon=True).start()
-    while True:
-        try:
-            error = ended.get(timeout=CHECK_INTERVAL_S)
-        except queue.Empty:
-            group.require_current()
-            continue
-        if error is not None:
-            raise error
-        return arrays
+    ready = DaemonThreads().submit(jax.block_until_ready, arrays)
+    while not wait([ready], CHECK_INTERVAL_S).done:
+        group.require_current()
+    ready.result()
+    return arrays

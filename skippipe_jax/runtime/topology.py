@@ -310,11 +310,6 @@ class Topology:
         return tuple(self.host_of.index(host) for host in self.hosts)
 
     @property
-    def host_devices(self) -> tuple[jax.Device, ...]:
-        """Device of each host that sums its totals, if one JAX has all devices."""
-        return tuple(map(self.device, self.first_nodes))
-
-    @property
     def host_device(self) -> jax.Device:
         """Device that sums the totals of this host."""
         return self.device(self.first_nodes[self.host])
@@ -342,10 +337,6 @@ class Topology:
             for node, (devices, mesh) in enumerate(zip(self.devices, self.meshes, strict=True))
             if devices[0].host in of_hosts
         }
-
-    def spreads_of_stage(self, stage: int) -> tuple[NodeSharding, ...]:
-        """Return the distinct spreads of the replicas of a stage, for its collective."""
-        return tuple(dict.fromkeys(map(self.spread, self.replicas[stage])))
 
     def hops_of_totals(self, other: int) -> tuple[Hop, Hop]:
         """Return the hops of totals to another host and back."""

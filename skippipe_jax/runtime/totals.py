@@ -77,8 +77,8 @@ def add_up(
 
 def sum_by_collective(topology: Topology, local: Float[Array, " all"]) -> Float[Array, " all"]:
     """Sum over all hosts, which call this together, by a collective."""
-    here = single(topology.host_device)
-    return sum_over_nodes([*map(single, topology.host_devices)], {here: local})[here]
+    here, of_hosts = single(topology.host_device), map(topology.device, topology.first_nodes)
+    return sum_over_nodes([*map(single, of_hosts)], {here: local})[here]
 
 
 def apart(summed: Float[Array, " all"], nodes: int) -> Sums:

@@ -12,16 +12,12 @@ from typing import Any
 import jax
 from skippipe_sched.problem.plan import Plan
 
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, NodeConfig
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from tests import oracle
+from tests.one_host import open_alone
 from tests.runtime.test_oracle import OPTIMIZER, TIME, TOLERANCE, random_batches
 from tests.sched.examples import plan_of
 
@@ -68,15 +64,6 @@ def with_meshes(plan: Plan, meshes: Meshes) -> Plan:
     return dataclasses.replace(plan, case=dataclasses.replace(plan.case, nodes=tuple(nodes)))
 
 
-def open_on_meshes(config: Config, plan: Plan) -> Runtime:
-    host_of = (0,) * len(plan.case.nodes)
-    [program] = compile_plan(plan, host_of)
-    devices = devices_of_nodes(host_of, [["cpu"] * DEVICES], config.node.meshes(plan.case))
-    topology = Topology.of(config, plan, 0, host_of, devices, HopNumbers(program.first_free_hop))
-    schedule, alone = Schedule(config.recipe, {OWN: plan}), Membership(config.cluster, 0, 1)
-    return Runtime(config, schedule, {OWN: program}, topology, {}, alone)
-
-
 def check(example: Example) -> None:
     plan = with_meshes(PLAN, example.meshes)
     model = ModelConfig(
@@ -106,7 +93,7 @@ def check(example: Example) -> None:
         node=NodeConfig(gather=example.gather),
         network=NetworkConfig(averaging="ring" if example.ring else "auto"),
     )
-    runtime = open_on_meshes(config, plan)
+    runtime = open_alone(config, plan, DEVICES)
     outcomes, programs = [], []
     for iteration, own in enumerate(batches):
         outcomes.append(runtime.run(iteration, dict(enumerate(own))))
