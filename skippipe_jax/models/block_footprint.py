@@ -1,6 +1,7 @@
 """Bytes that blocks keep between forward and backward, and make within one, by formula. No JAX.
 
 docs/memory_formulas.md derives every formula, and its divisors on a mesh. Bytes kept are exact.
+`tokens_of_chunk` is how many tokens the head takes at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ from skippipe_jax.config.model import CPU_BLOCK, holds_all_scores, rotations_as_
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number in each dtype that a configuration may name."""
 TOKEN_BYTES = 4
+LOGIT_BYTES = 4
+"""Bytes of each logit: float32, for any compute dtype."""
+
+MOST_LOGIT_BYTES = 512 * 2**20
+"""Most bytes of a chunk's logits.
+
+Every chunk reads and writes the gradient of the head, 8 bytes for each of its numbers, and computes
+6 operations for each token and number. With 1,000 tokens an H100 computes three times as long as it
+reads and writes, and a vocabulary of 128,256 allows 1,046. With a vocabulary of 32,000, all 4,096
+tokens of a microbatch are one chunk, and nothing is read twice.
+"""
 
 
 @dataclass(frozen=True)
@@ -146,3 +158,10 @@ def passing_bytes(model: ModelConfig, data: DataConfig, mesh: NodeMesh = ONE_DEV
         + 3 * compute * tokens * model.width // mesh.fsdp
         + elementwise // mesh.devices
     )
+
+
+def tokens_of_chunk(tokens: int, vocabulary_size: int) -> int:
+    """Return the tokens of each chunk if `tokens` are split into the fewest equal chunks."""
+    most = max(1, MOST_LOGIT_BYTES // (LOGIT_BYTES * vocabulary_size))
+    chunks = -(-tokens // most)
+    return -(-tokens // chunks)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from skippipe_jax.models.head_chunks import tokens_of_chunk
+from skippipe_jax.models.block_footprint import tokens_of_chunk
 from skippipe_jax.models.sharding import EVERY_PART, constrained
 
 NO_TARGET = -1

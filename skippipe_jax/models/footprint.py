@@ -175,21 +175,15 @@ def traffic(config: Config, case: Case, visits: int) -> Traffic:
     node, and as many gradients. This is not for microbatches that stay on their data node, which
     send nothing.
     """
-    hop = hop_bytes(config)
+    hop, layers = hop_bytes(config), config.model.stage_partition(len(case.stages))
     return Traffic(
         hop=hop.activation,
         gradient_hop=hop.gradient,
         pipeline=visits * (hop.activation + hop.gradient),
-        averaging=_averaging_traffic(config, case),
-    )
-
-
-def _averaging_traffic(config: Config, case: Case) -> int:
-    """Return the mean bytes that the rings of all stages send in an iteration."""
-    layers = config.model.stage_partition(len(case.stages))
-    return sum(
-        round(n * bytes_passed(config, layers[stage], n, is_data_stage=stage == 0))
-        for stage, n in enumerate(case.stages)
+        averaging=sum(
+            round(n * bytes_passed(config, layers[stage], n, is_data_stage=stage == 0))
+            for stage, n in enumerate(case.stages)
+        ),
     )
 
 

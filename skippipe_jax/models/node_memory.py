@@ -17,6 +17,7 @@ from skippipe_jax.config.hardware import AUTO, ITERATION, ONE_DEVICE
 from skippipe_jax.config.optimizer import MUON
 from skippipe_jax.models.block_footprint import (
     DTYPE_BYTES,
+    LOGIT_BYTES,
     TOKEN_BYTES,
     Cuts,
     block_parameters,
@@ -27,6 +28,7 @@ from skippipe_jax.models.block_footprint import (
     passing_bytes,
     saved_by_block,
     tokens_of,
+    tokens_of_chunk,
 )
 from skippipe_jax.models.footprint import (
     GRADIENT_BYTES,
@@ -39,7 +41,6 @@ from skippipe_jax.models.footprint import (
     stage_parameters,
     transfer_dtypes,
 )
-from skippipe_jax.models.head_chunks import LOGIT_BYTES, tokens_of_chunk
 
 USABLE_SHARE = 0.9
 """Fraction of a device's bytes that may be filled. The rest is for the runtime, for gaps between

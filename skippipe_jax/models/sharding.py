@@ -195,14 +195,7 @@ def _together(array: Array, whole: PartitionSpec, cut: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(array, whole)
 
 
-def _together_forward(array: Array, whole: PartitionSpec, cut: PartitionSpec) -> tuple[Array, None]:
-    return jax.lax.with_sharding_constraint(array, whole), None
-
-
-def _together_backward(
-    whole: PartitionSpec, cut: PartitionSpec, _: None, cotangent: Array
-) -> tuple[Array]:
-    return (jax.lax.with_sharding_constraint(cotangent, cut),)
-
-
-_together.defvjp(_together_forward, _together_backward)
+_together.defvjp(
+    lambda array, whole, cut: (jax.lax.with_sharding_constraint(array, whole), None),
+    lambda whole, cut, _, cotangent: (jax.lax.with_sharding_constraint(cotangent, cut),),
+)

@@ -33,7 +33,8 @@ def chunk_bytes(case: Case, nodes: Sequence[int], hop_bytes: float) -> float:
     Hops of `hop_bytes` share its links; `math.inf` means that none do.
     """
     bandwidth = case.link_matrices[1]
-    slowest = min(float(bandwidth[link]) for link in zip(nodes, _after(nodes), strict=True))
+    following = (*nodes[1:], nodes[0])
+    slowest = min(float(bandwidth[link]) for link in zip(nodes, following, strict=True))
     of_hop = min(SHARE_OF_HOP * hop_bytes, LARGEST_CHUNK_BYTES)
     return max(of_hop, SMALLEST_CHUNK_BYTES, slowest * LEAST_CHUNK_S)
 
@@ -50,7 +51,3 @@ def chunks_ahead(case: Case, nodes: Sequence[int], size: float) -> tuple[int, ..
         round_trip_s = latency[link] + latency[link[::-1]] + ANSWER_S
         ahead.append(1 + math.ceil(bandwidth[link] * round_trip_s / size))
     return tuple(ahead)
-
-
-def _after(nodes: Sequence[int]) -> Sequence[int]:
-    return (*nodes[1:], nodes[0])
