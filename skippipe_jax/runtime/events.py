@@ -56,6 +56,11 @@ class EventLoop:
         """True while an event is handled, or this host computes. Any thread may read this."""
         return self._computing > 0 or not self._is_waiting
 
+    @property
+    def has_events(self) -> bool:
+        """True if an event is due, or will be at a known time."""
+        return bool(self._timers) or not self._happened.empty()
+
     def when_computed(self, array: jax.Array, then: Then) -> None:
         """Call `then` once an array that this host computes is ready, as `when_ready` does."""
 
@@ -111,10 +116,11 @@ class EventLoop:
             if self._timers and self._timers[0][0] <= now:
                 at_s, _, then = heapq.heappop(self._timers)
                 return at_s, then
-            deadline = self.last_event_s + self.deadline_s
             # Queued events are handled even after the deadline: the host may have been suspended.
-            is_late = now > deadline and self._happened.empty()
-            if is_late and (waits := describe_waits()) is not None:
+            if not self._happened.empty():
+                return self._happened.get()
+            deadline = self.last_event_s + self.deadline_s
+            if now > deadline and (waits := describe_waits()) is not None:
                 raise PeerTimeout(waits)
             until = min([max(deadline, now + 1.0), *(entry[0] for entry in self._timers[:1])])
             self._is_waiting = True

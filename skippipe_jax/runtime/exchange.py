@@ -49,12 +49,15 @@ class Exchange:
             sent = array if self._keeps_sharding(hop) else whole(array)
             self.links[self.topology.host_of[hop.target]].send(hop, iteration, sent)
             return
-        array = jax.device_put(array, self.topology.spread(hop.target).of_hop(array.shape))
-        name = iteration, hop
+        array, name = self.put(hop, array), (iteration, hop)
         if name in self.requested:
             self._deliver(array, self.requested.pop(name))
         else:
             self.offered[name] = array
+
+    def put(self, hop: Hop, array: jax.Array) -> jax.Array:
+        """Put an array on the node of this host to which a hop leads."""
+        return jax.device_put(array, self.topology.spread(hop.target).of_hop(array.shape))
 
     def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
         """Request the array of a hop; call `then` with its time of arrival and the array."""

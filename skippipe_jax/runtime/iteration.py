@@ -3,11 +3,13 @@
 An output for another host is offered as soon as its operation is dispatched, and is sent while the
 node continues with its next operation. If the hops of a node share its connection, each is offered
 when the previous ones have been sent, as planned: sent in parallel, all of them would arrive late.
-If the event loop does not wait, as on a single host, all operations are dispatched at once.
+If the event loop does not wait, as on a single host, all operations are dispatched at once, in the
+order of the program.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -89,6 +91,7 @@ class Iteration:
             self.connections = self.exchange.connections(self.case)
         computes = [step for step in self.program.instructions if isinstance(step, Compute)]
         self.computes = {compute.operation: compute for compute in computes}
+        self.in_order = iter(self.computes)
         by_node: dict[int, list[Compute]] = {node: [] for node in self.program.nodes}
         for compute in computes:
             by_node[compute.operation.node].append(compute)
@@ -126,7 +129,7 @@ class Iteration:
             if operation.kind == "F" and compute.arrives is None:
                 first = self.operations.first_input(operation, batches[operation.microbatch])
                 self._store_input(operation, self.loop.last_event_s, first)
-        for progress in self.nodes.values():
+        for progress in self.nodes.values() if self.loop.waits else ():
             requests = [
                 (arrives, self.operations.arriving(own), partial(self._store_input, own))
                 for own in progress.turns.left
@@ -135,9 +138,7 @@ class Iteration:
             self.exchange.ask_in_turn(iter(requests), self.iteration, INPUTS_REQUESTED_AHEAD)
         self._begin()
         while not self.has_ended:
-            for node, progress in self.nodes.items():
-                if progress.idle_since_s is not None:
-                    self._start_next(node, progress)
+            self._start_ready()
             self.loop.run_one(self._describe_waits)
 
     def _begin(self) -> None:
@@ -173,7 +174,21 @@ class Iteration:
         progress.inputs[operation] = at_s, array
         progress.turns.arrive(operation)
 
-    def _start_next(self, node: int, progress: NodeProgress) -> None:
+    def _start_ready(self) -> None:
+        """Start an operation on every idle node that has a ready one.
+
+        If the loop does not wait, start the next operation of the program once all that depends on
+        the previous ones is dispatched.
+        """
+        if self.loop.waits:
+            for progress in self.nodes.values():
+                if progress.inputs and progress.idle_since_s is not None:
+                    self._start_next(progress)
+        elif not self.loop.has_events:
+            for operation in itertools.islice(self.in_order, 1):
+                self._start_next(self.nodes[operation.node])
+
+    def _start_next(self, progress: NodeProgress) -> None:
         operation = progress.turns.take()
         if operation is None:
             return
@@ -234,8 +249,10 @@ class Iteration:
             # The loop receives local hops before it stops, so its own timer is enough for them.
             at = self.loop.at if is_local else self._send_at
             at(arrival_s, give)
-        elif is_local:
+        elif is_local and self.loop.waits:
             give(end_s)
+        elif is_local:
+            self._store_input(following, end_s, self.exchange.put(leaves, result))
         elif self.connections is not None:
             hop = following.kind, operation.node, following.node
             self._send_at(self.connections.offer_s(*hop, end_s), give)
