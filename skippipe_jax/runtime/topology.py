@@ -250,17 +250,14 @@ class Topology:
                     width=jnp.dtype(config.network.averaging_dtype or "float32").itemsize,
                     hop_bytes=_hop_bytes(plan, host_of, members),
                 )
+        shapes = stage_shapes(config.model, len(layers)) if config.averaging.is_outer else ()
         gatherings = {
             stage: GatheringRing.of(
                 plan.case,
                 stage,
                 own,
                 numbers,
-                longest_message(
-                    config.averaging,
-                    layers[stage],
-                    stage_shapes(config.model, len(layers))[stage],
-                ),
+                longest_message(config.averaging, layers[stage], shapes[stage]),
                 hop_bytes=_hop_bytes(plan, host_of, own),
             )
             for stage, own in enumerate(replicas)
@@ -268,21 +265,9 @@ class Topology:
         }
         totals = numbers.take((max(host_of) + 1) ** 2)
         copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
-        return cls(
-            plan,
-            host,
-            tuple(host_of),
-            in_one_jax,
-            tuple(devices),
-            meshes,
-            replica_of,
-            replicas,
-            rings,
-            gatherings,
-            totals,
-            numbers.free,
-            copies,
-        )
+        of_hosts = plan, host, tuple(host_of), in_one_jax, tuple(devices), meshes
+        of_stages = replica_of, replicas, rings, gatherings
+        return cls(*of_hosts, *of_stages, totals, numbers.free, copies)
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
