@@ -155,7 +155,7 @@ def _forward(
             exponentials = jnp.exp(scores - higher[..., None])
             shrink = jnp.exp(greatest - higher)
             values = tiles.values[j]
-            weighted = weighted * shrink[..., None] + _product(
+            weighted = weighted * shrink[..., None] + product(
                 "bkgqs,bksd->bkgqd", exponentials.astype(values.dtype), values
             )
             return weighted, total * shrink + jnp.sum(exponentials, axis=-1), higher
@@ -194,13 +194,13 @@ def _backward(
         def add_keys(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             of_rows, of_keys, of_values = sums
             probabilities = jnp.exp(tiles.scores(rows, i, j) - log_sums[i][..., None])
-            of_probabilities = _product("bkgqd,bksd->bkgqs", own, tiles.values[j])
+            of_probabilities = product("bkgqd,bksd->bkgqs", own, tiles.values[j])
             of_scores = probabilities * (of_probabilities - means[i][..., None]) * tiles.scale
             of_scores = of_scores.astype(rows.dtype)
-            more_values = _product("bkgqs,bkgqd->bksd", probabilities.astype(own.dtype), own)
-            more_keys = _product("bkgqs,bkgqd->bksd", of_scores, rows)
+            more_values = product("bkgqs,bkgqd->bksd", probabilities.astype(own.dtype), own)
+            more_keys = product("bkgqs,bkgqd->bksd", of_scores, rows)
             return (
-                of_rows + _product("bkgqs,bksd->bkgqd", of_scores, tiles.keys[j]),
+                of_rows + product("bkgqs,bksd->bkgqd", of_scores, tiles.keys[j]),
                 of_keys.at[j].add(more_keys),
                 of_values.at[j].add(more_values),
             )
@@ -272,7 +272,7 @@ class _Tiles:
         self, rows: Float[Array, "batch kv_heads group block width"], i: Array, j: Array
     ) -> Float[Array, "batch kv_heads group block block"]:
         """Return the scores of query block i and key block j, -inf where a key is masked."""
-        scores = _product("bkgqd,bksd->bkgqs", rows, self.keys[j]) * self.scale
+        scores = product("bkgqd,bksd->bkgqs", rows, self.keys[j]) * self.scale
         places = jnp.arange(self.block)
         is_seen = (i * self.block + places)[:, None] >= j * self.block + places
         if self.documents is not None:
@@ -281,7 +281,8 @@ class _Tiles:
         return jnp.where(is_seen, scores, -jnp.inf)
 
 
-def _product(subscripts: str, a: Array, b: Array) -> Array:
+def product(subscripts: str, a: Array, b: Array) -> Array:
+    """Multiply arrays in the dtype of the factors, with sums in float32."""
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 

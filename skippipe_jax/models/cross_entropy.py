@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from skippipe_jax.models.attention import product
 from skippipe_jax.models.block_footprint import tokens_of_chunk
 from skippipe_jax.models.sharding import EVERY_PART, constrained
 
@@ -51,7 +52,7 @@ class Head:
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
         """Return the scores of the next token: a product in the dtype of `hidden`, float32 sums."""
-        logits = _product(f"...w,{self.axes}->...v", hidden, self.cast(hidden.dtype).matrix)
+        logits = product(f"...w,{self.axes}->...v", hidden, self.cast(hidden.dtype).matrix)
         return constrained(logits, *[None] * (hidden.ndim - 1), EVERY_PART)
 
 
@@ -119,8 +120,8 @@ def _with_gradient(
         # Products with the logits' gradient are in the compute dtype, with float32 sums, as those
         # of the logits are; float32 products would take a GPU many times as long.
         of_logits = constrained(of_logits.astype(hidden.dtype), None, EVERY_PART)
-        of_hidden = _product(f"tv,{axes}->tw", of_logits, head.matrix)
-        of_head += _product(f"tw,tv->{axes}", hidden, of_logits)
+        of_hidden = product(f"tv,{axes}->tw", of_logits, head.matrix)
+        of_head += product(f"tw,tv->{axes}", hidden, of_logits)
         return _in_parts(of_head, axes), (nats, log_z, constrained(of_hidden, None, None))
 
     zeros = _in_parts(jnp.zeros(matrix.shape, jnp.float32), axes)
@@ -146,10 +147,6 @@ def _times_cotangent(
 
 _cross_entropy = jax.custom_vjp(_without_gradient, nondiff_argnums=(3, 4, 5))
 _cross_entropy.defvjp(_with_gradient, _times_cotangent)
-
-
-def _product(subscripts: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
 def _in_parts(matrix: Array, axes: Axes) -> Array:

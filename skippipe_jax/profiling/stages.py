@@ -19,7 +19,6 @@ from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import (
     TOKENS,
     TOTALS,
-    StageFunctions,
     activation,
     stage_functions,
     wire_of_run,
@@ -81,10 +80,12 @@ def measure_stage(
     compiles, so its timings are meaningless.
     """
     device = here.devices[0]
-    functions, inputs, targets = _functions(config, shape, here), *_inputs(config, shape, device)
+    inputs, targets = _inputs(config, shape, device)
     inputs = jax.device_put(inputs, here.whole if shape[0] else here.of_hop(inputs.shape))
     targets = jax.device_put(targets, here.whole)
-    wire = wire_of_run(config)
+    wire, tokens = wire_of_run(config), config.data.microbatch_size * config.data.sequence_length
+    given = config.model, config.optimizer, config.train.steps, *shape, tokens, wire
+    functions = stage_functions(*given, here.mesh)
     draw = jnp.zeros(4, jnp.uint32) if wire.gradients.is_drawn else None
     rounded_by = np.zeros(2, np.uint32)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -151,12 +152,6 @@ def _matrix(
     timings: Sequence[Sequence[StageTimings]], operation: str
 ) -> Float[np.ndarray, "nodes stages"]:
     return np.array([[of[operation].median_s for of in of_node] for of_node in timings])
-
-
-def _functions(config: Config, shape: Shape, here: NodeSharding) -> StageFunctions:
-    tokens = config.data.microbatch_size * config.data.sequence_length
-    steps, wire = config.train.steps, wire_of_run(config)
-    return stage_functions(config.model, config.optimizer, steps, *shape, tokens, wire, here.mesh)
 
 
 def _inputs(config: Config, shape: Shape, device: jax.Device) -> tuple[jax.Array, jax.Array | None]:

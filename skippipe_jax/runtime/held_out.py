@@ -53,10 +53,7 @@ class HeldOut:
             PeerTimeout: if nothing arrived from another host for `network.deadline_s`.
         """
         validation = Iteration(
-            exchange=self.exchange,
-            operations=self.operations,
-            program=self.program,
-            iteration=step,
+            exchange=self.exchange, operations=self.operations, program=self.program, iteration=step
         )
         validation.name = f"validation after step {step}"
         validation.execute(batches)

@@ -14,7 +14,7 @@ from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.stage_functions import TOTALS, Totals
-from skippipe_jax.runtime.state import StageState, make_nodes
+from skippipe_jax.runtime.state import NodeState, StageState
 from skippipe_jax.runtime.wire_format import Wire, with_targets, without_targets
 
 
@@ -90,7 +90,10 @@ class TrainingOperations(Operations):
         self.sends_targets = sends_targets
         self.targets: dict[int, jax.Array] = {}
         self.iteration = 0
-        self.nodes = make_nodes(replicas.topology)
+        self.nodes = {
+            node: NodeState(gauge=self._put(np.zeros(2, np.int32), node))
+            for node in self.topology.nodes
+        }
         self.totals: dict[NodeSharding, Totals] = {}
 
     def begin(self, iteration: int) -> None:

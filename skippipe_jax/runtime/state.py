@@ -271,11 +271,3 @@ def _restore_local_state(
         sent_after: FragmentInTransit(fragment, of_step["sent"], of_step["message"], step + 1)
         for (sent_after, fragment), of_step in copy["under_way"].items()
     }
-
-
-def make_nodes(topology: Topology) -> dict[int, NodeState]:
-    """Make the state of the local nodes, with nothing in flight."""
-    return {
-        node: NodeState(gauge=jax.device_put(np.zeros(2, np.int32), topology.spread(node).whole))
-        for node in topology.nodes
-    }

@@ -79,10 +79,6 @@ def test_as_many_as_fit_and_no_more(count: int, recompute: str):
         assert memory_of(less) == [count - 1] * 5
 
 
-def test_no_more_than_an_iteration_has():
-    assert memory_of(config_of(CASE | {"memory_bytes": 1e15})) == [12] * 5
-
-
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Config, Case, list[int]]:
     """A configuration, a case with sizes of its own for every node, and the nodes left open."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -369,7 +368,3 @@ def test_bounds_of_a_stage_are_its_share_of_those_of_the_model():
     assert dataclasses.replace(own, clip_norm=2.0, skip_above_norm=100.0) == optimizer
     free = dataclasses.replace(optimizer, clip_norm=None, skip_above_norm=None)
     assert inner_optimizer(free, 0.25) == free
-    # Stages with gradients of their bounds have, together, one of the bound of the model.
-    shares: Sequence[float] = (0.5, 0.25, 0.25)
-    bounds = [inner_optimizer(optimizer, share).clip_norm or 0.0 for share in shares]
-    assert sum(bound**2 for bound in bounds) ** 0.5 == pytest.approx(2.0)

@@ -47,16 +47,12 @@ def test_decay_steps_make_the_schedule_independent_of_how_long_the_run_is():
     assert rates(OptimizerConfig(warmup_steps=2), 20, 25) == rates(config, 5, 25)
 
 
-def test_a_run_shorter_than_its_warmup_only_warms_up():
-    np.testing.assert_allclose(
-        rates(OptimizerConfig(learning_rate=1.0, warmup_steps=9), 5, 5),
-        [0.1, 0.2, 0.3, 0.4, 0.5],
-        rtol=1e-5,
-    )
-
-
-def test_without_warmup_the_first_step_has_the_whole_rate():
-    assert rates(OptimizerConfig(learning_rate=0.5, warmup_steps=0), 10, 1) == [0.5]
+@pytest.mark.parametrize(
+    ("warmup", "steps", "expected"), [(9, 5, [0.1, 0.2, 0.3, 0.4, 0.5]), (0, 10, [1.0])]
+)
+def test_the_warmup_is_as_long_as_is_said(warmup: int, steps: int, expected: list[float]):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup)
+    np.testing.assert_allclose(rates(config, steps, len(expected)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
