@@ -499,6 +499,23 @@ def test_a_wrong_case_is_refused_in_one_line(command, tmp_path, change, field, v
     assert not (tmp_path / "plan.json").exists()
 
 
+OPEN = {
+    "case.stages": {"stages": "auto", "stage_count": 2},
+    "case.path_length": {"path_length": "auto"},
+}
+
+
+@pytest.mark.parametrize(("field", "change"), OPEN.items())
+def test_an_open_case_is_refused_where_a_fixed_one_is_required(
+    command, small_plan, tmp_path, field, change
+):
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(dict(same_place([2, 3]).source) | change))
+    refused(command("compare", path), field, "'auto': compare needs fixed", "skippipe plan first")
+    done = command("plan", path, "-o", tmp_path / "plan.json", "--placement", small_plan)
+    refused(done, "--placement", "requires a case with fixed", "Replace auto in the case")
+
+
 WRONG_YAML = {
     "empty": ("", "None", "key: value"),
     "a list": ("[1, 2]", "[1, 2]", "key: value"),

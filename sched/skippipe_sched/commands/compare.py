@@ -46,8 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable("--output", arguments.output)
     cases = load_cases(arguments.case)
     if len(cases) != 1:
+        is_open = "stages" if len({case.stages for case in cases}) > 1 else "path_length"
         raise InputError(
-            "case.stages", "auto", "compare needs fixed stages and path_length",
+            f"case.{is_open}", "auto", "compare needs fixed stages and path_length",
             "Run skippipe plan first, and write the values that it chose into the case",
         )  # fmt: skip
     budget_s = fields.duration(arguments.budget, "--budget", above=True)

@@ -145,8 +145,13 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
     from skippipe_sched.problem.plan import load_plan
 
     plan = load_plan(path)
+    if len(cases) != 1:
+        raise InputError(
+            option, str(path), "requires a case with fixed stages and path_length",
+            "Replace auto in the case by the sizes and the path length of this plan",
+        )  # fmt: skip
     sizes = tuple(len(nodes) for nodes in plan.stages)
-    if len(cases) != 1 or sizes != cases[0].stages:
+    if sizes != cases[0].stages:
         raise InputError(
             option, str(path), f"its stages have sizes {list(sizes)}, "
             "unlike those of the case", "Give a plan for a case with the same stages",
