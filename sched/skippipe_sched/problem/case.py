@@ -477,19 +477,10 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
             f"no node at another location can reach the nodes {isolated} at this location: "
             f"all of its {len(missing)} links are missing",
             f"{hint}Move these nodes to another location, or add {len(missing)} rows, the first: "
-            f"{_row(missing[0])}",
+            f"{links.row_for(missing[0])}",
         )
     if missing:
-        raise InputError(
-            "case.links",
-            " to ".join(missing[0]),
-            f"no link between these locations ({len(missing)} missing in total)",
-            f"{hint}Add a row: {_row(missing[0])}",
-        )
-
-
-def _row(pair: tuple[str, str]) -> str:
-    return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
+        raise links.missing_link(missing[0], len(missing), hint)
 
 
 def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:

@@ -64,12 +64,7 @@ class LinkTable:
         if found is None and source == target:
             found = self.same_location
         if found is None:
-            raise InputError(
-                "case.links",
-                f"{source} to {target}",
-                "no link between these locations",
-                f"Add a row: {source},{target},<latency ms>,<bandwidth GiB/s>",
-            )
+            raise missing_link((source, target))
         return found
 
     def matrices(
@@ -81,6 +76,22 @@ class LinkTable:
         latency = np.array([[self.link(a, b).latency_s for b in names] for a in names])
         bandwidth = np.array([[self.link(a, b).bandwidth for b in names] for a in names])
         return latency[np.ix_(index, index)], bandwidth[np.ix_(index, index)]
+
+
+def row_for(pair: tuple[str, str]) -> str:
+    """Return the row of a table that the user has to complete for a pair of locations."""
+    return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
+
+
+def missing_link(pair: tuple[str, str], count: int | None = None, hint: str = "") -> InputError:
+    """Return the error of a pair of locations without a link, one of `count` pairs if known."""
+    return InputError(
+        "case.links",
+        " to ".join(pair),
+        "no link between these locations"
+        + ("" if count is None else f" ({count} missing in total)"),
+        f"{hint}Add a row: {row_for(pair)}",
+    )
 
 
 def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
