@@ -132,6 +132,17 @@ def test_requests_of_a_mixture_get_what_they_get_alone(
         assert drawn == list(generate_tokens(ensemble, prompt, count, how))
 
 
+@pytest.mark.parametrize(("field", "value"), [("scores_prompt", True), ("stages", (0,))])
+def test_what_needs_a_single_model_is_refused_by_an_ensemble(
+    field: str, value: Any, experts: list[StagedModel]
+):
+    generator = Generator(ensemble_of(experts, "prior").decoder(1, 48))
+    request = replace(DecodeRequest([1], 1, Sampling()), **{field: value})
+    with pytest.raises(InputError, match="needs a single model, not an ensemble") as refusal:
+        generator.submit(request)
+    assert (refusal.value.field, refusal.value.value) == (field, value)
+
+
 def test_tokens_of_an_ensemble_are_compiled_once(experts: list[StagedModel]):
     ensemble = Ensemble(experts)
     ensemble.generate([BEGIN, 1, 2], 20)
