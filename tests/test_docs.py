@@ -276,7 +276,9 @@ def test_every_command_of_a_page_is_one_that_the_reference_tells_of():
 # What is written from the code.
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "commands.md", "config.schema.json"])
+@pytest.mark.parametrize(
+    "name", ["configuration.md", "commands.md", "concepts.md", "config.schema.json"]
+)
 def test_what_is_written_from_the_code_is_up_to_date(name: str):
     if name == "commands.md" and sys.version_info >= (3, 13):
         pytest.skip("argparse of this Python words --help otherwise than the one that wrote it")
