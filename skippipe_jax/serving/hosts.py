@@ -216,9 +216,13 @@ class StageHosts:
                 remedy = "Read their messages"
                 raise TemporaryError("--hosts", count + 1, "the other hosts have ended", remedy)
             if not is_over:
-                connected = len(self._members)
-                problem = f"{connected} of {count} other hosts connected within {timeout_s:g} s"
+                members = self._members.values()
+                problem = f"{len(members)} of {count} other hosts connected within {timeout_s:g} s"
                 remedy = "Start the others with skippipe serve --coordinator ADDRESS"
+                if len(members) >= count:
+                    ready = f"{sum(map(self._is_ready, members))} of {len(members)} other hosts"
+                    problem = f"{ready} loaded their stages within {timeout_s:g} s"
+                    remedy = "Increase cluster.connect_timeout_s"
                 raise TemporaryError("--hosts", count + 1, problem, remedy)
             if missing := self._missing():
                 problem = f"stages {missing} do not fit into the memory of {count} hosts"

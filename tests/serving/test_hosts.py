@@ -481,6 +481,15 @@ def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
         hosts.close()
 
 
+def test_hosts_that_load_for_too_long_are_not_reported_as_missing(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+):
+    with service(source, 1) as own:
+        monkeypatch.setattr(StageHosts, "_is_ready", lambda *_: False)
+        with pytest.raises(TemporaryError, match="0 of 1 other hosts loaded their stages within"):
+            own.hosts.gather(1, 0.1)
+
+
 @pytest.fixture
 def served(source: ModelSource, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A service of three hosts, each a process, and its address."""
