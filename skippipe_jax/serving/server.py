@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, error_class
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -52,6 +52,7 @@ def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
 
     Raises:
         InputError: if the port is not available, or other machines could reach it without a key.
+        TemporaryError: if another program uses the port.
     """
     if not keys and not _is_loopback(host):
         problem = "is reachable from other machines, and no API key is required"
@@ -62,7 +63,8 @@ def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
         return listen_without_delay(host, port, backlog=1024)
     except OSError as error:
         problem = f"listening on {join_address(host, port)} failed ({error})"
-        raise InputError("--port", port, problem, "Choose a free port of this machine") from error
+        remedy = "Choose a free port of this machine"
+        raise error_class(error)("--port", port, problem, remedy) from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,6 +17,7 @@ import pytest
 import scipy.special
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.harness_model import HarnessModel
@@ -270,4 +271,5 @@ def test_what_cannot_be_served_is_refused_by_a_line(
 
 def test_a_port_that_is_taken_is_refused_by_a_line(run: Path, url: str, command: Command):
     port = url.rpartition(":")[2]
-    expect_one_error(command("serve", "--run", str(run), "--port", port), "--port", "listening on")
+    result = command("serve", "--run", str(run), "--port", port)
+    expect_one_error(result, "--port", "listening on", code=TEMPORARY_EXIT_CODE)
