@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     with loading():
         for module in ("starlette", "uvicorn", "prometheus_client"):
-            require(module, "serve", "serve", arguments.port)
+            require(module, "serve", "command", "serve")
         from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.serving.model import open_engine
         from skippipe_jax.serving.server import Server, ServerSettings, listen

@@ -273,3 +273,11 @@ def test_a_port_that_is_taken_is_refused_by_a_line(run: Path, url: str, command:
     port = url.rpartition(":")[2]
     result = command("serve", "--run", str(run), "--port", port)
     expect_one_error(result, "--port", "listening on", code=TEMPORARY_EXIT_CODE)
+
+
+def test_a_package_that_the_command_needs_is_named(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    result = command("serve", "--run", str(run))
+    expect_one_error(result, "command = 'serve': needs the package starlette", "[serve]")
