@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 Complaints = Mapping[tuple[int, int], int]
 """Number of beats received here since the complaint, by (complaining host, missed host)."""
 
-ENOUGH = 4
+BEATS_UNTIL_VALID = 4
 """Beats of the missed host after which a complaint is valid: the link counts as broken."""
 
 
@@ -37,7 +37,7 @@ def excluded_by(complaints: Complaints, present: Collection[int]) -> frozenset[i
     cut = {
         frozenset(pair)
         for pair, heard in complaints.items()
-        if heard >= ENOUGH and set(pair) <= set(present)
+        if heard >= BEATS_UNTIL_VALID and set(pair) <= set(present)
     }
     without: set[int] = set()
     while cut:

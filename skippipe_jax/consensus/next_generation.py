@@ -24,7 +24,7 @@ from skippipe_jax.consensus.holders import (
 )
 from skippipe_jax.errors import RebuildImpossible
 
-ENOUGH = 4
+BEATS_BEFORE_LEAVING = 4
 """Beats with its notice that a leaving host has to send before the others continue without it."""
 
 
@@ -32,7 +32,9 @@ def going(state: State) -> frozenset[int]:
     """Return the members that leave, once others hold the states of their stages."""
     if is_the_end(state):
         return frozenset()
-    return frozenset(host for host in _asked_to_leave(state) if state.leaving[host] >= ENOUGH)
+    return frozenset(
+        host for host in _asked_to_leave(state) if state.leaving[host] >= BEATS_BEFORE_LEAVING
+    )
 
 
 def is_the_end(state: State) -> bool:

@@ -39,7 +39,7 @@ from skippipe_jax.consensus.generations import (
     Told,
     Writes,
 )
-from skippipe_jax.consensus.next_generation import ENOUGH
+from skippipe_jax.consensus.next_generation import BEATS_BEFORE_LEAVING
 
 STAGES = 2
 Placement = Mapping[int, frozenset[int]]
@@ -514,7 +514,7 @@ def tell_to_leave(simulation: Simulation, *hosts: int) -> None:
     """Some hosts are told to leave, and the others have heard of it long enough."""
     for host in hosts:
         simulation.tell(host, Told())
-    for _ in range(ENOUGH):
+    for _ in range(BEATS_BEFORE_LEAVING):
         tick(simulation)
         run(simulation)
 

@@ -27,7 +27,7 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Told,
 )
-from skippipe_jax.consensus.next_generation import ENOUGH, is_the_end
+from skippipe_jax.consensus.next_generation import BEATS_BEFORE_LEAVING, is_the_end
 from tests.consensus.simulation import (
     KINDS,
     Simulation,
@@ -593,7 +593,7 @@ def test_who_is_told_to_leave_goes_after_a_step_if_others_hold_what_it_does():
 def test_a_notice_has_to_be_some_beats_old():
     simulation = stepped(4)
     simulation.tell(0, Told())
-    for _ in range(ENOUGH - 2):
+    for _ in range(BEATS_BEFORE_LEAVING - 2):
         tick(simulation)
         run(simulation)
         step(simulation)
@@ -701,7 +701,7 @@ def test_who_has_left_is_not_taken_in_until_it_is_started_again():
     step(simulation)
     assert simulation.decided[3].members == (0, 1, 2, 3)
     assert simulation.decided[3].fresh == (3,)
-    for _ in range(ENOUGH):
+    for _ in range(BEATS_BEFORE_LEAVING):
         tick(simulation)
         run(simulation)
     step(simulation)
