@@ -119,7 +119,8 @@ def violations(
                 f"requires {list(case.microbatches)}",
             )
         )
-    for stage in remaining[1 : len(case.stages) - len(case.left_out)]:
+    # Additional stages of the placement have no costs in the case, so no shares.
+    for stage in [stage for stage in remaining[1:] if stage < len(case.stages)]:
         nodes = stages[stage]
         shares = fair_shares(case, stage, nodes, stage_visits[stage])
         for node, share in zip(nodes, shares, strict=True):
