@@ -53,7 +53,7 @@ class IterationTimes:
     Attributes:
         most: limit on the number of placements that are planned.
         planned: number of placements planned so far.
-        likened: number of other placements, which have the time of similar ones.
+        estimated_placements: number of other placements, which have the time of similar ones.
     """
 
     def __init__(self, plan: Plan, most: int, watch: Callable[[int], None] | None = None):
