@@ -24,6 +24,7 @@ from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secr
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
 from tests.connections.meshes import (
     KEYS,
+    PATIENCE_S,
     STATUS,
     Host,
     answer_to,
@@ -84,6 +85,21 @@ def test_what_is_no_host_of_a_run_is_told_from_one():
             await observe([address])
         assert not isinstance(caught.value, NoListener)
         server.close()
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("error", [OSError("a full disk"), ValueError("a bad value")])
+def test_errors_of_the_caller_are_not_taken_for_those_of_a_host(error: Exception):
+    question = asking.OBSERVER, {part: asking.versions()[part] for part in asking.OBSERVED}
+
+    async def live() -> None:
+        async with gathered(2) as (first, _):
+            given = "status", address_of(first), LOOPBACK_ONLY, question
+            with pytest.raises(type(error)) as caught:
+                async with asking.asking(*given, ("status", RunStatus.parse), PATIENCE_S):
+                    raise error
+            assert caught.value is error
 
     asyncio.run(live())
 
