@@ -192,6 +192,12 @@ def test_the_former_key_is_refused_with_what_to_write():
     assert parse_config({"recipe": {"average_parameters_every": None}}) == Config()
 
 
+def test_a_former_key_passes_with_its_value_without_effect_only():
+    assert parse_config({"data": {"prefetch": True}}) == Config()
+    for value in (False, 1, 1.0, "true"):
+        assert refused({"data": {"prefetch": value}}).field == "data.prefetch"
+
+
 def test_former_keys_are_keys_no_more():
     now = {key.path for section in sections() for key in section.keys}
     assert not now & FORMER_KEYS.keys()
