@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,13 @@ def setup_run(
     claim_run_dir = partial(_claim_run_dir, config, mirror, lock, resume=resume)
     # With `plan.measure` the cluster is measured over its own links.
     transfers, profile = None, None
+    # A checkpoint of another run is read in full to verify it, so it is opened only once.
+    open_weights = cache(
+        lambda: None if resume else open_initial_weights(config, anew=host.index == 0)
+    )
     if config.plan.measure:
         claim = partial(_claim_to_measure, config, host, lock, claim_run_dir, resume=resume)
-        needs_planning, transfers, profile = _measure_or_reuse(config, host, claim)
+        needs_planning, transfers, profile = _measure_or_reuse(config, host, claim, open_weights)
     else:
         needs_planning = leads and claim_run_dir()
     # Host 0 makes the plans or reads those of the run; the others wait until it has written them.
@@ -178,7 +182,7 @@ def setup_run(
         schedule = make_plans(config, config_folder, None if profile is None else profile.case)
     else:
         schedule = RunDir(folder).schedule()
-    setup = _open_inputs(config, host, schedule, mirror, resume=resume)
+    setup = _open_inputs(config, host, schedule, mirror, open_weights)
     parts = parts_to_restore(config, setup)
     search = CheckpointSearch(folder, host, parts, mirror)
     if leads:
@@ -217,7 +221,10 @@ def close_on_error(transfers: Transfers) -> Iterator[None]:
 
 
 def _measure_or_reuse(
-    config: Config, host: Membership, claim: Callable[[], dict[str, Any]]
+    config: Config,
+    host: Membership,
+    claim: Callable[[], dict[str, Any]],
+    open_weights: Callable[[], WeightSource | None],
 ) -> tuple[bool, Transfers | None, Profile | None]:
     """Measure the cluster, unless the resumed run was measured on these hosts.
 
@@ -250,7 +257,7 @@ def _measure_or_reuse(
                 f"not measured again: making a new plan from the measurement of {recorded['at']}"
             )
             return True, None, _recorded(config, host)[1] if host.index == 0 else None
-    return True, *_measure_cluster(config, host)
+    return True, *_measure_cluster(config, host, open_weights)
 
 
 def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | None, Profile | None]:
@@ -261,11 +268,14 @@ def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | Non
     )
 
 
-def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
+def _measure_cluster(
+    config: Config, host: Membership, open_weights: Callable[[], WeightSource | None]
+) -> tuple[Transfers, Profile | None]:
     """Measure the cluster, together with all hosts; only host 0 returns a profile."""
     if host.count == 1:
         # Report wrong inputs before spending time on measuring.
-        require_inputs(config)
+        require_text(config)
+        open_weights()
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
@@ -275,7 +285,11 @@ def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profi
 
 
 def _open_inputs(
-    config: Config, host: Membership, schedule: Schedule, mirror: Mirror | None, *, resume: bool
+    config: Config,
+    host: Membership,
+    schedule: Schedule,
+    mirror: Mirror | None,
+    open_weights: Callable[[], WeightSource | None],
 ) -> HostSetup:
     """Open the inputs of this host for `schedule`: programs, text, and initial weights."""
     plan = schedule.plans[OWN]
@@ -290,14 +304,13 @@ def _open_inputs(
     config.model.stage_partition(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
-    weights = None if resume else open_initial_weights(config, anew=host.index == 0)
     return HostSetup(
         schedule=schedule,
         host_of=host_of,
         programs=programs,
         data=data,
         held_out=held_out,
-        weights=weights,
+        weights=open_weights(),
         mirror=mirror,
     )
 
@@ -643,16 +656,15 @@ def open_training_data(config: Config, plan: Plan, program: Program) -> Training
     return TrainingBatches(data)
 
 
-def require_inputs(config: Config) -> None:
-    """Read the text and open the initial weights, as a host that serves all stages does.
+def require_text(config: Config) -> None:
+    """Read the text, as a host with a data node does.
 
     Raises:
-        InputError: if one of them cannot be used.
+        InputError: if it cannot be used.
     """
     data = with_run_tokenizer(config)
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
     load_corpora(data)
-    open_initial_weights(config, anew=True)
 
 
 def try_open_text(config: Config, setup: HostSetup) -> HostSetup:

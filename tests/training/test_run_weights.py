@@ -30,8 +30,10 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.storage.checkpoint import COMMITTED, committed_steps, step_folder
 from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training import setup
 from skippipe_jax.training.initial_weights import (
     RunWeights,
+    WeightSource,
     open_initial_weights,
     open_run_weights,
 )
@@ -244,6 +246,28 @@ def test_a_checkpoint_that_was_noted_and_is_gone_is_not_replaced(
     with pytest.raises(InputError, match=words) as caught:
         open_initial_weights(config)
     assert caught.value.field == "init_from"
+
+
+def test_weights_are_opened_once_where_the_cluster_is_measured_and_not_for_a_resumed_run(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+):
+    opened = list[bool]()
+
+    def open_counted(config: Config, *, anew: bool = False) -> WeightSource | None:
+        opened.append(anew)
+        return open_initial_weights(config, anew=anew)
+
+    schedule = RunDir(parent).schedule()
+    monkeypatch.setattr(setup, "open_initial_weights", open_counted)
+    monkeypatch.setattr(setup, "measure", lambda *_: None)
+    monkeypatch.setattr(setup, "make_plans", lambda *_: schedule)
+    config = child(parent, plan={"measure": True})
+    run(config)
+    assert opened == [True]
+    plan, train = {"measure": True, "budget_s": 1.0}, {"steps": 2}
+    run(child(parent, plan=plan, train=train), resume=True)
+    assert opened == [True]
+    assert Run(config.run_dir).steps == [1, 2]
 
 
 # Of whose tokens.
