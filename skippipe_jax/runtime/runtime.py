@@ -342,7 +342,7 @@ def open_runtime(
         config, plan, group.index, host_of, devices, numbers, in_one_jax=group.is_distributed
     )
     shardings = {node: topology.spread(node).first for node in topology.nodes}
-    max_lag = config.averaging.iterations_apart + config.averaging.is_outer
+    max_lag = config.averaging.max_lag + config.averaging.is_outer
     links = transfers.links(shardings, group.generation.step, max_lag)
     for other, numbers in offered(topology, programs.values()).items():
         links[other].expect(numbers)

@@ -149,7 +149,7 @@ class Session:
         self.microbatches_read = state.microbatches_read
         # The results of an iteration are read when this many later ones have been dispatched, so
         # that devices have work while the host reads.
-        self._metrics_lag = config.averaging.iterations_apart
+        self._metrics_lag = config.averaging.max_lag
         self._saved_step, self._attempt = -1 if start.unfinished else state.step, 1
         self._copied_step: int | None = None
         self.stop_signals: dict[int, signal.Signals] | None = None

@@ -113,7 +113,7 @@ class ElasticRunner:
         self._host_of = host_by_node(run.config, setup.host_of)
         self._rules = elastic_rules(run.config, setup)
         self._inviting = JoinOffers(run.run_dir, max(setup.host_of) + 1)
-        self.metrics_tail = MetricsTail(run.config.averaging.iterations_apart)
+        self.metrics_tail = MetricsTail(run.config.averaging.max_lag)
         self.recoveries = RecoveryLog(run.run_dir)
         run.callbacks.of_run += (self.metrics_tail, self.recoveries)
         self.plans = SharedPlans()
