@@ -1,4 +1,4 @@
-"""The command that computes held-out loss and perplexity of a model, in full and in part."""
+"""The command that computes validation loss and perplexity of a model, in full and in part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_SUBSETS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Compute held-out loss and perplexity of the full model (all stages in order) and of "
+        "Compute validation loss and perplexity of the full model (all stages in order) and of "
         "partial models on the same text: the held-out split of data.source and data.path, which "
         "--set can change. For several models, compute the loss of each model and of the mixture, "
         "by domain, on part of the held-out text of the first model."

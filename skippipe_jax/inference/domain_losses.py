@@ -1,4 +1,4 @@
-"""The held-out loss of a model by domain, and the means over domains and over tokens."""
+"""The validation loss of a model by domain, and the means over domains and over tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The held-out loss of several models by domain, each alone and all together."""
+"""The validation loss of several models by domain, each alone and all together."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EnsembleEvaluation:
             for number, (name, step) in enumerate(zip(self.experts, self.steps, strict=True), 1)
         ]
         lines.append(
-            f"held-out loss in nats per token of each model, and mixed by {self.mix} "
+            f"validation loss in nats per token of each model, and mixed by {self.mix} "
             f"({self.prior} prior)"
         )
         numbers = map(str, range(1, len(losses)))

@@ -1,4 +1,4 @@
-"""Held-out loss and perplexity of a model, in full and with stages left out or swapped."""
+"""Validation loss and perplexity of a model, in full and with stages left out or swapped."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
     of_step = "" if found.step is None else f"step {found.step}: "
     text = ", ".join(source.label for source in data.sources())
     lines = [
-        f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
+        f"{of_step}validation loss {found.loss:.4f} nats per token, perplexity "
         f"{found.perplexity:.3f}, over {found.tokens:,} tokens of the held-out part of {text}, "
         "all stages in order"
     ]

@@ -78,7 +78,7 @@ class Run:
 
     @property
     def best(self) -> int | None:
-        """The step of the checkpoint with the lowest held-out loss; None if there is none."""
+        """The step of the checkpoint with the lowest validation loss; None if there is none."""
         best = RunDir(self.folder).best()
         return None if best is None else best["step"]
 
@@ -87,7 +87,7 @@ class Run:
     ) -> StagedModel:
         """Return the model in a checkpoint, by default the latest, scaled as `scaling` says.
 
-        Its step may be "best": that of the lowest held-out loss.
+        Its step may be "best": that of the lowest validation loss.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.

@@ -29,8 +29,8 @@ FIGURES = np.dtype(
         ("generation", int),
     ]
 )
-"""Fields of an iteration. A loss is NaN if it was not finite or, for a held-out loss, not computed;
-the generation is 0 if hosts have none."""
+"""Fields of an iteration. A loss is NaN if it was not finite or, for a validation loss, not
+computed; the generation is 0 if hosts have none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -183,7 +183,7 @@ def load_timelines(
 
 
 def curves(metrics: Metrics) -> dict[str, str]:
-    """Draw the loss, the held-out loss if there is one, and seconds per iteration, as SVGs.
+    """Draw the loss, the validation loss if there is one, and seconds per iteration, as SVGs.
 
     There must be at least one iteration.
     """
@@ -196,7 +196,7 @@ def curves(metrics: Metrics) -> dict[str, str]:
         mark = (f"predicted {seconds_text(predicted)}", predicted)
     losses = {
         "loss": ("Loss", figures["loss"]),
-        "validation_loss": ("Held-out loss", figures["held_out"]),
+        "validation_loss": ("Validation loss", figures["held_out"]),
     }
     found = {
         name: _loss_curve(title, figures["step"][known], values[known])
@@ -227,7 +227,7 @@ def _busiest_links(plan: Plan, timeline: Timeline) -> tuple[Sequence[Flow[int]],
 
 
 def _held_out(metrics: Metrics) -> tuple[int, float, float] | None:
-    """Return the step and value of the lowest held-out loss, and the last one, or None."""
+    """Return the step and value of the lowest validation loss, and the last one, or None."""
     figures = metrics.figures
     known = figures[np.isfinite(figures["held_out"])]
     if not known.size:

@@ -162,7 +162,7 @@ def test_the_page_holds_the_figures_of_the_run(tmp_path):
     assert figures["Plan"] == "balanced; 4 microbatches per iteration, each visits 3 of 3 stages"
     assert figures["Nodes"] == "5 in 5 locations; nodes per stage: 1, 2, 2"
     assert figures["Network"] == "real"
-    assert f"evaluate --run '{folder}'" in figures["Held-out loss"]
+    assert f"evaluate --run '{folder}'" in figures["Validation loss"]
 
 
 def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
@@ -199,10 +199,10 @@ def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_l
         loss = None if step == 3 else 5.0
         append_record(folder / METRICS, metrics_line(step, loss=loss, validation_loss=held_out))
     page = report(folder)
-    assert figures_of(page)["held-out loss"] == "3.400 nats per token; best 3.400, at step 6"
+    assert figures_of(page)["validation loss"] == "3.400 nats per token; best 3.400, at step 6"
     loss, held_out, _ = map(text_of, pictures(parsed(page), "chart"))
     assert "Loss" in loss
-    assert "Held-out loss" in held_out
+    assert "Validation loss" in held_out
     assert "3.8" in held_out
 
 

@@ -69,7 +69,7 @@ def test_iterations_become_the_text_that_prometheus_reads():
     text = exposition(values)
     assert "# TYPE skippipe_tokens_total counter" in text
     assert f"# HELP skippipe_step {FAMILIES['skippipe_step'].help}" in text
-    # No loss, as the last one was not finite; no held-out loss yet.
+    # No loss, as the last one was not finite; no validation loss yet.
     assert read(text) == {
         ("skippipe_step", ()): 9,
         ("skippipe_generation", ()): 3,

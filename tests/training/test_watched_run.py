@@ -162,7 +162,7 @@ def test_patience_ends_with_so_many_validations_after_the_best(
 def test_a_run_that_stops_early_says_why_and_does_not_go_on_when_it_is_resumed(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    """Without updates the held-out loss stays as it is, so the first is the best."""
+    """Without updates the validation loss stays as it is, so the first is the best."""
     arguments = ["train", "--config", str(config)]
     arguments += settings(
         run_dir=tmp_path / "run",
@@ -229,7 +229,7 @@ def test_three_hosts_validate_as_one(config: Path, tmp_path: Path):
     losses = [line["validation_loss"] for line in Run(run_dir).metrics]
     assert losses[1] == pytest.approx(evaluate_run(run_dir, 2, SEQUENCES).loss, rel=1e-6)
     assert losses[0] != losses[1]
-    assert f"step 2: held-out loss {losses[1]:.4f}" in processes.output(0)
+    assert f"step 2: validation loss {losses[1]:.4f}" in processes.output(0)
 
 
 # Trackers.

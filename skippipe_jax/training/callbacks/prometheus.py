@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "skippipe_step": Family("gauge", "Completed iterations, including those before a resume."),
     "skippipe_loss": Family("gauge", "Training loss of the last iteration, in nats per token."),
     "skippipe_validation_loss": Family(
-        "gauge", "Last held-out loss, in nats per token; only on the leader."
+        "gauge", "Last validation loss, in nats per token; only on the leader."
     ),
     "skippipe_tokens_total": Family("counter", "Target tokens of the run, over all hosts."),
     "skippipe_iterations_total": Family("counter", "Iterations that this process took part in."),
@@ -212,7 +212,7 @@ class PrometheusExporter(Callback):
         self._values.take_step(metrics, self._nodes, self._sent[kind])
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Record a held-out loss, on the host that leads."""
+        """Record a validation loss, on the host that leads."""
         self._values.set("skippipe_validation_loss", loss)
 
     def close(self) -> None:
