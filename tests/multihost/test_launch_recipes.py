@@ -277,7 +277,7 @@ def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
     commands = [process.cmdline() for process in descendants]
     assert not any(secret in word for command in commands for word in command)
     found["0"].kill()
-    said = "host 0 ended with exit code 137: it is started again in 1 s"
+    said = "host 0 ended with exit code 137: restart in 1 s"
     programs.wait_until(lambda: said in programs.output(0), PATIENCE_S)
     wait_until_all_are_back(programs, run_dir)
     assert "[host 0] host 0 rejoined at step" in programs.output(0)
@@ -369,13 +369,15 @@ def test_ssh_starts_again_what_may_go_better(
 @pytest.mark.parametrize(
     ("script", "text", "words"),
     [
-        ("ssh.sh", None, "no file to read"),
-        ("ssh.sh", "# none yet\n", "holds no host"),
+        ("ssh.sh", None, "is not a readable file"),
+        ("ssh.sh", "# none yet\n", "lists no host"),
         ("ssh.sh", "alice@belgium 10.88.0.1\nbob@tokyo\n", "'bob@tokyo' is not NAME ADDRESS"),
         ("ssh.sh", "-v 10.88.0.1\n", "'-v 10.88.0.1' is not NAME ADDRESS"),
-        ("firewall.sh", None, "no file to read"),
-        ("firewall.sh", "alice@belgium 10.88.0.1\n", "TRANSFER_PORT = '': is no port"),
+        ("firewall.sh", None, "is not a readable file"),
+        ("firewall.sh", "alice@belgium 10.88.0.1\n", "TRANSFER_PORT = '': is not a port"),
         ("wireguard.sh", None, "FOLDER = '': is missing"),
+        ("tpu_pod.sh", None, "NAME = '': is missing"),
+        ("slurm.sbatch", None, "CONFIG RUN_DIR = '': must be two arguments"),
     ],
 )
 def test_scripts_say_in_one_line_what_is_wrong(
@@ -384,10 +386,11 @@ def test_scripts_say_in_one_line_what_is_wrong(
     hosts = tmp_path / "hosts"
     if text is not None:
         hosts.write_text(text)
-    ended = run("bash", LAUNCH / script, *([] if script == "wireguard.sh" else [hosts]))
+    takes_hosts = script in ("ssh.sh", "firewall.sh")
+    variables = {name: text for name, text in os.environ.items() if name not in ("NAME", "ZONE")}
+    ended = run("bash", LAUNCH / script, *([hosts] if takes_hosts else []), env=variables)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ")
-    assert ended.stderr.count("\n") == 1
+    assert re.fullmatch(r"error: [A-Z:_ ]+ = '.*': .*\. .*\.\n", ended.stderr)
     assert words in ended.stderr
 
 
@@ -649,7 +652,7 @@ def test_a_recipe_makes_no_secret_to_join_by(name: str, tmp_path: Path):
     variables |= {"JOIN": JOIN, SECRET_VARIABLE: "", "SECRET": ""}
     ended = run(*command, env=variables, cwd=tmp_path)
     assert ended.returncode == INPUT_ERROR_EXIT_CODE
-    assert re.fullmatch(r"error: .*SECRET = '': JOIN asks for that of the run.*\n", ended.stderr)
+    assert re.fullmatch(r"error: .*SECRET = '': is required with JOIN\. .*\.\n", ended.stderr)
 
 
 # TPU pods.
