@@ -106,16 +106,16 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
         if unknown:
             problem = f"does not exist, but {task.name} needs it"
             raise InputError("needs", unknown[0], problem, "Add this task, or change the needs")
-    found: dict[str, Task] = {}
+    ordered: dict[str, Task] = {}
     remaining = list(tasks)
     while remaining:
-        ready = [task for task in remaining if all(name in found for name in task.needs)]
+        ready = [task for task in remaining if all(name in ordered for name in task.needs)]
         if not ready:
             cycle = ", ".join(task.name for task in remaining)
             raise InputError("needs", cycle, "these tasks need each other", "Remove the cycle")
-        found |= {task.name: task for task in ready}
-        remaining = [task for task in remaining if task.name not in found]
-    return list(found.values())
+        ordered |= {task.name: task for task in ready}
+        remaining = [task for task in remaining if task.name not in ordered]
+    return list(ordered.values())
 
 
 class _Process:
@@ -226,7 +226,7 @@ class _Running:
                 while self.live or self._ready():
                     self._start_ready()
                     time.sleep(POLL_S)
-                    for process in [own for own in self.live if not own.poll()]:
+                    for process in [process for process in self.live if not process.poll()]:
                         self.live.remove(process)
                         bar.update()
                         if process.is_done:

@@ -105,8 +105,8 @@ class Run:
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
-        model, config, found = read_run(self.folder, step)
-        return create_scaling(scale, model, config.data, self.folder, found)
+        model, config, loaded_step = read_run(self.folder, step)
+        return create_scaling(scale, model, config.data, self.folder, loaded_step)
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -73,10 +73,10 @@ class StopSequences:
         if self.has_ended:
             return ""
         text = self._pending + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
             self.has_ended, self._pending = True, ""
-            return text[: min(found)]
+            return text[: min(starts)]
         pending = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._pending = text[len(text) - pending :]
         return text[: len(text) - pending]

@@ -181,8 +181,8 @@ def profile_from_measured(
     if len(measured["hosts"]) != hosts:
         return None
     host_of = check_template(config, hosts)
-    found = measured["host_of_node"], measured["model"], measured.get("node")
-    if found != ([*host_of], to_tree(config.model), to_tree(config.node)):
+    measured_for = measured["host_of_node"], measured["model"], measured.get("node")
+    if measured_for != ([*host_of], to_tree(config.model), to_tree(config.node)):
         return None
     reports = msgspec.convert(measured["hosts"], list[HostReport])
     stages = stage_count(config, len(host_of))
@@ -320,10 +320,10 @@ def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
     It is 1 if none fits, so that a measurement of minutes is not lost.
     """
     nodes = range(len(case["nodes"]))
-    found = [
+    candidates_in_flight = [
         most_in_flight(config, candidate, nodes) for candidate in candidates({**case, "memory": 1})
     ]
-    return [max(1, min(of_nodes[node] for of_nodes in found)) for node in nodes]
+    return [max(1, min(of_nodes[node] for of_nodes in candidates_in_flight)) for node in nodes]
 
 
 def _memory_note(config: Config) -> str:

@@ -46,8 +46,8 @@ class HostHardware:
 def name_and_devices(config: Config, host: Host) -> list[str]:
     """Return the name of this machine, and the kind of the first device of each node."""
     nodes = check_template(config, host.count).count(host.index)
-    own = spreads_of_nodes(config.node, nodes, host.index)
-    return [socket.gethostname(), *(here.devices[0].device_kind for here in own)]
+    local = spreads_of_nodes(config.node, nodes, host.index)
+    return [socket.gethostname(), *(here.devices[0].device_kind for here in local)]
 
 
 def measure(
@@ -69,27 +69,27 @@ def measure(
     host_of = check_template(config, host.count)
     if ignored := ignored_keys_text(config):
         say(ignored)
-    own = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
-    devices = [here.devices[0] for here in own]
+    local = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
+    devices = [here.devices[0] for here in local]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
-    hardware = _hardware_of(host.index, own)
+    hardware = _hardware_of(host.index, local)
     by_host = gather(host, "measure/place", lambda: msgspec.to_builtins(hardware), deadline_s)
     of_hosts = msgspec.convert([*by_host.values()], list[HostHardware])
 
     nodes_on_machine = sum(
         len(other.processors) for other in of_hosts if other.machine == hardware.machine
     )
-    nodes_of = Counter(device for here in own for device in here.devices)
+    nodes_of = Counter(device for here in local for device in here.devices)
     # Count every device of a node, as all devices of a CPU share the memory of the machine.
-    devices_on_machine = nodes_on_machine * max(len(here.devices) for here in own)
+    devices_on_machine = nodes_on_machine * max(len(here.devices) for here in local)
     memory_bytes = [
         min(
             available_bytes(device, nodes_of[device], devices_on_machine) for device in here.devices
         )
-        for here in own
+        for here in local
     ]
     measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
-    copy_s = measure_copy(devices, size) if len(own) > 1 else None
+    copy_s = measure_copy(devices, size) if len(local) > 1 else None
     # A host that has measured its links must not disturb the others by compiling.
     tell(host, "measure/links", lambda: "measured")
     _receive(host, "links", range(host.count), deadline_s)
@@ -101,7 +101,7 @@ def measure(
         copy_s=copy_s,
         memory_bytes=memory_bytes,
         processors=hardware.processors,
-        timings=_time_stages(config, own, of_hosts, host),
+        timings=_time_stages(config, local, of_hosts, host),
         devices=[device.device_kind for device in devices],
     )
     tell(host, "measure/report", lambda: msgspec.to_builtins(report))

@@ -296,7 +296,9 @@ def _transfer(probe: _LinkProbe, size: int, round_trip_s: float) -> MeasuredTran
 
 def _least_overhead_s(transfers: Sequence[MeasuredTransfer], size: int, bandwidth: float) -> float:
     """Return the overhead of `size`-byte transfers at a bandwidth that is closest to zero [s]."""
-    overheads_s = [own.seconds - size / bandwidth for own in transfers if own.bytes == size]
+    overheads_s = [
+        transfer.seconds - size / bandwidth for transfer in transfers if transfer.bytes == size
+    ]
     return min(overheads_s, key=abs)
 
 

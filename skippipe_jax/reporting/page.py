@@ -126,10 +126,10 @@ def conversations(run: RunDir, config: Config) -> str:
     except InputError:  # On another machine, or deleted.
         return "text not found"
     count = tokens = trained = 0
-    for own in (corpus.training for corpus in corpora):
-        if own.learnt is not None:
-            count, tokens = count + len(own.ends), tokens + own.tokens.size
-            trained += int((own.learnt.ends - own.learnt.starts).sum())
+    for documents in (corpus.training for corpus in corpora):
+        if documents.learnt is not None:
+            count, tokens = count + len(documents.ends), tokens + documents.tokens.size
+            trained += int((documents.learnt.ends - documents.learnt.starts).sum())
     counts = (
         f"{count:,} for training, {tokens:,} tokens; trained on the {trained:,} "
         f"({trained / tokens:.0%}) tokens of the assistant"
@@ -198,15 +198,15 @@ def curves(metrics: Metrics) -> dict[str, str]:
         "loss": ("Loss", figures["loss"]),
         "validation_loss": ("Validation loss", figures["held_out"]),
     }
-    found = {
+    charts = {
         name: _loss_curve(title, figures["step"][known], values[known])
         for name, (title, values) in losses.items()
         if (known := np.isfinite(values)).any()
     }
-    found["seconds"] = line_chart(
+    charts["seconds"] = line_chart(
         "Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark
     )
-    return found
+    return charts
 
 
 def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"]) -> str:

@@ -86,9 +86,9 @@ class Choice:
         scored_tokens = [ScoredToken(prompt[0]), *scored][self._hidden :]
         stream = TextStream(self._tokenizer.decode, prompt[: self._hidden])
         placed, offset = [], 0
-        for own in scored_tokens:
-            placed.append(PlacedToken(own, offset))
-            offset += len(stream.push(own.token))
+        for scored_token in scored_tokens:
+            placed.append(PlacedToken(scored_token, offset))
+            offset += len(stream.push(scored_token.token))
         return placed
 
 
@@ -133,7 +133,7 @@ def chat_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[s
     return {
         "content": [
             entry(scored.token, scored.log_probability)
-            | {"top_logprobs": [entry(*own) for own in scored.likeliest]}
+            | {"top_logprobs": [entry(*likely) for likely in scored.likeliest]}
             for scored, _ in tokens
         ],
         "refusal": None,

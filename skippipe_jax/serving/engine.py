@@ -159,7 +159,9 @@ class Runner:
 
     def _step(self) -> None:
         try:
-            decoded = [(self._numbers[own.request], own) for own in self._engine.step(self._flush)]
+            decoded = [
+                (self._numbers[result.request], result) for result in self._engine.step(self._flush)
+            ]
         except Unavailable as error:
             self._engine.clear()
             self._flush()
@@ -167,9 +169,9 @@ class Runner:
             self._numbers.clear()
             self._engines.clear()
             return
-        for number, own in decoded:
-            if own.is_last:
-                del self._numbers[own.request], self._engines[number]
+        for number, result in decoded:
+            if result.is_last:
+                del self._numbers[result.request], self._engines[number]
         self._flush()
         self._undelivered = decoded
         if not self._engine.is_busy:
@@ -288,14 +290,14 @@ class Engines:
         self._metrics.count(len(self._active), self._slots)
 
     def _deliver(self, decoded: Sequence[tuple[int, Decoded]]) -> None:
-        for number, own in decoded:
+        for number, result in decoded:
             entry = self._active.get(number)
             if entry is None:  # Cancelled in the meantime.
                 continue
-            if own.is_last:
+            if result.is_last:
                 del self._active[number]
             _, sequences, place = entry
-            sequences.put(place, own)
+            sequences.put(place, result)
         self._count()
 
     def _fail(self, error: BaseException, numbers: Collection[int] | None) -> None:

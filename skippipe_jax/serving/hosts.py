@@ -337,7 +337,7 @@ class StageHosts:
         return self._front.held
 
     def _available(self) -> set[int]:
-        return set(self.own_stages).union(*(own.ready for own in self._members.values()))
+        return set(self.own_stages).union(*(member.ready for member in self._members.values()))
 
     def _missing(self) -> list[int]:
         held = self._available()

@@ -92,7 +92,9 @@ class RetentionPolicy:
 
     def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step of lowest validation loss, which is kept too; None without the metric."""
-        losses = [(own[BEST_METRIC], step) for step, own in metrics.items() if BEST_METRIC in own]
+        losses = [
+            (values[BEST_METRIC], step) for step, values in metrics.items() if BEST_METRIC in values
+        ]
         return min(losses)[1] if losses else None
 
     def retained(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
