@@ -396,6 +396,37 @@ def test_an_error_of_a_peer_that_only_names_a_failed_write_ends_the_save(tmp_pat
         writer.close()
 
 
+def while_handling(error, context):
+    """An error as it is raised while another one is handled."""
+    error.__context__ = context
+    return error
+
+
+NO_SPACE = os.strerror(errno.ENOSPC)
+OF_TENSORSTORE = f"RESOURCE_EXHAUSTED: Failed to write to file 4: [os_error_code='{errno.ENOSPC}']"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_files"),
+    [
+        (OSError(errno.ENOSPC, NO_SPACE), True),
+        (ValueError(OF_TENSORSTORE), True),
+        (while_handling(RuntimeError("closed"), OSError(errno.ENOSPC, NO_SPACE)), True),
+        (while_handling(RuntimeError("closed"), ValueError(OF_TENSORSTORE)), True),
+        (ValueError(f"a text with {NO_SPACE}"), False),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), False),
+    ],
+)
+def test_errors_of_files_are_known_by_their_numbers(error, is_of_files):
+    def fail():
+        raise error
+
+    expected = checkpointer_module.NotWritten if is_of_files else type(error)
+    with pytest.raises(expected) as caught:
+        checkpointer_module._attempt_write(fail)
+    assert str(caught.value) == NO_SPACE if is_of_files else caught.value is error
+
+
 def failing(monkeypatch, name, *numbers):
     """Let a function of the writer fail with these errors, and then no more."""
     left, real = [*numbers], getattr(checkpointer_module, name)
