@@ -6,7 +6,9 @@
 Every host is a network namespace with one interface; a bridge in a namespace of its own joins them,
 so that nothing is seen, filtered or left in the network of the machine itself. On its interface a
 host has one `htb` class per other host, which `u32` filters find by the address: every directed
-link has its own rate, whatever the others carry. There is no added latency; `delays` adds some.
+link has its own rate, whatever the others carry. If the host has a connection, these classes share
+the rate of a parent, and one class at the switch limits what the host receives. There is no added
+latency; `delays` adds some.
 
 It needs Linux, root and iproute2 (`ip` and `tc`).
 """
@@ -60,6 +62,8 @@ ACKNOWLEDGEMENT = (
 )
 # The class of connections that are silenced; `silence` puts its filters before all others.
 SILENCE = "1:fffe"
+# The class of a host's connection, above those of its links, and the one of what it receives.
+CONNECTION, DOWNLINK = "1:fffd", "1:1"
 
 _numbers = itertools.count()
 
@@ -71,11 +75,16 @@ class ShapedNetwork:
     a killed process left behind is removed when the next network starts.
     """
 
-    def __init__(self, rates: Float[np.ndarray, "hosts hosts"]):
+    def __init__(
+        self,
+        rates: Float[np.ndarray, "hosts hosts"],
+        connections: Float[np.ndarray, "hosts 2"] | None = None,
+    ):
         """Take the rate from the host of the row to that of the column, in bytes per second.
 
         Rates are of Ethernet packets, as `tc` counts them: TCP carries 95.6% of them as payload.
-        `np.inf` is a link that is not shaped; the diagonal means nothing.
+        `np.inf` is a link that is not shaped; the diagonal means nothing. `connections` has the
+        rates that all links of a host share: of what it sends, and of what it receives.
 
         Raises:
             InputError: rates are not a square array of positive numbers.
@@ -87,6 +96,11 @@ class ShapedNetwork:
             )
         for source, target in self._links():
             _check_rate(f"rates[{source}, {target}]", self.rates[source, target])
+        unlimited = np.full((len(self.rates), 2), np.inf)
+        self._connections = unlimited if connections is None else np.array(connections, float)
+        for host, of_host in enumerate(self._connections):
+            for rate in of_host:
+                _check_rate(f"connections[{host}]", rate)
         self._prefix = f"shaped-{os.getpid()}-{next(_numbers)}"
         self._switch = f"{self._prefix}-switch"
 
@@ -158,7 +172,7 @@ class ShapedNetwork:
         """
         _check_rate("bytes_per_s", bytes_per_s)
         self.rates[source, target] = bytes_per_s
-        _batch("tc", self.namespace(source), _link(target, bytes_per_s))
+        _batch("tc", self.namespace(source), self._link(source, target))
 
     def __enter__(self) -> Self:
         """Make the network.
@@ -193,6 +207,7 @@ class ShapedNetwork:
             (folder / "hosts").write_text(names)
             _batch("ip", self.namespace(host), self._interface(host))
             _batch("tc", self.namespace(host), self._shapes(host))
+            _batch("tc", self._switch, self._downlink(host))
 
     def _cable(self, host: int) -> list[str]:
         port = _port(host)
@@ -219,10 +234,33 @@ class ShapedNetwork:
             f"qdisc add dev {INTERFACE} root handle 1: htb",  # what has no class is not shaped
             f"{filters} {ACKNOWLEDGEMENT} flowid 1:",  # which is no class
         ]
+        if np.isfinite(uplink := self._connections[source, 0]):
+            lines += [_shaping_class(INTERFACE, "1:", CONNECTION, uplink, uplink)]
         for target in (target for start, target in self._links() if start == source):
-            lines += _link(target, self.rates[source, target])
+            lines += self._link(source, target)
             lines += [f"{filters} match ip dst {self.address(target)} flowid {_class_id(target)}"]
         return lines
+
+    def _link(self, source: int, target: int) -> list[str]:
+        """Return the lines that make or change the class of a directed link, and its queue."""
+        rate, uplink = self.rates[source, target], self._connections[source, 0]
+        if np.isinf(uplink):
+            return _shaped(INTERFACE, "1:", _class_id(target), rate, rate)
+        # Links share the connection equally, and each takes what the others leave, up to its rate.
+        equal = min(rate, uplink / (len(self.rates) - 1))
+        return _shaped(INTERFACE, CONNECTION, _class_id(target), equal, min(rate, uplink))
+
+    def _downlink(self, host: int) -> list[str]:
+        if np.isinf(rate := self._connections[host, 1]):
+            return []
+        port = _port(host)
+        return [
+            f"qdisc add dev {port} root handle 1: htb",
+            f"filter add dev {port} parent 1: protocol ip prio 2 u32 {ACKNOWLEDGEMENT} flowid 1:",
+            *_shaped(port, "1:", DOWNLINK, rate, rate),
+            f"filter add dev {port} parent 1: protocol ip prio 2 u32 "
+            f"match ip dst {self.address(host)} flowid {DOWNLINK}",
+        ]
 
     def _links(self) -> Iterable[tuple[int, int]]:
         return itertools.permutations(range(len(self.rates)), 2)
@@ -263,18 +301,25 @@ def _class_id(target: int) -> str:
     return f"1:{target + 1:x}"
 
 
-def _link(target: int, bytes_per_s: float) -> list[str]:
-    """The class of a directed link, and its queue: new ones, or instead of those that are there."""
-    rate = min(bytes_per_s, NOT_SHAPED_BYTES_PER_S)
-    burst = max(rate * BURST_S, SMALLEST_BURST_BYTES)
-    queue = max(rate * QUEUE_S, SMALLEST_QUEUE_BYTES)
-    # The quantum shares what classes lend each other, which is nothing here; without it `tc` warns.
-    sizes = f"burst {burst:.0f} cburst {burst:.0f} quantum {LARGEST_PIECE_BYTES}"
+def _shaped(interface: str, parent: str, name: str, rate: float, most: float) -> list[str]:
+    """Return the lines that make or replace a class and its queue."""
+    queue = max(min(most, NOT_SHAPED_BYTES_PER_S) * QUEUE_S, SMALLEST_QUEUE_BYTES)
     return [
-        f"class replace dev {INTERFACE} parent 1: classid {_class_id(target)} "
-        f"htb rate {rate:.0f}bps {sizes}",
-        f"qdisc replace dev {INTERFACE} parent {_class_id(target)} bfifo limit {queue:.0f}",
+        _shaping_class(interface, parent, name, rate, most),
+        f"qdisc replace dev {interface} parent {name} bfifo limit {queue:.0f}",
     ]
+
+
+def _shaping_class(interface: str, parent: str, name: str, rate: float, most: float) -> str:
+    """Return the line of a class that has a rate, and up to `most` if its parent has more."""
+    rate, most = min(rate, NOT_SHAPED_BYTES_PER_S), min(most, NOT_SHAPED_BYTES_PER_S)
+    burst = max(most * BURST_S, SMALLEST_BURST_BYTES)
+    # The quantum shares what classes lend each other; without it `tc` warns.
+    sizes = f"burst {burst:.0f} cburst {burst:.0f} quantum {LARGEST_PIECE_BYTES}"
+    return (
+        f"class replace dev {interface} parent {parent} classid {name} "
+        f"htb rate {rate:.0f}bps ceil {most:.0f}bps {sizes}"
+    )
 
 
 def _names() -> set[str]:

@@ -8,8 +8,10 @@ shapes to a table of bandwidths between cloud regions, scaled so that a hop take
 the case that it wrote; the model is trained along each plan, averaging included; and the seconds of
 its iterations are held against the prediction. With `--hops` all of that is done for each format in
 which activations and their gradients travel, and with `--slower-links 4` hops take so many times as
-long, so that they dominate an iteration. With `--arms` some methods are run with some formats only,
-and with averaging that nobody waits for: its iterations are timed over one cycle, after another.
+long, so that they dominate an iteration. With `--shared-connections 3` the links of a host share
+its connection, as at home, which `skippipe measure` has to find. With `--arms` some methods are run
+with some formats only, and with averaging that nobody waits for: its iterations are timed over one
+cycle, after another.
 
 The full pipeline is placed as the reference places it: its genetic search scores one activation
 inside a stage, not the bytes that averaging moves. Links are cut to that range of hops: the one
@@ -205,6 +207,13 @@ def main() -> int:
         help="factor by which all links are slower (default: %(default)s)",
     )
     parser.add_argument(
+        "--shared-connections",
+        type=float,
+        metavar="FACTOR",
+        help="all links of a host share a connection: it sends as fast as the fastest of them, and "
+        "receives FACTOR times as fast (default: links have rates of their own)",
+    )
+    parser.add_argument(
         "--busy-stages",
         action="store_true",
         help="plan with operation times measured while all hosts train, not on an idle machine, "
@@ -245,9 +254,16 @@ def _run(arguments: argparse.Namespace) -> int:
         arms = [Arm.named(name) for name in arguments.arms]
     slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
-    rates = rates / slower
+    rates, connections = rates / slower, None
+    if arguments.shared_connections is not None:
+        factor = fields.number(
+            arguments.shared_connections, "--shared-connections", 0.0, above=True
+        )
+        fastest = np.where(np.eye(len(rates), dtype=bool), 0.0, rates).max(axis=1)
+        connections = np.stack([fastest, factor * fastest], axis=1)
+    network = ShapedNetwork(rates, connections)
     rows, profiles = [], {}
-    with reporting.folder_for(arguments.keep, "wan") as folder, ShapedNetwork(rates) as network:
+    with reporting.folder_for(arguments.keep, "wan") as folder, network:
         for averaging, hops in dict.fromkeys((arm.averaging, arm.hops) for arm in arms):
             kind = hops if averaging == EXACT else f"{hops}-{averaging}"
             own = folder / kind
@@ -256,6 +272,7 @@ def _run(arguments: argparse.Namespace) -> int:
             every = arguments.every if averaging == OUTER else None
             config = write_config(folder, workload, locations, hops, every)
             case, profiles[kind] = profiled(hosts, config, rates)
+            profiles[kind]["contention"] = case.contention
             own_arms = [arm for arm in arms if (arm.averaging, arm.hops) == (averaging, hops)]
             if arguments.busy_stages:
                 first = plan_by(own_arms[0].method, case, arguments.budget)
@@ -271,6 +288,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "workload": dataclasses.asdict(workload),
         "links": str(arguments.links or "gcp12"),
         "slower_links": slower,
+        "shared_connections": arguments.shared_connections,
         "profiles": profiles,
         "methods": rows,
     }
@@ -284,7 +302,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def profiled(
     hosts: Hosts, config: Path, rates: Float[np.ndarray, "hosts hosts"]
-) -> tuple[Case, dict[str, float]]:
+) -> tuple[Case, dict[str, Any]]:
     """The case that is measured, how long that took, and how far its bandwidths are from `tc`'s.
 
     A busy machine may hold up all transfers over a link: one that is far off is measured again.

@@ -37,13 +37,14 @@ from skippipe_sched.problem.case import (
     node_count,
 )
 from skippipe_sched.problem.links import GIBIBYTE
+from skippipe_sched.problem.node_subset import rates_as_keys
 from skippipe_sched.problem.open_case import AUTO, candidates
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, to_tree
 from skippipe_jax.models.footprint import averaged_bytes, sizes_of_hops
 from skippipe_jax.models.in_flight import USABLE_SHARE, memory_warnings, most_in_flight
-from skippipe_jax.profiling.links import MeasuredLink
+from skippipe_jax.profiling.links import MeasuredLink, SimultaneousTransfer, connection_rates
 from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
@@ -61,6 +62,7 @@ NOT_MEASURED = (
     *("locations", "stages", "stage_count", "path_length", "skip_ratio"),
     *("microbatches", "microbatches_per_data_node", "rules", "memory"),
 )
+SHARED_RATES = {"sends": "uplink_GiB_per_s", "receives": "downlink_GiB_per_s"}
 DEFAULT_SKIP_RATIO = [0.0, 0.34]
 MICROBATCHES_PER_NODE = 2
 LEAST_REPLICAS = 2
@@ -73,11 +75,11 @@ Value = TypeVar("Value")
 class HostReport:
     """Measurements of one host.
 
-    `links` lead to this host. `copy_s` has the seconds for a byte and for an activation from node
-    to node within the host, if it has several nodes. `memory_bytes`, which a node may use,
-    `processors` and `devices`, the kind of the first device, have an entry for each node; files of
-    earlier versions have no `devices`. `timings` are those of the stages on each processor that
-    this host has timed.
+    `links` lead to this host, as do the transfers that were `simultaneous`. `copy_s` has the
+    seconds for a byte and for an activation from node to node within the host, if it has several
+    nodes. `memory_bytes`, which a node may use, `processors` and `devices`, the kind of the first
+    device, have an entry for each node; files of earlier versions have no `devices` and no
+    `simultaneous`. `timings` are those of the stages on each processor that this host has timed.
     """
 
     name: str
@@ -87,6 +89,7 @@ class HostReport:
     processors: Sequence[str]
     timings: Mapping[str, Sequence[StageTimings]]
     devices: Sequence[str] = ()
+    simultaneous: Sequence[SimultaneousTransfer] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,14 @@ class Profile:
                 f"  {gibibytes * GIBIBYTE / 1e6:10.3f} MB/s"
                 for source, target, latency_ms, gibibytes in rows
             ]
+        for node in self.case["nodes"]:
+            shared = [
+                f"{verb} at most {node[key] * GIBIBYTE / 1e6:.3f} MB/s"
+                for verb, key in SHARED_RATES.items()
+                if key in node
+            ]
+            if shared:
+                lines.append(f"shared connection: {node['location']} {' and '.join(shared)}")
         return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
 
 
@@ -256,12 +267,24 @@ def case_of(
     # Rounded, as the free memory of a machine changes all the time.
     sizes = [int(float(f"{size:.3g}")) for size in measured]
     links = [link for report in reports for link in report.links if link.source != link.target]
+    transfers = [transfer for report in reports for transfer in report.simultaneous]
+    # Nodes of one host get equal parts of its connection.
+    rates = connection_rates(links, transfers, len(reports))
+    connections = [
+        {
+            key: _rounded(rate)
+            for key, rate in rates_as_keys(*rates[host] / host_of.count(host)).items()
+        }
+        for host in host_of
+    ]
     overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
     stages = len(costs.stage_cost)
     case: dict[str, Any] = {
         "nodes": [
-            {"location": names[host], "forward_s": _rounded(forward_s), MEMORY_BYTES: size}
-            for host, forward_s, size in zip(host_of, costs.forward_s, sizes, strict=True)
+            {"location": names[host], "forward_s": _rounded(forward_s), MEMORY_BYTES: size, **rate}
+            for host, forward_s, size, rate in zip(
+                host_of, costs.forward_s, sizes, connections, strict=True
+            )
         ],
         "locations": names,
         "stages": AUTO,
@@ -276,7 +299,7 @@ def case_of(
         "loss_ratio": _rounded(costs.loss_ratio),
         "memory": AUTO,
         "hop_overhead_s": _rounded(max(0.0, statistics.median(overheads_s or [0.0]))),
-        "contention": "link",
+        "contention": "node" if any(connections) else "link",
         **template,
     }
     if case["stages"] == AUTO:
