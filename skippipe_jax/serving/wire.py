@@ -11,22 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from skippipe_jax.connections.failure_detector import BEATS
+from skippipe_jax.connections.link_probe import measured_bandwidth, shortest_round_trip_s
 from skippipe_jax.connections.links import INVALID_MESSAGE, Link, encoded
 from skippipe_jax.serving.routing import LinkSpeed
 
 MOST_ARRAY_BYTES = 1 << 28
 """Largest array of a message."""
-
-PROBE_BYTES = tuple(1 << power for power in (16, 18, 20, 22))
-"""Sizes of the messages that measure a bandwidth."""
-PROBE_S = 0.05
-"""Transfer time of a probe, in seconds, from which no larger one is sent.
-
-It is at least two round trips, as TCP needs some to reach the full bandwidth.
-"""
-PROBES = 4
-"""Most probes of one size."""
-LEAST_S = 1e-6
 
 Arrays = Sequence[np.ndarray]
 """Arrays that follow a message."""
@@ -108,13 +98,10 @@ class Wire:
                         self.send("pong", sent_s)
                     case ["pong", float(sent_s)]:
                         taken_s = clock.time() - sent_s
-                        known_s = self.speed.round_trip_s
                         if (echo := self._echoes.pop(sent_s, None)) is not None:
                             echo.set_result(taken_s)
-                        elif known_s is None:
-                            self.speed = self.speed._replace(round_trip_s=taken_s)
                         else:
-                            smoothed_s = 0.8 * known_s + 0.2 * taken_s
+                            smoothed_s = 0.8 * (self.speed.round_trip_s or taken_s) + 0.2 * taken_s
                             self.speed = self.speed._replace(round_trip_s=smoothed_s)
                     case _:
                         take(*received)
@@ -124,21 +111,10 @@ class Wire:
             self.close()
 
     async def _measure(self, probing: asyncio.Lock) -> None:
-        """Measure the bandwidth by messages of increasing size."""
         async with probing:
-            round_trip_s = min([await self._echo(0) for _ in range(PROBES)])
-            size, transfer_s = 0, LEAST_S
-            for size in PROBE_BYTES:
-                # The first ones take longer than later ones, as TCP's window grows meanwhile.
-                shortest_s = await self._echo(size)
-                for _ in range(PROBES - 1):
-                    before_s, shortest_s = shortest_s, min(shortest_s, await self._echo(size))
-                    if shortest_s > 0.9 * before_s:
-                        break
-                transfer_s = max(LEAST_S, shortest_s - round_trip_s)
-                if transfer_s > max(PROBE_S, 2 * round_trip_s):
-                    break
-            self.speed = self.speed._replace(bytes_per_s=size / transfer_s)
+            round_trip_s = await shortest_round_trip_s(self._echo)
+            bytes_per_s = await measured_bandwidth(self._echo, round_trip_s)
+            self.speed = LinkSpeed(round_trip_s, bytes_per_s)
 
     async def _echo(self, size: int) -> float:
         """Return the seconds until the other host has answered a message of `size` bytes."""

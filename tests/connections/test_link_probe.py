@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.connections import asking, join_server, link_probe
+from skippipe_jax.connections import asking, link_probe
 from skippipe_jax.connections.asking import JoinClient
 from skippipe_jax.connections.links import Link
 from tests.connections.meshes import KEYS, RUN, line
@@ -25,10 +25,7 @@ def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
-def test_a_newcomer_measures_the_ways_to_those_that_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link_probe, "MOST_BYTES", 1 << 19)
-    monkeypatch.setattr(join_server, "MOST_BYTES", 1 << 19)
-
+def test_a_newcomer_measures_the_ways_to_those_that_answer():
     async def live() -> None:
         async with listening(KEYS) as first:
             first.join_server.inviting = Run()
@@ -39,6 +36,44 @@ def test_a_newcomer_measures_the_ways_to_those_that_answer(monkeypatch: pytest.M
             assert min(found[4].to, found[4].back) > 1e4
 
     asyncio.run(live())
+
+
+class SimulatedLink:
+    """Transfers by TCP in made-up seconds: its window grows by the bytes that have arrived."""
+
+    def __init__(self, round_trip_s: float, bytes_per_s: float):
+        self.round_trip_s, self.bytes_per_s = round_trip_s, bytes_per_s
+        self.window, self.taken_s = 14_600.0, list[float]()
+
+    async def transfer(self, size: float) -> float:
+        taken_s = self.round_trip_s + size / self.bytes_per_s
+        while size > self.window and self.window < self.bytes_per_s * self.round_trip_s:
+            # The next window is sent a round trip after this one.
+            taken_s += self.round_trip_s - self.window / self.bytes_per_s
+            size, self.window = size - self.window, 2 * self.window
+        if 2 * size > self.window:
+            self.window += size
+        self.taken_s.append(taken_s)
+        return taken_s
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e4, 1e5, 1e6, 2.5e6, 12.5e6, 125e6])
+@pytest.mark.parametrize("round_trip_s", [0.0005, 0.02, 0.05, 0.1, 0.3])
+def test_the_bandwidth_of_long_links_is_found_although_tcp_starts_slowly(
+    round_trip_s: float, bytes_per_s: float
+):
+    link = SimulatedLink(round_trip_s, bytes_per_s)
+    assert asyncio.run(link_probe.shortest_round_trip_s(link.transfer)) == round_trip_s
+    found = asyncio.run(link_probe.measured_bandwidth(link.transfer, round_trip_s))
+    assert found == pytest.approx(bytes_per_s, rel=0.1)
+    # Heartbeats wait behind a transfer.
+    if bytes_per_s >= 1e5:
+        assert max(link.taken_s) <= max(0.2, 8 * round_trip_s) + 3 * round_trip_s
+    # In less time, smaller transfers have to do.
+    link = SimulatedLink(round_trip_s, bytes_per_s)
+    found = asyncio.run(link_probe.measured_bandwidth(link.transfer, round_trip_s, 0.5))
+    assert found == pytest.approx(bytes_per_s, rel=0.2)
+    assert sum(link.taken_s) < 0.5 + link_probe.MOST_OF_A_SIZE * max(link.taken_s)
 
 
 class Slow:
@@ -76,7 +111,6 @@ def test_it_finds_latency_and_bandwidth_both_ways_and_is_done_in_time(
 ):
     slow: Any = Slow()
     monkeypatch.setattr(link_probe.time, "perf_counter", lambda: slow.now_s)
-    monkeypatch.setattr(link_probe.time, "monotonic", lambda: slow.now_s)
     found = asyncio.run(link_probe.measured(slow, 4.0))
     assert found.latency_s == pytest.approx(Slow.latency_s)
     assert (found.to, found.back) == pytest.approx((Slow.to, Slow.back))
@@ -85,7 +119,7 @@ def test_it_finds_latency_and_bandwidth_both_ways_and_is_done_in_time(
     # Where a part of a second is all there is, the least has to do.
     slow.asked.clear()
     assert asyncio.run(link_probe.measured(slow, 0.01)).to == pytest.approx(Slow.to)
-    assert {size for _, size in slow.asked} == {0, link_probe.LEAST_BYTES}
+    assert {size for _, size in slow.asked} == {0, link_probe.SIZES[0]}
 
 
 def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.MonkeyPatch):
@@ -112,7 +146,7 @@ def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "asked",
-    [["give", -1], ["give", link_probe.MOST_BYTES + 1], ["take"], ["take", 1.0], ["give", "1"]],
+    [["give", -1], ["give", link_probe.SIZES[-1] + 1], ["take"], ["take", 1.0], ["give", "1"]],
 )
 def test_a_host_answers_nothing_else(asked: list[Any]):
     assert_tells_no_more_than_the_invitation(asked)
