@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,8 @@ class Wire:
         self._link, self._silent_s, self._probing = link, silent_s, probing
         self._silent_beats = 0
         self._echoes: dict[float, asyncio.Future[float]] = {}
+        # End of the last probe: heartbeats sent before it may have waited behind it.
+        self._probed_s = -math.inf
         self.speed = LinkSpeed()
 
     @property
@@ -95,12 +98,15 @@ class Wire:
             while (received := await self.receive()) is not None:
                 match received[0]:
                     case ["ping", sent_s]:
+                        if any(probe.size for probe in received[1]):
+                            self._probed_s = clock.time()
                         self.send("pong", sent_s)
                     case ["pong", float(sent_s)]:
                         taken_s = clock.time() - sent_s
                         if (echo := self._echoes.pop(sent_s, None)) is not None:
+                            self._probed_s = clock.time()
                             echo.set_result(taken_s)
-                        else:
+                        elif sent_s > self._probed_s:
                             smoothed_s = 0.8 * (self.speed.round_trip_s or taken_s) + 0.2 * taken_s
                             self.speed = self.speed._replace(round_trip_s=smoothed_s)
                     case _:
