@@ -225,7 +225,7 @@ class Session:
                     self._epochs[group] = epoch
                     self._work.put((header, x, positions))
             case ["scales"], [scales]:  # Sent before the first stage.
-                self._held = LocalStages(self._config, self._stages, self._slots, scales)
+                self._held.scales = scales
             case ["hold", int(stage)], []:
                 self._tasks.start(self._hold(stage))
             case ["drop", int(stage)], []:
