@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -52,6 +52,9 @@ KEYS, OTHER_KEYS = keys_of("a"), keys_of("b")
 class Host:
     """One of them: its connections, and what came over them."""
 
+    living: ClassVar[set[Host]] = set()
+    """Those that listen."""
+
     def __init__(
         self,
         host: int,
@@ -87,15 +90,28 @@ class Host:
         return parse_address("address", self.mesh.directory.hello.address)
 
     async def listen(self) -> None:
+        self.living.add(self)
         await self.mesh.listen(["127.0.0.1"], 0)
 
     async def join(self, first: Host) -> None:
         await self.listen()
         await self.mesh.join(first.address, await reach(first.address, PATIENCE_S, self.keys))
 
+    async def rejoin(self, first: Host) -> bool:
+        """Listen, and come back to the run of another host; return whether it is its run."""
+        await self.listen()
+        return await self.mesh.rejoin(await reach(first.address, PATIENCE_S, self.keys))
+
     def end(self) -> None:
         """End like a process, without a farewell and for good."""
+        self.living.discard(self)
         self.mesh.close()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End all that listen."""
+        for host in [*cls.living]:
+            host.end()
 
     async def says(self, host: Host, word: str) -> None:
         """Return when what this host says has come to another, once they are connected."""

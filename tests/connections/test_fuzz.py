@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from skippipe_jax.connections import links
 from skippipe_jax.connections.hello import PROTOCOL
 from tests.connections.meshes import (
-    PATIENCE_S,
     RUN,
     Host,
     assert_all_connected,
@@ -157,9 +156,8 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
                 await until(lambda: descriptors() <= before + 4)
                 # And the right one can come back.
                 again = Host(2, 3)
-                await again.listen()
                 await until(lambda: 2 not in first.mesh._links or 2 in first.mesh.missed)
-                assert await again.mesh.rejoin(await links.reach(first.address, PATIENCE_S))
+                assert await again.rejoin(first)
                 await assert_all_connected([first, second, again], "again")
                 again.end()
 

@@ -81,98 +81,82 @@ def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
-def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
-    async def live() -> None:
-        async with gathered(3) as (first, second, third):
-            third.end()
-            await until(lambda: first.mesh.missed == second.mesh.missed == {2})
-            second.join_server.inviting = Run()
-            asking = JoinClient()
-            asked, told = await asking.ask([address_of(second)])
-            assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
-            assert told.addresses[0] == address_of(first)
-            assert told.addresses[1] == address_of(second)
-            assert told.places == (Place(2, (0, 2), 0.5),)
-            assert told.text == "0123"
-            assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
-            assert asking.contents == CONTENTS
-            assert asking.fetched == sum(map(len, CONTENTS.values()))
-
-    asyncio.run(live())
+async def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
+    async with gathered(3) as (first, second, third):
+        third.end()
+        await until(lambda: first.mesh.missed == second.mesh.missed == {2})
+        second.join_server.inviting = Run()
+        asking = JoinClient()
+        asked, told = await asking.ask([address_of(second)])
+        assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
+        assert told.addresses[0] == address_of(first)
+        assert told.addresses[1] == address_of(second)
+        assert told.places == (Place(2, (0, 2), 0.5),)
+        assert told.text == "0123"
+        assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
+        assert asking.contents == CONTENTS
+        assert asking.fetched == sum(map(len, CONTENTS.values()))
 
 
-def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addresses():
+async def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addresses():
     closed = f"127.0.0.1:{free_port()}"
-
-    async def live() -> None:
-        problem = rf"join = '{closed}': connection refused: no process listens at "
-        with pytest.raises(NoListener, match=problem):
-            await JoinClient().ask([closed, closed])
-        async with listening() as host:  # Its run has not begun.
-            with pytest.raises(TemporaryError, match="the run has not started") as caught:
-                await JoinClient().ask([closed, address_of(host)])
-            assert not isinstance(caught.value, NoListener)
-
-    asyncio.run(live())
+    problem = rf"join = '{closed}': connection refused: no process listens at "
+    with pytest.raises(NoListener, match=problem):
+        await JoinClient().ask([closed, closed])
+    async with listening() as host:  # Its run has not begun.
+        with pytest.raises(TemporaryError, match="the run has not started") as caught:
+            await JoinClient().ask([closed, address_of(host)])
+        assert not isinstance(caught.value, NoListener)
 
 
-def test_the_place_of_a_host_that_was_told_to_leave_is_free():
-    async def live() -> None:
-        async with gathered(3) as (_, second, third):
-            second.join_server.inviting = Run()
-            asking = JoinClient()
-            _, told = await asking.ask([address_of(second)])
-            assert not told.places
-            await third.mesh.part(0.1)
-            async with asyncio.timeout(10.0):
-                while not told.places:
-                    _, told = await asking.ask([address_of(second)])
-            assert told.places == (Place(2, (0, 2), 0.5),)
-            assert not second.mesh.missed
-
-    asyncio.run(live())
+async def test_the_place_of_a_host_that_was_told_to_leave_is_free():
+    async with gathered(3) as (_, second, third):
+        second.join_server.inviting = Run()
+        asking = JoinClient()
+        _, told = await asking.ask([address_of(second)])
+        assert not told.places
+        await third.mesh.part(0.1)
+        async with asyncio.timeout(10.0):
+            while not told.places:
+                _, told = await asking.ask([address_of(second)])
+        assert told.places == (Place(2, (0, 2), 0.5),)
+        assert not second.mesh.missed
 
 
-def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoever_is_asked():
-    async def live() -> None:
-        async with gathered(2) as (first, second):
-            asking = JoinClient()
-            first.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
-            await asking.ask([address_of(first)], wanted=["config.yaml"])
-            assert (asking.contents, asking.fetched) == ({"config.yaml": b"1"}, 1)
-            second.join_server.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
-            await asking.ask([address_of(second)])
-            assert asking.contents == {"config.yaml": b"1", "plans/a.json": b"345"}
-            assert asking.fetched == 4
-            second.join_server.inviting = Run({"config.yaml": b"67"})
-            await asking.ask([address_of(second)])
-            assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
-
-    asyncio.run(live())
+async def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoever_is_asked():
+    async with gathered(2) as (first, second):
+        asking = JoinClient()
+        first.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+        await asking.ask([address_of(first)], wanted=["config.yaml"])
+        assert (asking.contents, asking.fetched) == ({"config.yaml": b"1"}, 1)
+        second.join_server.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
+        await asking.ask([address_of(second)])
+        assert asking.contents == {"config.yaml": b"1", "plans/a.json": b"345"}
+        assert asking.fetched == 4
+        second.join_server.inviting = Run({"config.yaml": b"67"})
+        await asking.ask([address_of(second)])
+        assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
 
 
-def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
+async def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
     capfd: pytest.CaptureFixture[str],
 ):
-    async def live() -> None:
-        async with listening(KEYS) as first:
-            first.join_server.inviting = run = Run()
-            for keys, why in (
-                (LOOPBACK_ONLY, "requires a secret, and this host has none"),
-                (OTHER_KEYS, "different secret"),
-            ):
-                with pytest.raises(InputError, match=why) as caught:
-                    await JoinClient(keys).ask([address_of(first)])
-                assert type(caught.value) is InputError
-            assert run.read == 0
-            asking = JoinClient(KEYS)
-            await asking.ask([address_of(first)])
-            assert asking.contents == CONTENTS
-        async with listening() as first:
-            with pytest.raises(InputError, match="does not use TLS: it has no secret"):
-                await JoinClient(KEYS).ask([address_of(first)])
-
-    asyncio.run(live())
+    async with listening(KEYS) as first:
+        first.join_server.inviting = run = Run()
+        for keys, why in (
+            (LOOPBACK_ONLY, "requires a secret, and this host has none"),
+            (OTHER_KEYS, "different secret"),
+        ):
+            with pytest.raises(InputError, match=why) as caught:
+                await JoinClient(keys).ask([address_of(first)])
+            assert type(caught.value) is InputError
+        assert run.read == 0
+        asking = JoinClient(KEYS)
+        await asking.ask([address_of(first)])
+        assert asking.contents == CONTENTS
+    async with listening() as first:
+        with pytest.raises(InputError, match="does not use TLS: it has no secret"):
+            await JoinClient(KEYS).ask([address_of(first)])
     told = capfd.readouterr().err
     assert "it has no secret, and this run has one" in told
     assert "it does not have the secret of this run" in told
@@ -186,41 +170,35 @@ class Forged(Files):
         self._contents = [b"1", b"3"]
 
 
-def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    async def live() -> None:
-        async with gathered(2) as (first, second):
-            run = Run()
-            monkeypatch.setattr(run, "files", Forged)
-            first.join_server.inviting = run
-            asking = JoinClient()
-            with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
-                await asking.ask([address_of(first)])
-            assert asking.contents == {"config.yaml": b"1"}
-            second.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
-            asked, _ = await asking.ask([address_of(first), address_of(second)])
-            assert asked == address_of(second)
-            assert asking.contents == {"config.yaml": b"1", "plan.json": b"2"}
-
-    asyncio.run(live())
+async def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    async with gathered(2) as (first, second):
+        run = Run()
+        monkeypatch.setattr(run, "files", Forged)
+        first.join_server.inviting = run
+        asking = JoinClient()
+        with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
+            await asking.ask([address_of(first)])
+        assert asking.contents == {"config.yaml": b"1"}
+        second.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+        asked, _ = await asking.ask([address_of(first), address_of(second)])
+        assert asked == address_of(second)
+        assert asking.contents == {"config.yaml": b"1", "plan.json": b"2"}
 
 
-def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
-    async def live() -> None:
-        async with listening() as first:
-            with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
-                await JoinClient().ask([address_of(first)])
-            first.join_server.inviting, first.join_server.has_ended = (
-                Run({"config.yaml": b"1"}),
-                True,
-            )
-            with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
-                await JoinClient().ask([address_of(first)])
-            gone = address_of(first)
-            first.end()
-            with pytest.raises(TemporaryError, match="connection refused"):
-                await JoinClient().ask([gone])
-
-    asyncio.run(live())
+async def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
+    async with listening() as first:
+        with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
+            await JoinClient().ask([address_of(first)])
+        first.join_server.inviting, first.join_server.has_ended = (
+            Run({"config.yaml": b"1"}),
+            True,
+        )
+        with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
+            await JoinClient().ask([address_of(first)])
+        gone = address_of(first)
+        first.end()
+        with pytest.raises(TemporaryError, match="connection refused"):
+            await JoinClient().ask([gone])
 
 
 @pytest.mark.parametrize(
@@ -234,45 +212,38 @@ def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
         ([PROTOCOL, 3], "joiner = None: is not a valid request of a joiner"),
     ],
 )
-def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
+async def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
     said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
 ):
-    async def live() -> None:
-        async with listening() as first:
-            first.join_server.inviting = Run()
-            [answer] = await answer_to(first, line(["joiner", *said]))
-            assert answer[:2] == ["refused", InputError.exit_code]
-            assert first.join_server.inviting.read == 0
-
-    asyncio.run(live())
+    async with listening() as first:
+        first.join_server.inviting = Run()
+        [answer] = await answer_to(first, line(["joiner", *said]))
+        assert answer[:2] == ["refused", InputError.exit_code]
+        assert first.join_server.inviting.read == 0
     told = capfd.readouterr().err
     assert told.startswith("host 0 rejected a joiner from ")
     assert named in told
     assert told.count("\n") == 1
 
 
-def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
+async def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(join_server, "MAX_JOINERS", 2)
-
-    async def live() -> None:
-        async with listening() as first:
-            first.join_server.inviting = Run()
-            asking = []
-            for _ in range(3):
-                link = await stranger(first)
-                link.send("joiner", PROTOCOL, dict(RUN.versions))
-                assert (await link.receive())[0] == "offer"
-                asking.append(link)
-            assert await asking[0].receive() is None
-            for link in asking[1:]:
-                link.send("piece", 0, 0)
-                assert (await link.receive())[:3] == ["piece", 0, 0]
-                link.writer.close()
-            await until(lambda: not first.join_server._served)
-
-    asyncio.run(live())
+    async with listening() as first:
+        first.join_server.inviting = Run()
+        asking = []
+        for _ in range(3):
+            link = await stranger(first)
+            link.send("joiner", PROTOCOL, dict(RUN.versions))
+            assert (await link.receive())[0] == "offer"
+            asking.append(link)
+        assert await asking[0].receive() is None
+        for link in asking[1:]:
+            link.send("piece", 0, 0)
+            assert (await link.receive())[:3] == ["piece", 0, 0]
+            link.writer.close()
+        await until(lambda: not first.join_server._served)
 
 
 def assert_tells_no_more_than_the_invitation(asked: list[Any]) -> None:

@@ -25,17 +25,14 @@ def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
-def test_a_newcomer_measures_the_ways_to_those_that_answer():
-    async def live() -> None:
-        async with listening(KEYS) as first:
-            first.join_server.inviting = Run()
-            gone = {1: "127.0.0.1:9", 4: address_of(first)}
-            found = await JoinClient(KEYS).ways(gone, 0.2)
-            assert [*found] == [4]
-            assert 0 < found[4].latency_s < 5
-            assert min(found[4].to, found[4].back) > 1e4
-
-    asyncio.run(live())
+async def test_a_newcomer_measures_the_ways_to_those_that_answer():
+    async with listening(KEYS) as first:
+        first.join_server.inviting = Run()
+        gone = {1: "127.0.0.1:9", 4: address_of(first)}
+        found = await JoinClient(KEYS).ways(gone, 0.2)
+        assert [*found] == [4]
+        assert 0 < found[4].latency_s < 5
+        assert min(found[4].to, found[4].back) > 1e4
 
 
 class SimulatedLink:
