@@ -488,9 +488,7 @@ def run(simulation: Simulation) -> None:
 def stepped(hosts: int, **options: Any) -> Simulation:
     """Hosts that have made a step together."""
     simulation = Simulation(hosts, **options)
-    for host in range(hosts):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation)
     assert all(len(own.applied) == 1 for own in simulation.live.values())
     return simulation
 
@@ -506,6 +504,21 @@ def tick(simulation: Simulation) -> None:
         simulation.tell(host, Tick())
 
 
+def pass_time(simulation: Simulation, ticks: int = 1) -> None:
+    """All tick so often, and hear each time what others send."""
+    for _ in range(ticks):
+        tick(simulation)
+        run(simulation)
+
+
+def lose_all(simulation: Simulation, *hosts: int) -> Generation:
+    """The generation that follows when hosts are lost, at once."""
+    for host in hosts:
+        lose(simulation, host)
+    pass_time(simulation)
+    return last_of(simulation)
+
+
 def generations(simulation: Simulation) -> set[int]:
     return {own.state.number for own in simulation.live.values()}
 
@@ -514,13 +527,12 @@ def tell_to_leave(simulation: Simulation, *hosts: int) -> None:
     """Some hosts are told to leave, and the others have heard of it long enough."""
     for host in hosts:
         simulation.tell(host, Told())
-    for _ in range(ENOUGH):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, ENOUGH)
 
 
-def step(simulation: Simulation) -> None:
-    for host in [*simulation.live]:
+def step(simulation: Simulation, *hosts: int) -> None:
+    """Some hosts compute the next step, or all, and hear of each other."""
+    for host in hosts or [*simulation.live]:
         simulation.hold(host)
     run(simulation)
 

@@ -35,6 +35,8 @@ from tests.consensus.simulation import (
     generations,
     last_of,
     lose,
+    lose_all,
+    pass_time,
     require_goes_on,
     run,
     serves,
@@ -181,17 +183,13 @@ def test_a_lost_host_is_left_out_and_its_step_is_run_again():
     simulation = stepped(4)
     simulation.hold(0)
     simulation.hold(2)
-    lose(simulation, 3)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 3)
     assert generations(simulation) == {2}
     second = simulation.decided[2]
     assert (second.members, second.leader, second.step) == ((0, 1, 2), 0, 1)
     assert second.outcome is None
     assert second.cause == "host 3 failed"
-    for host in (0, 1, 2):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation, 0, 1, 2)
     histories = [own.applied for own in simulation.live.values()]
     assert [len(applied) for applied in histories] == [2, 2, 2]
     assert [host for host, _ in histories[0][-1]] == [0, 1, 2]
@@ -226,13 +224,8 @@ def test_who_comes_as_all_go_back_to_a_checkpoint_serves_a_stage_too():
     simulation = stepped(5, spare=1)
     simulation.save(0)
     simulation.start(5, is_apart=True)
-    tick(simulation)
-    run(simulation)
-    lose(simulation, 1)
-    lose(simulation, 3)
-    tick(simulation)
-    run(simulation)
-    second = simulation.decided[2]
+    pass_time(simulation)
+    second = lose_all(simulation, 1, 3)
     assert (second.members, second.step, second.is_rewound) == ((0, 2, 4, 5), 1, True)
     assert (second.fresh, second.placement[5]) == ((5,), {1})
 
@@ -240,17 +233,12 @@ def test_who_comes_as_all_go_back_to_a_checkpoint_serves_a_stage_too():
 def test_a_step_that_one_has_applied_counts_for_all():
     """The leader tells one member that a step counts, and is lost."""
     simulation = stepped(4)
-    for host in (1, 2, 3):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation, 1, 2, 3)
     simulation.hold(0)
     told = [sent for sent in simulation.messages if sent[1].target == 2]
     simulation.messages = told
     run(simulation)
-    lose(simulation, 0)
-    tick(simulation)
-    run(simulation)
-    second = simulation.decided[2]
+    second = lose_all(simulation, 0)
     assert (second.members, second.leader, second.step) == ((1, 2, 3), 1, 2)
     assert second.outcome is not None
     assert {len(own.applied) for own in simulation.live.values()} == {2}
@@ -258,9 +246,7 @@ def test_a_step_that_one_has_applied_counts_for_all():
 
 def test_a_leader_that_was_cut_off_after_it_had_applied_a_step_takes_the_state_of_others():
     simulation = stepped(4)
-    for host in (1, 2, 3):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation, 1, 2, 3)
     simulation.hold(0)
     simulation.messages.clear()
     assert len(simulation.live[0].applied) == 2
@@ -284,9 +270,7 @@ def test_a_minority_does_nothing():
     before = generations(simulation)
     for lost in (0, 1, 2):
         lose(simulation, lost)
-    for _ in range(5):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 5)
     assert generations(simulation) == before
     assert {len(own.applied) for own in simulation.live.values()} == {1}
 
@@ -305,17 +289,10 @@ def test_a_lost_stage_ends_the_run_or_takes_it_back():
     for rewinds in (True, False):
         simulation = stepped(4, rewinds=rewinds)
         simulation.save(0)
-        for host in range(4):
-            simulation.hold(host)
-        run(simulation)
-        lose(simulation, 1)
-        tick(simulation)
-        run(simulation)
+        step(simulation)
+        lose_all(simulation, 1)
         assert simulation.decided[2].step == 2, "host 3 holds the stage of host 1"
-        lose(simulation, 3)
-        tick(simulation)
-        run(simulation)
-        third = simulation.decided[3]
+        third = lose_all(simulation, 3)
         assert (third.is_rewound, third.is_last, third.step) == (rewinds, not rewinds, 1)
         assert simulation.has_ended == (not rewinds)
         if rewinds:
@@ -329,9 +306,7 @@ def rewound() -> tuple[Simulation, Generation]:
     simulation.save(0)
     step(simulation)
     for host in (1, 3):
-        lose(simulation, host)
-        tick(simulation)
-        run(simulation)
+        lose_all(simulation, host)
     third = simulation.decided[3]
     assert (third.members, third.is_rewound, third.step) == ((0, 2), True, 1)
     return simulation, third
@@ -343,9 +318,7 @@ def test_all_go_back_further_where_the_checkpoint_is_damaged():
         simulation.tell(host, RolledBack(third.number, 0))
         own = simulation.live[host]
         own.applied, own.stages = [], {stage: [] for stage in own.served}
-    for host in third.members:
-        simulation.hold(host)
-    run(simulation)
+    step(simulation, *third.members)
     assert {len(own.applied) for own in simulation.live.values()} == {1}, "step 1 is made again"
     assert all(own.state.standing.saved == 0 for own in simulation.live.values())
 
@@ -369,16 +342,12 @@ def test_who_came_after_a_checkpoint_knows_of_it():
     simulation = stepped(4)
     simulation.save(0)
     for host in (1, 3):
-        lose(simulation, host)
-        tick(simulation)
-        run(simulation)
+        lose_all(simulation, host)
         simulation.start(host)
         simulation.calm(6)
     assert last_of(simulation).members == (0, 1, 2, 3)
     for host in (2, 0):
-        lose(simulation, host)
-        tick(simulation)
-        run(simulation)
+        lose_all(simulation, host)
     last = last_of(simulation)
     assert (last.members, last.is_rewound, last.step) == ((1, 3), True, 1)
 
@@ -390,8 +359,7 @@ def test_a_host_that_is_started_again_is_another_member():
     simulation.tell(2, Tick())
     run(simulation)
     # Nobody has noticed the loss: that its process wants to join says it.
-    tick(simulation)
-    run(simulation)
+    pass_time(simulation)
     second = simulation.decided[2]
     assert (second.members, second.processes, second.fresh) == ((0, 1, 2), (0, 0, 1), (2,))
 
@@ -413,9 +381,7 @@ def test_what_may_have_been_decided_is_taken_up():
     assert accepted is not None
     simulation.messages.clear()
     lose(simulation, 0)
-    for _ in range(3):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 3)
     assert simulation.decided[2] == accepted[1]
     assert 0 in simulation.decided[2].members, "as it was when it was proposed"
     assert simulation.decided[3].members == (1, 2, 3)
@@ -426,9 +392,7 @@ def test_what_was_computed_in_a_generation_counts_in_no_other():
     simulation = stepped(4)
     for host in range(3):
         simulation.compute(host)
-    lose(simulation, 3)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 3)
     assert generations(simulation) == {2}
     late = [held for _, _, held in simulation.computed]
     assert [(held.number, held.step) for held in late] == [(1, 2)] * 3
@@ -436,26 +400,18 @@ def test_what_was_computed_in_a_generation_counts_in_no_other():
         simulation.hear_of_computed(0)
     run(simulation)
     assert all(len(own.applied) == 1 for own in simulation.live.values())
-    for host in range(3):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation)
     assert all(len(own.applied) == 2 for own in simulation.live.values())
 
 
 def test_a_host_is_taken_in_after_a_step_and_not_within_one():
     simulation = stepped(4)
-    lose(simulation, 3)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 3)
     simulation.start(3)
     simulation.hold(0)
-    for _ in range(3):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 3)
     assert generations(simulation) == {2, 0}
-    for host in (1, 2):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation, 1, 2)
     third = simulation.decided[3]
     assert (third.members, third.fresh, third.step) == ((0, 1, 2, 3), (3,), 2)
 
@@ -463,56 +419,35 @@ def test_a_host_is_taken_in_after_a_step_and_not_within_one():
 def with_one_that_came_back() -> Simulation:
     """Of four hosts the last was lost and is back, and has not taken its state yet."""
     simulation = stepped(4)
-    lose(simulation, 3)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 3)
     simulation.start(3)
-    for _ in range(2):
-        tick(simulation)
-        run(simulation)
-    for host in (0, 1, 2):
-        simulation.hold(host)
-    run(simulation)
+    pass_time(simulation, 2)
+    step(simulation, 0, 1, 2)
     assert simulation.decided[3].fresh == (3,)
     return simulation
 
 
 def test_who_has_not_taken_its_state_when_others_are_lost_takes_it_then():
     simulation = with_one_that_came_back()
-    lose(simulation, 2)
-    tick(simulation)
-    run(simulation)
-    fourth = simulation.decided[4]
+    fourth = lose_all(simulation, 2)
     assert (fourth.members, fourth.fresh, fourth.leader) == ((0, 1, 3), (3,), 0)
     simulation.hold(3)
-    lose(simulation, 0)
-    tick(simulation)
-    run(simulation)
-    fifth = simulation.decided[5]
+    fifth = lose_all(simulation, 0)
     assert (fifth.members, fifth.is_rewound) == ((1, 3), True), "1 and 3 hold the same stage"
 
 
 def test_who_has_not_taken_its_state_stands_in_for_nobody():
     simulation = with_one_that_came_back()
-    lose(simulation, 1)
-    tick(simulation)
-    run(simulation)
-    fourth = simulation.decided[4]
+    fourth = lose_all(simulation, 1)
     assert (fourth.members, fourth.is_rewound, fourth.fresh) == ((0, 2, 3), True, ())
 
 
 def test_who_has_not_taken_its_state_does_not_lead():
     simulation = stepped(3)
-    lose(simulation, 0)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 0)
     simulation.start(0)
-    for _ in range(2):
-        tick(simulation)
-        run(simulation)
-    for host in (1, 2):
-        simulation.hold(host)
-    run(simulation)
+    pass_time(simulation, 2)
+    step(simulation, 1, 2)
     assert simulation.decided[3].fresh == (0,)
     simulation.tell(0, Presence(1, is_there=False))
     simulation.tell(0, Tick())
@@ -558,13 +493,9 @@ def test_a_host_that_some_notice_earlier_to_be_lost_costs_no_other():
     simulation = stepped(5)
     simulation.crash(2)
     simulation.tell(4, Presence(2, is_there=False))
-    for _ in range(10):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 10)
     assert generations(simulation) == {1}
-    lose(simulation, 2)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 2)
     assert simulation.decided[2].members == (0, 1, 3, 4)
 
 
@@ -594,13 +525,10 @@ def test_a_notice_has_to_be_some_beats_old():
     simulation = stepped(4)
     simulation.tell(0, Told())
     for _ in range(ENOUGH - 2):
-        tick(simulation)
-        run(simulation)
+        pass_time(simulation)
         step(simulation)
     assert generations(simulation) == {1}
-    for _ in range(2):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 2)
     step(simulation)
     assert generations(simulation) == {2}
 
@@ -629,10 +557,7 @@ def test_a_host_that_dies_before_others_have_what_it_holds_loses_its_stage():
     simulation = stepped(3)
     tell_to_leave(simulation, 1)
     step(simulation)
-    lose(simulation, 1)
-    tick(simulation)
-    run(simulation)
-    third = simulation.decided[3]
+    third = lose_all(simulation, 1)
     assert (third.members, third.is_rewound, third.step) == ((0, 2), True, 0)
 
 
@@ -646,10 +571,7 @@ def test_what_a_host_has_given_up_it_has_until_a_step_is_made_without_it():
     assert (second.placement, second.plan) == (placement, "a plan")
     assert second.cause == "a faster plan was found"
     assert second.holders == ((0, 2), (1, 3))
-    lose(simulation, 3)
-    tick(simulation)
-    run(simulation)
-    third = simulation.decided[3]
+    third = lose_all(simulation, 3)
     assert (third.members, third.plan) == ((0, 1, 2), ""), "the plan was for others"
     assert third.holders == ((0, 2), (1,)), "host 1 serves stage 1 no longer, and has it"
     assert not third.is_rewound
@@ -695,15 +617,11 @@ def test_who_has_left_is_not_taken_in_until_it_is_started_again():
     step(simulation)
     assert generations(simulation) == {2}
     simulation.start(3)
-    for _ in range(2):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 2)
     step(simulation)
     assert simulation.decided[3].members == (0, 1, 2, 3)
     assert simulation.decided[3].fresh == (3,)
-    for _ in range(ENOUGH):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, ENOUGH)
     step(simulation)
     assert generations(simulation) == {3}, "the notice was for the process before"
 
@@ -713,9 +631,7 @@ def test_who_is_told_to_leave_before_it_is_taken_in_again_holds_up_nobody():
     simulation.crash(2)
     simulation.start(2)
     simulation.tell(2, Told())
-    for _ in range(3):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 3)
     assert simulation.decided[2].members == (0, 1)
     for _ in range(2):
         step(simulation)
@@ -729,17 +645,12 @@ def test_what_a_host_has_given_up_is_behind_once_a_step_counts():
     placement = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset({1})}
     simulation.tell(0, PlanRequest(1, placement, "a plan"))
     step(simulation)
-    for host in (1, 2, 3):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation, 1, 2, 3)
     simulation.hold(0)
     assert simulation.live[1].state.standing.holds == (0, 1), "until it has applied the step"
     simulation.messages = [sent for sent in simulation.messages if sent[1].target != 1]
     run(simulation)
-    lose(simulation, 0)
-    tick(simulation)
-    run(simulation)
-    third = simulation.decided[3]
+    third = lose_all(simulation, 0)
     assert (third.members, third.step, third.holders) == ((1, 2, 3), 3, ((1,), (2, 3)))
 
 
@@ -759,9 +670,7 @@ def goes_on(simulation: Simulation) -> None:
     """Those that live settle who they are, and make a few steps."""
     simulation.calm(8)
     run(simulation)
-    for host in [*simulation.live]:
-        simulation.hold(host)
-    run(simulation)
+    step(simulation)
 
 
 def test_who_does_not_reach_the_folder_leads_only_where_the_run_ends():
@@ -773,9 +682,7 @@ def test_who_does_not_reach_the_folder_leads_only_where_the_run_ends():
     lose(simulation, 3)
     goes_on(simulation)
     assert (last_of(simulation).members, last_of(simulation).leader) == ((0, 1, 4), 4)
-    lose(simulation, 4)
-    tick(simulation)
-    run(simulation)
+    lose_all(simulation, 4)
     assert (last_of(simulation).members, last_of(simulation).is_last) == ((0, 1), True)
     assert simulation.has_ended
 
@@ -786,9 +693,7 @@ def test_who_comes_back_and_reaches_the_folder_leads_although_it_has_no_state_ye
     goes_on(simulation)
     simulation.crash(2)
     simulation.start(2)
-    for _ in range(2):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 2)
     last = last_of(simulation)
     assert (last.members, last.leader, last.fresh, last.apart) == ((0, 1, 2), 2, (2,), (0, 1))
     assert not last.is_rewound
@@ -800,9 +705,7 @@ def test_who_is_apart_takes_its_state_from_those_that_read_a_checkpoint():
     saved = len(simulation.live[0].applied)
     assert simulation.checkpoints.keys() == {0, saved}
     for lost in (1, 3):
-        lose(simulation, lost)
-        tick(simulation)
-        run(simulation)
+        lose_all(simulation, lost)
         if lost == 1:
             goes_on(simulation)
     last = last_of(simulation)

@@ -21,11 +21,11 @@ from tests.consensus.simulation import (
     Simulation,
     last_of,
     lose,
+    lose_all,
     require_goes_on,
     run,
     step,
     tell_to_leave,
-    tick,
 )
 
 STAGES = 3
@@ -120,19 +120,8 @@ def after_steps(policy: str, steps: int, *layers: int, hosts: int = 7) -> Simula
     """Hosts that have made so many steps together."""
     simulation = simulated(hosts, policy, layers or (2, 2, 2))
     for _ in range(steps):
-        for host in range(hosts):
-            simulation.hold(host)
-        run(simulation)
+        step(simulation)
     return simulation
-
-
-def lose_all(simulation: Simulation, *hosts: int) -> Generation:
-    """The generation that follows when hosts are lost, at once."""
-    for host in hosts:
-        lose(simulation, host)
-    tick(simulation)
-    run(simulation)
-    return simulation.decided[max(simulation.decided)]
 
 
 def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():
