@@ -7,7 +7,14 @@ import inspect
 
 import pytest
 
-from tests.connections.meshes import Host
+from skippipe_jax.connections import asking
+from tests.connections.meshes import RUN, Host
+
+
+@pytest.fixture(autouse=True)
+def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joiners have the versions that hosts of these tests have."""
+    monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
 @pytest.hookimpl(tryfirst=True)

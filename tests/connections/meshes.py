@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from skippipe_jax.connections.addresses import parse_address
+from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.hello import Hello, Run
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret
@@ -152,6 +152,10 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def address_of(host: Host) -> str:
+    return join_address(*host.address)
 
 
 async def stranger(host: Host) -> Link:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,14 +25,9 @@ from tests.connections.meshes import (
     stranger,
     until,
 )
-from tests.connections.test_join_server import Run
+from tests.connections.test_join_server import JSON, Run
+from tests.json_values import damaged
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-JSON = st.recursive(
-    SCALARS | st.sampled_from([10**400, 1 << 62, "127.0.0.1:9", "\ud800"]),
-    lambda parts: st.lists(parts, max_size=4) | st.dictionaries(st.text(max_size=3), parts),
-    max_leaves=8,
-)
 # Host 2 is lost in the tests, so that strangers may come in its place.
 HELLOS = st.sampled_from(
     [
@@ -67,33 +61,13 @@ MESSAGES = st.sampled_from(
 )
 
 
-@st.composite
-def changed(draw: st.DrawFn, whole: st.SearchStrategy[Any]) -> Any:
-    """A message in which a value, or one inside it, is something else or missing."""
-    message = json.loads(json.dumps(draw(whole)))
-    spot = message
-    while True:
-        places = [*spot] if isinstance(spot, dict) else [*range(len(spot))]
-        if not places:
-            return message
-        place = draw(st.sampled_from(places))
-        if isinstance(spot[place], dict | list) and draw(st.booleans()):
-            spot = spot[place]
-        elif draw(st.booleans()):
-            spot[place] = draw(JSON)
-            return message
-        else:
-            del spot[place]
-            return message
-
-
 LINES = st.one_of(
     st.binary(max_size=60),
     st.binary(max_size=60).map(lambda content: content + b"\n"),
     JSON.map(line),
-    changed(HELLOS).map(lambda hello: line([hello])),
+    damaged(HELLOS, JSON).map(lambda hello: line([hello])),
     MESSAGES.map(line),
-    changed(MESSAGES).map(line),
+    damaged(MESSAGES, JSON).map(line),
     st.sampled_from([b"+\n", b"+[1,\n2]\n", b"[" * 5000 + b"\n", b"\xff\xfe\n", b"\x00" * 40]),
 )
 JOINER = line(["joiner", PROTOCOL, dict(RUN.versions)])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import asking, join_server
+from skippipe_jax.connections import join_server
 from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import PROTOCOL
@@ -33,12 +33,14 @@ from tests.connections.meshes import (
     OTHER_KEYS,
     RUN,
     Host,
+    address_of,
     answer_to,
     gathered,
     line,
     stranger,
     until,
 )
+from tests.json_values import json_values
 from tests.ports import free_port
 
 CONTENTS = {
@@ -70,15 +72,6 @@ async def listening(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[Host]:
     await host.listen()
     yield host
     host.end()
-
-
-def address_of(host: Host) -> str:
-    return join_address(*host.address)
-
-
-@pytest.fixture(autouse=True)
-def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
 async def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
@@ -308,12 +301,7 @@ def test_an_invitation_with_anything_out_of_range_is_none(told: Any):
         JoinOffer.parse(told)
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-JSON = st.recursive(
-    SCALARS | st.just(10**400),
-    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts),
-    max_leaves=6,
-)
+JSON = json_values(st.sampled_from(["127.0.0.1:9", "\ud800"]))
 
 
 @given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))

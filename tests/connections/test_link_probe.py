@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.connections import asking, link_probe
+from skippipe_jax.connections import link_probe
 from skippipe_jax.connections.asking import JoinClient
 from skippipe_jax.connections.links import Link
-from tests.connections.meshes import KEYS, RUN, line
+from tests.connections.meshes import KEYS, address_of, line
 from tests.connections.test_join_server import (
     Run,
-    address_of,
     assert_tells_no_more_than_the_invitation,
     listening,
 )
-
-
-@pytest.fixture(autouse=True)
-def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
 
 
 async def test_a_newcomer_measures_the_ways_to_those_that_answer():

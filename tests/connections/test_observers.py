@@ -26,6 +26,7 @@ from tests.connections.meshes import (
     KEYS,
     STATUS,
     Host,
+    address_of,
     answer_to,
     assert_all_connected,
     gathered,
@@ -38,10 +39,6 @@ from tests.ports import free_port
 def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts have no jax of the observer's version, which is no matter."""
     monkeypatch.setattr(asking, "versions", lambda: {"skippipe-jax": None, "jax": "2.0"})
-
-
-def address_of(host: Host) -> str:
-    return join_address(*host.address)
 
 
 @pytest.mark.parametrize("keys", [LOOPBACK_ONLY, KEYS])
