@@ -4,7 +4,7 @@ A *generation* is a set of hosts that train together, its members. When a member
 joins, the hosts enter the next generation together. They choose it by single-decree Paxos (Lamport,
 "Paxos Made Simple", 2001) among the members of the last one, a majority of which has to live. One
 of two members is not a majority: there, the first to create a file in storage that both reach
-decides. `diskless` has the rules for members that do not reach it.
+decides. `next_generation` has the rules for members that do not reach it.
 
 A step is *committed* as follows. A host that holds the averaged gradients of all its stages sends
 its totals to the leader. Once the leader has the totals of all members, all of them hold their
@@ -26,8 +26,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from skippipe_jax.consensus.complaints import after_beat
-from skippipe_jax.consensus.diskless import asks_store, can_decide, reading_without_text
 from skippipe_jax.consensus.generations import (
     NO_BALLOT,
     Abandoned,
@@ -61,10 +59,18 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Told,
     Writes,
+    after_beat,
 )
-from skippipe_jax.consensus.holders import entered_with, served
-from skippipe_jax.consensus.lost_stages import is_valid_bypass
-from skippipe_jax.consensus.next_generation import going, next_generation
+from skippipe_jax.consensus.next_generation import (
+    asks_store,
+    can_decide,
+    entered_with,
+    going,
+    is_valid_bypass,
+    next_generation,
+    reading_without_text,
+    served,
+)
 
 
 def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:

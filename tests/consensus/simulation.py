@@ -15,7 +15,6 @@ from typing import Any
 
 from skippipe_jax.config.cluster import BUDDY, SKIP
 from skippipe_jax.consensus.decisions import advance, first_state
-from skippipe_jax.consensus.diskless import can_decide, is_readable
 from skippipe_jax.consensus.generations import (
     Abandoned,
     Apply,
@@ -39,7 +38,7 @@ from skippipe_jax.consensus.generations import (
     Told,
     Writes,
 )
-from skippipe_jax.consensus.next_generation import ENOUGH
+from skippipe_jax.consensus.next_generation import ENOUGH, can_decide, is_readable
 
 STAGES = 2
 Placement = Mapping[int, frozenset[int]]
