@@ -89,9 +89,10 @@ class Host:
     def address(self) -> tuple[str, int]:
         return parse_address("address", self.mesh.directory.hello.address)
 
-    async def listen(self) -> None:
+    async def listen(self) -> Host:
         self.living.add(self)
         await self.mesh.listen(["127.0.0.1"], 0)
+        return self
 
     async def join(self, first: Host) -> None:
         await self.listen()

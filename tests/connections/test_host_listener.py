@@ -69,8 +69,7 @@ NO_HELLOS = [
 
 @pytest.mark.parametrize("hello", NO_HELLOS, ids=range(len(NO_HELLOS)))
 async def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
-    first = Host(0, 3)
-    await first.listen()
+    first = await Host(0, 3).listen()
     gathering = asyncio.create_task(first.mesh.gather())
     assert await answer_to(first, line([hello])[:-1].strip(b"[]") + b"\n") == []
     assert await answer_to(first, line([hello])) == []
@@ -148,8 +147,7 @@ async def test_who_looks_for_the_run_is_no_part_of_it_before_it_is_taken_in():
 async def test_a_host_that_is_left_of_an_earlier_start_is_not_taken_for_one_of_this():
     async with gathered(2) as (_, second):
         # Host 0 was started again, where the others look for it.
-        first = Host(0, 2)
-        await first.listen()
+        first = await Host(0, 2).listen()
         gathering = asyncio.create_task(first.mesh.gather())
         hello = second.mesh.directory.hello
         [refused] = await answer_to(first, line([hello.to_json()]))
@@ -165,8 +163,7 @@ async def test_a_host_that_is_left_of_an_earlier_start_is_not_taken_for_one_of_t
 async def test_another_protocol_is_answered_in_words_that_all_understand(
     first_line: Any, capfd: pytest.CaptureFixture[str]
 ):
-    first = Host(0, 2)
-    await first.listen()
+    first = await Host(0, 2).listen()
     [answer] = await answer_to(first, line(first_line))
     theirs = 1 if first_line[0] == "join" else first_line[0]["protocol"]
     assert answer[:4] == ["refused", 2, "protocol version", theirs]
@@ -204,8 +201,7 @@ async def test_a_welcome_with_anything_out_of_range_is_none(welcome: dict[str, A
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = server.sockets[0].getsockname()[:2]
-    host = Host(2, 3)
-    await host.listen()
+    host = await Host(2, 3).listen()
     before = descriptors()
     with pytest.raises(TemporaryError):
         await host.mesh.join(address, await reach(address, PATIENCE_S))
@@ -234,8 +230,7 @@ async def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.M
 
 async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "HELLO_S", 0.05)
-    first = Host(0, 2)
-    await first.listen()
+    first = await Host(0, 2).listen()
     assert await answer_to(first, b"") == []
     assert await answer_to(first, b'[{"protocol":') == []
 
@@ -282,8 +277,7 @@ async def test_strangers_are_refused_without_a_word_in_the_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 5)
-    first = Host(0, 2)
-    await first.listen()
+    first = await Host(0, 2).listen()
     for _ in range(20):
         assert await answer_to(first, b"noise\n") == []
     told = capfd.readouterr().err.splitlines()
@@ -294,8 +288,7 @@ async def test_strangers_are_refused_without_a_word_in_the_end(
 async def test_what_a_stranger_calls_itself_does_nothing_to_a_terminal(
     capfd: pytest.CaptureFixture[str],
 ):
-    first = Host(0, 2)
-    await first.listen()
+    first = await Host(0, 2).listen()
     name = "\x1b[2Jhost 1\nhost 0 is well \ud800\x9b"
     hello = changed(host=1, hosts=2, name=name, run=hello_of(1, 2)["run"] | {"identity": {}})
     [refused] = await answer_to(first, line([hello]))

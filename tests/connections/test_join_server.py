@@ -26,8 +26,9 @@ from skippipe_jax.connections.join_offer import (
     JoinOffer,
     Place,
 )
-from skippipe_jax.connections.join_server import Pauses
+from skippipe_jax.connections.join_server import REQUESTERS, Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.link_probe import SIZES
 from tests.connections.meshes import (
     KEYS,
     OTHER_KEYS,
@@ -68,8 +69,7 @@ class Run:
 @asynccontextmanager
 async def listening(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[Host]:
     """A host that has met no other yet."""
-    host = Host(0, 2, keys=keys)
-    await host.listen()
+    host = await Host(0, 2, keys=keys).listen()
     yield host
     host.end()
 
@@ -197,24 +197,30 @@ async def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ([PROTOCOL + 1, {"jax": "1.0"}], f"protocol version = {PROTOCOL + 1}: host 0"),
-        ([PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the joiner has this, and"),
-        ([PROTOCOL, {}], "jax version = None: the joiner has this, and host 0 has '1.0'"),
-        ([PROTOCOL, {"jax": 1}], "jax version = None"),
-        ([PROTOCOL], "joiner = None: is not a valid request of a joiner"),
-        ([PROTOCOL, 3], "joiner = None: is not a valid request of a joiner"),
+        (["joiner", PROTOCOL + 1, {"jax": "1.0"}], f"protocol version = {PROTOCOL + 1}: host 0"),
+        (["joiner", PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the joiner has this, and"),
+        (["joiner", PROTOCOL, {}], "jax version = None: the joiner has this, and host 0 has '1.0'"),
+        (["joiner", PROTOCOL, {"jax": 1}], "jax version = None"),
+        (["joiner", PROTOCOL], "joiner = None: is not a valid request of a joiner"),
+        (["joiner", PROTOCOL, 3], "joiner = None: is not a valid request of a joiner"),
+        (["observer", PROTOCOL + 1, {}], f"protocol version = {PROTOCOL + 1}: host 0 has"),
+        (
+            ["observer", PROTOCOL, {"skippipe-jax": "0.1"}],
+            "skippipe-jax version = '0.1': the observer has this, and host 0 has None",
+        ),
+        (["observer", PROTOCOL], "observer = None: is not a valid request of an observer"),
     ],
 )
-async def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
+async def test_a_guest_of_another_version_is_refused_and_both_sides_name_it(
     said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
 ):
     async with listening() as first:
         first.join_server.inviting = Run()
-        [answer] = await answer_to(first, line(["joiner", *said]))
+        [answer] = await answer_to(first, line(said))
         assert answer[:2] == ["refused", InputError.exit_code]
         assert first.join_server.inviting.read == 0
     told = capfd.readouterr().err
-    assert told.startswith("host 0 rejected a joiner from ")
+    assert told.startswith(f"host 0 rejected {REQUESTERS[said[0]]} from ")
     assert named in told
     assert told.count("\n") == 1
 
@@ -239,22 +245,21 @@ async def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_lo
         await until(lambda: not first.join_server._served)
 
 
-def assert_tells_no_more_than_the_invitation(asked: list[Any]) -> None:
-    """A joiner that asks this is not answered."""
-
-    async def live() -> None:
-        async with listening() as first:
-            first.join_server.inviting = Run()
-            hello = line(["joiner", PROTOCOL, dict(RUN.versions)])
-            [told] = await answer_to(first, hello + line(asked))
-            assert told[0] == "offer"
-
-    asyncio.run(live())
-
-
-@pytest.mark.parametrize("asked", [["piece", 3, 0], ["piece", 0, 1], ["piece", 0, -1], ["piece"]])
-def test_who_asks_for_a_piece_that_there_is_not_is_told_nothing_more(asked: list[Any]):
-    assert_tells_no_more_than_the_invitation(asked)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(["piece", 3, 0], ["piece", 0, 1], ["piece", 0, -1], ["piece"]),
+        *(["give", -1], ["give", SIZES[-1] + 1], ["give", "1"], ["take"], ["take", 1.0]),
+    ],
+)
+async def test_who_asks_for_what_there_is_not_is_told_no_more_than_the_invitation(
+    asked: list[Any],
+):
+    async with listening() as first:
+        first.join_server.inviting = Run()
+        hello = line(["joiner", PROTOCOL, dict(RUN.versions)])
+        [told] = await answer_to(first, hello + line(asked))
+        assert told[0] == "offer"
 
 
 INVITATION = JoinOffer(

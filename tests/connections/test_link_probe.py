@@ -12,11 +12,7 @@ from skippipe_jax.connections import link_probe
 from skippipe_jax.connections.asking import JoinClient
 from skippipe_jax.connections.links import Link
 from tests.connections.meshes import KEYS, address_of, line
-from tests.connections.test_join_server import (
-    Run,
-    assert_tells_no_more_than_the_invitation,
-    listening,
-)
+from tests.connections.test_join_server import Run, listening
 
 
 async def test_a_newcomer_measures_the_ways_to_those_that_answer():
@@ -133,11 +129,3 @@ def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.Monk
 
     for answer in (b"", line(["taken", 1]), line(["gone"])):
         assert asyncio.run(ask(answer)) < link_probe.PATIENCE_S + 5
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [["give", -1], ["give", link_probe.SIZES[-1] + 1], ["take"], ["take", 1.0], ["give", "1"]],
-)
-def test_a_host_answers_nothing_else(asked: list[Any]):
-    assert_tells_no_more_than_the_invitation(asked)

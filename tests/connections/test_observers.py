@@ -13,13 +13,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.connections import asking
 from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.asking import NoListener, observe
-from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secret
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
 from tests.connections.meshes import (
@@ -27,10 +26,8 @@ from tests.connections.meshes import (
     STATUS,
     Host,
     address_of,
-    answer_to,
     assert_all_connected,
     gathered,
-    line,
 )
 from tests.ports import free_port
 
@@ -73,28 +70,6 @@ async def test_what_is_no_host_of_a_run_is_told_from_one():
         await observe([address])
     assert not isinstance(caught.value, NoListener)
     server.close()
-
-
-@pytest.mark.parametrize(
-    ("said", "named"),
-    [
-        ([PROTOCOL + 1, {}], f"protocol version = {PROTOCOL + 1}: host 0 has"),
-        (
-            [PROTOCOL, {"skippipe-jax": "0.1"}],
-            "skippipe-jax version = '0.1': the observer has this, and host 0 has None",
-        ),
-        ([PROTOCOL], "observer = None: is not a valid request of an observer"),
-    ],
-)
-async def test_an_observer_of_another_version_is_refused_and_both_sides_name_it(
-    said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
-):
-    async with gathered(2) as (first, _):
-        [answer] = await answer_to(first, line(["observer", *said]))
-        assert answer[:2] == ["refused", InputError.exit_code]
-    told = capfd.readouterr().err
-    assert told.startswith("host 0 rejected an observer from ")
-    assert named in told
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,7 @@ async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     await asyncio.gather(gathering, second.join(first))
     await assert_all_connected([first, second])
     # Neither does it come back to the run.
-    again = Host(1, 2, keys=here)
-    await again.listen()
+    again = await Host(1, 2, keys=here).listen()
 
     async def comes_back() -> None:
         link = await answered("{}:{}".format(*first.address), here)
@@ -130,8 +129,7 @@ async def test_strangers_are_told_of_for_so_many_addresses_only(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 3)
-    first = Host(0, 2, keys=KEYS)
-    await first.listen()
+    first = await Host(0, 2, keys=KEYS).listen()
     for last in range(1, 9):
         local = f"127.0.0.{last}", 0
         opened = await asyncio.open_connection(*first.address, local_addr=local)
@@ -149,8 +147,7 @@ async def test_strangers_are_told_of_for_so_many_addresses_only(
 async def test_a_handshake_that_is_not_ended_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "HELLO_S", 0.5)
     flight = first_flight()
-    first = Host(0, 2, keys=KEYS)
-    await first.listen()
+    first = await Host(0, 2, keys=KEYS).listen()
     for said in (b"", flight[:1], flight[:100], flight):
         link = await stranger(first)
         link.writer.write(said)
@@ -188,8 +185,7 @@ async def test_strangers_at_one_address_take_the_place_of_each_other(
 ):
     """A host whose handshake takes long, since it is far, is not put out for them."""
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
-    first = Host(0, 2, keys=KEYS)
-    await first.listen()
+    first = await Host(0, 2, keys=KEYS).listen()
     far = Link(
         *await asyncio.open_connection(
             *first.address, limit=LINE_BYTES, local_addr=("127.0.0.2", 0)

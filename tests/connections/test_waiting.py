@@ -42,8 +42,7 @@ async def test_host_0_says_again_and_again_for_which_hosts_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ):
     printed = Printed(monkeypatch)
-    first = Host(0, 3, connect_timeout_s=290.0)
-    await first.listen()
+    first = await Host(0, 3, connect_timeout_s=290.0).listen()
     gathering = asyncio.create_task(first.mesh.gather())
     await printed.says("waiting for hosts 1, 2 (0 of 2 connected), 290 s left")
     # A host that is refused has not come.
