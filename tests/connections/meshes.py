@@ -143,6 +143,16 @@ async def gathered(
             host.end()
 
 
+@asynccontextmanager
+async def without_third(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[tuple[Host, Host]]:
+    """The first two hosts of three, once they have lost the third."""
+    async with gathered(3, keys=keys) as (first, second, third):
+        await assert_all_connected([first, second])
+        third.end()
+        await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
+        yield first, second
+
+
 async def assert_all_connected(hosts: list[Host], word: str = "there") -> None:
     """Every host is heard by every other."""
     pairs = [(one, other) for one in hosts for other in hosts if one is not other]

@@ -29,6 +29,7 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
 
 
@@ -282,9 +283,7 @@ async def test_a_process_whose_end_of_a_connection_broke_takes_its_place_at_once
 
 
 async def test_of_two_that_come_for_one_place_every_host_lets_the_same_one_in():
-    async with gathered(3) as (first, second, third):
-        third.end()
-        await until(lambda: first.mesh.missed == second.mesh.missed == {2})
+    async with without_third() as (first, second):
         for host in (first, second):
             host.mesh._goes_on_without = {2}.__contains__
         links = list[Link]()

@@ -19,11 +19,11 @@ from tests.connections.meshes import (
     Host,
     assert_all_connected,
     descriptors,
-    gathered,
     hello_of,
     line,
     stranger,
     until,
+    without_third,
 )
 from tests.connections.test_join_server import JSON, Run
 from tests.json_values import damaged
@@ -111,11 +111,8 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
 ):
     async def meet() -> None:
         with nothing_left():
-            async with gathered(3) as (first, second, third):
-                await assert_all_connected([first, second])
+            async with without_third() as (first, second):
                 first.join_server.inviting = second.join_server.inviting = Run()
-                third.end()
-                await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
                 before, tasks = descriptors(), len(asyncio.all_tasks())
                 # Where no chance is left to draw, hypothesis raises: no coroutine may wait then.
                 targets = [chance.choice((first, second)) for _ in contents]

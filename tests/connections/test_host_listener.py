@@ -25,6 +25,7 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
 
 # Nothing here waits for that long.
@@ -112,9 +113,7 @@ async def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_i
 async def test_settings_are_compared_with_a_host_that_comes_back():
     """While hosts gather, all of them end for it; it is compared later."""
     other = replace(RUN, settings={"train": "other"})
-    async with gathered(3) as (first, second, third):
-        third.end()
-        await until(lambda: 2 in first.mesh.missed)
+    async with without_third() as (first, second):
         with pytest.raises(InputError, match="train = 'other': host 2 has this, and host 0"):
             await Host(2, 3, other).rejoin(first)
         again = Host(2, 3)
@@ -369,9 +368,7 @@ async def test_a_message_is_as_long_as_it_has_to_be():
 
 
 async def test_a_farewell_in_the_place_of_another_keeps_it_out_no_longer_than_the_connection():
-    async with gathered(3) as (first, second, third):
-        third.end()
-        await until(lambda: 2 in first.mesh.missed)
+    async with without_third() as (first, second):
         before = descriptors()
         content = line([hello_of(2, 3, comes_back=True)]) + line(["farewell"])
         link = await stranger(first)

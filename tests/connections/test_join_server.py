@@ -40,6 +40,7 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
 from tests.json_values import json_values
 from tests.ports import free_port
@@ -75,9 +76,7 @@ async def listening(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[Host]:
 
 
 async def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
-    async with gathered(3) as (first, second, third):
-        third.end()
-        await until(lambda: first.mesh.missed == second.mesh.missed == {2})
+    async with without_third() as (first, second):
         second.join_server.inviting = Run()
         asking = JoinClient()
         asked, told = await asking.ask([address_of(second)])

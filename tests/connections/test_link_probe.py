@@ -63,50 +63,20 @@ def test_the_bandwidth_of_long_links_is_found_although_tcp_starts_slowly(
     assert sum(link.taken_s) < 0.5 + link_probe.MOST_OF_A_SIZE * max(link.taken_s)
 
 
-class Slow:
-    """The other end of a link of which latency and bandwidths are known, in made up seconds."""
-
-    latency_s, to, back = 0.05, 1e6, 4e6
-
-    def __init__(self):
-        self.now_s, self.asked, self.coming = 0.0, list[tuple[str, int]](), 0
-        self.ending = ""
-
-    def send(self, way: str, size: int) -> None:
-        self.asked.append((way, size))
-        self.now_s += 2 * self.latency_s
-        if way == "give":
-            self.now_s += size / self.back
-            self.coming = size
-
-    def write(self, said: bytes) -> None:
-        self.now_s += len(said) / self.to
-
-    async def drained(self, timeout_s: float) -> None:
-        pass
-
-    async def receive(self) -> Any:
-        return ["taken", self.asked[-1][1]]
-
-    async def read(self) -> bytes:
-        came, self.coming = min(self.coming, 1000), max(0, self.coming - 1000)
-        return bytes(came)
-
-
-def test_it_finds_latency_and_bandwidth_both_ways_and_is_done_in_time(
+async def test_a_joiner_finds_latency_and_bandwidth_both_ways_and_is_done_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    slow: Any = Slow()
-    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: slow.now_s)
-    found = asyncio.run(link_probe.measured(slow, 4.0))
-    assert found.latency_s == pytest.approx(Slow.latency_s)
-    assert (found.to, found.back) == pytest.approx((Slow.to, Slow.back))
-    assert slow.now_s < 5.0
-    assert len(slow.asked) < link_probe.MOST_QUESTIONS
-    # Where a part of a second is all there is, the least has to do.
-    slow.asked.clear()
-    assert asyncio.run(link_probe.measured(slow, 0.01)).to == pytest.approx(Slow.to)
-    assert {size for _, size in slow.asked} == {0, link_probe.SIZES[0]}
+    links = {"take": SimulatedLink(0.1, 1e6), "give": SimulatedLink(0.1, 4e6)}
+    monkeypatch.setattr(
+        link_probe, "_asked", lambda _, direction, size: links[direction].transfer(size)
+    )
+    unused: Any = None
+    found = await link_probe.measured(unused, 4.0)
+    assert found.latency_s == pytest.approx(0.05)
+    assert (found.to, found.back) == pytest.approx((1e6, 4e6))
+    transfers = [taken_s for link in links.values() for taken_s in link.taken_s]
+    assert sum(transfers) < 5.0
+    assert len(transfers) < link_probe.MOST_QUESTIONS
 
 
 def test_who_answers_otherwise_or_not_at_all_has_no_way(monkeypatch: pytest.MonkeyPatch):

@@ -35,6 +35,7 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
 from tests.connections.test_fuzz import LINES, nothing_left
 
@@ -314,10 +315,7 @@ async def heard_after(
 @asynccontextmanager
 async def unmoved() -> AsyncIterator[Host]:
     """A host of two that are there and one that is lost, to which nothing happens meanwhile."""
-    async with gathered(3, keys=KEYS) as (first, second, third):
-        await assert_all_connected([first, second])
-        third.end()
-        await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
+    async with without_third(KEYS) as (first, second):
         with nothing_left():
             before, tasks = descriptors(), len(asyncio.all_tasks())
             received = len(first.received)
@@ -425,9 +423,7 @@ async def test_a_whole_handshake_and_a_hello_without_the_secret_are_worth_nothin
 
 
 async def test_a_recording_of_a_good_handshake_is_worth_nothing():
-    async with gathered(3, keys=KEYS) as (first, second, third):
-        third.end()
-        await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
+    async with without_third(KEYS) as (first, second):
         # Host 2 comes back, and all that it sends is recorded.
         assert KEYS.calling is not None
         link, recorded = await stranger(first), b""

@@ -498,6 +498,13 @@ def lose(simulation: Simulation, host: int) -> None:
         simulation.tell(other, Presence(host, is_there=False))
 
 
+def restart(simulation: Simulation, host: int) -> None:
+    """Start a host again, of which the others notice."""
+    simulation.start(host)
+    for other in {*simulation.live} - {host}:
+        simulation.tell(other, Presence(host, is_there=True))
+
+
 def tick(simulation: Simulation) -> None:
     for host in [*simulation.live]:
         simulation.tell(host, Tick())
