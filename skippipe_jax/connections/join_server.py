@@ -177,15 +177,7 @@ async def _serve_newcomer(
     text = inviting.text
     members, placement = inviting.standing
     offer = JoinOffer(
-        own.host,
-        own.hosts,
-        addresses,
-        places,
-        files.told,
-        text,
-        own.spare,
-        members,
-        placement,
+        own.host, own.hosts, addresses, places, files.told, text, own.spare, members, placement
     )
     link.send("offer", offer.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):

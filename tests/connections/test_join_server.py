@@ -181,10 +181,7 @@ async def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
     async with listening() as first:
         with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
             await JoinClient().ask([address_of(first)])
-        first.join_server.inviting, first.join_server.has_ended = (
-            Run({"config.yaml": b"1"}),
-            True,
-        )
+        first.join_server.inviting, first.join_server.has_ended = (Run({"config.yaml": b"1"}), True)
         with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
             await JoinClient().ask([address_of(first)])
         gone = address_of(first)
@@ -251,9 +248,7 @@ async def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_lo
         *(["give", -1], ["give", SIZES[-1] + 1], ["give", "1"], ["take"], ["take", 1.0]),
     ],
 )
-async def test_who_asks_for_what_there_is_not_is_told_no_more_than_the_invitation(
-    asked: list[Any],
-):
+async def test_who_asks_for_what_there_is_not_is_told_no_more_than_the_invitation(asked: list[Any]):
     async with listening() as first:
         first.join_server.inviting = Run()
         hello = line(["joiner", PROTOCOL, dict(RUN.versions)])

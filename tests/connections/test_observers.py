@@ -21,14 +21,7 @@ from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.asking import NoListener, observe
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secret
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
-from tests.connections.meshes import (
-    KEYS,
-    STATUS,
-    Host,
-    address_of,
-    assert_all_connected,
-    gathered,
-)
+from tests.connections.meshes import KEYS, STATUS, Host, address_of, assert_all_connected, gathered
 from tests.ports import free_port
 
 

@@ -57,11 +57,7 @@ SWAPPED = {0: frozenset({0}), 1: frozenset({0}), 2: frozenset({1}), 3: frozenset
 
 
 def check(
-    hosts: int,
-    actions: list[tuple[str, int, int]],
-    *,
-    rewinds: bool,
-    spare: int = 0,
+    hosts: int, actions: list[tuple[str, int, int]], *, rewinds: bool, spare: int = 0
 ) -> None:
     """Let all of it happen, and then let those go on that can."""
     given = {"rewinds": rewinds, "spare": spare}

@@ -32,10 +32,7 @@ STAGES = 3
 
 
 def placed(
-    placement: Placement,
-    hosts: frozenset[int],
-    apart: Collection[int],
-    left_out: Collection[int],
+    placement: Placement, hosts: frozenset[int], apart: Collection[int], left_out: Collection[int]
 ) -> Placement | None:
     """Of the stage that most serve the last one goes to a stage that nobody serves."""
     stages = [stage for stage in range(STAGES) if stage not in left_out]
@@ -60,12 +57,7 @@ def config_of(policy: str, *layers: int) -> Config:
 def options_of(policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> dict[str, Any]:
     """Those of hosts of three stages, which make lost ones anew by a policy."""
     remakes = rebuild_rule(config_of(policy, *layers), STAGES)
-    return {
-        "stages": STAGES,
-        "placed": placed,
-        "remakes": remakes,
-        "leaves_out": policy == SKIP,
-    }
+    return {"stages": STAGES, "placed": placed, "remakes": remakes, "leaves_out": policy == SKIP}
 
 
 def simulated(hosts: int, policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> Simulation:
