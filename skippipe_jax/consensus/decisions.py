@@ -178,14 +178,9 @@ def _presence(state: State, host: int, *, is_there: bool) -> State:
 
 def _tick(state: State) -> tuple[State, list[Effect]]:
     """Send a beat and messages that may have been lost; propose if it is this host's turn."""
-    missed = tuple(sorted(state.suspected))
-    leaves = state.host in state.leaving
-    if leaves:
+    if state.host in state.leaving:
         state = _count_leaving_beat(state, state.host)
-    is_apart = state.rules.is_apart
-    lacks_text = state.host in state.textless
-    beat = Beat(state.number, state.process, state.promised, missed, leaves, is_apart, lacks_text)
-    effects = state.to_others(beat, state.rules.hosts)
+    effects = state.to_others(_own_beat(state), state.rules.hosts)
     if state.takes_part and state.totals is not None:
         state, more = _contribute(state)
         effects += more
@@ -201,6 +196,13 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
         state, more = _propose(state)
         effects += more
     return state, effects
+
+
+def _own_beat(state: State) -> Beat:
+    missed = tuple(sorted(state.suspected))
+    leaves, lacks_text = (state.host in hosts for hosts in (state.leaving, state.textless))
+    own = state.number, state.process, state.promised
+    return Beat(*own, missed, leaves, state.rules.is_apart, lacks_text)
 
 
 def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
@@ -327,10 +329,7 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
     if source not in state.members or source != ask.ballot[1]:
         return state, []
     if ask.ballot < state.promised:
-        leaves, lacks_text = (state.host in hosts for hosts in (state.leaving, state.textless))
-        own = state.number, state.process, state.promised
-        beat = Beat(*own, leaves=leaves, lacks_text=lacks_text)
-        return state, [Send(source, beat)]
+        return state, [Send(source, _own_beat(state))]
     state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
         promise = Promise(ask.number, ask.ballot, state.standing, state.accepted)

@@ -282,6 +282,15 @@ def test_a_ballot_is_asked_for_by_its_own_host():
     assert advance(state, Received(0, Ask(2, (1, 0), None)))[0].promised == (1, 0)
 
 
+def test_a_host_that_refuses_a_ballot_still_says_whom_it_misses():
+    """Or the other would take its complaints for withdrawn."""
+    state = first_state(1, RULES, FIRST, 0)
+    for event in (Presence(2, is_there=False), Received(2, Ask(2, (5, 2), None))):
+        state, _ = advance(state, event)
+    _, [refusal] = advance(state, Received(0, Ask(2, (3, 0), None)))
+    assert refusal == Send(0, Beat(1, 1, (5, 2), missed=(2,)))
+
+
 @pytest.mark.parametrize(
     "generation",
     [
