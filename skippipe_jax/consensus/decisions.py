@@ -199,10 +199,15 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
 
 
 def _own_beat(state: State) -> Beat:
-    missed = tuple(sorted(state.suspected))
-    leaves, lacks_text = (state.host in hosts for hosts in (state.leaving, state.textless))
-    own = state.number, state.process, state.promised
-    return Beat(*own, missed, leaves, state.rules.is_apart, lacks_text)
+    return Beat(
+        state.number,
+        state.process,
+        state.promised,
+        missed=tuple(sorted(state.suspected)),
+        leaves=state.host in state.leaving,
+        is_apart=state.rules.is_apart,
+        lacks_text=state.host in state.textless,
+    )
 
 
 def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:

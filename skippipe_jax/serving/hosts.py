@@ -120,6 +120,7 @@ class StageHosts:
         slots: slots for sequences on every host.
         scales: scales of branches, as for `StageExecutor`.
         own_stages: stages of the front, once hosts have been gathered.
+        version: counter that changes whenever the available stages change.
         address: listening address, ``IP:PORT``; empty before `listen`.
     """
 
@@ -155,7 +156,7 @@ class StageHosts:
         self._members: dict[int, Member] = {}
         self._count = 0
         self._expected: int | None = None
-        self._version = self._epochs = 0
+        self.version = self._epochs = 0
         self._changed = threading.Condition()
         self._routes: dict[int, Route] = {}
         self._pending = PendingSteps()
@@ -257,11 +258,6 @@ class StageHosts:
             ]
 
     # Methods for decoders.
-
-    @property
-    def version(self) -> int:
-        """Counter that changes whenever the available stages change."""
-        return self._version
 
     def route(self, group: int) -> tuple[Route, int]:
         """Choose a route for a group through all available stages; return it and its epoch.
@@ -437,7 +433,7 @@ class StageHosts:
             case ["ready", int(stage)], []:
                 with self._changed:
                     member.ready.add(stage)
-                    self._version += 1
+                    self.version += 1
                     self._changed.notify_all()
                 if self._is_ready(member):
                     held = sorted(member.ready)
@@ -469,7 +465,7 @@ class StageHosts:
     def _remove(self, member: Member) -> None:
         with self._changed:
             del self._members[member.host]
-            self._version += 1
+            self.version += 1
             self._changed.notify_all()
         self._avoided = {
             hop: until_s for hop, until_s in self._avoided.items() if member.host not in hop
@@ -530,7 +526,7 @@ class StageHosts:
         if dropped := member.ready - chosen:
             with self._changed:
                 member.ready -= dropped
-                self._version += 1
+                self.version += 1
             # Pending steps may still need the dropped stages.
             await asyncio.sleep(self._silent_s)
             for stage in dropped:

@@ -94,6 +94,11 @@ class Host:
         await self.mesh.listen(["127.0.0.1"], 0)
         return self
 
+    async def gather(self) -> asyncio.Task[None]:
+        """Listen, and return the task that waits for the others."""
+        await self.listen()
+        return asyncio.create_task(self.mesh.gather())
+
     async def join(self, first: Host) -> None:
         await self.listen()
         await self.mesh.join(first.address, await reach(first.address, PATIENCE_S, self.keys))
@@ -132,9 +137,8 @@ async def gathered(
     """Hosts that have met, of a run that outlives them."""
     hosts = [Host(host, count, keys=keys) for host in range(count)]
     try:
-        await hosts[0].listen()
-        joining = [host.join(hosts[0]) for host in hosts[1:]]
-        await asyncio.gather(hosts[0].mesh.gather(), *joining)
+        gathering = await hosts[0].gather()
+        await asyncio.gather(gathering, *(host.join(hosts[0]) for host in hosts[1:]))
         for host in hosts:
             host.mesh.directory.outlives = outlives
         yield hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,14 @@ JOINER = line(["joiner", PROTOCOL, dict(RUN.versions)])
 GREETING = st.just(b"") | HELLOS.map(lambda hello: line([hello])) | st.just(JOINER)
 
 
+def run_quietly(meeting: Coroutine[Any, Any, None]) -> None:
+    """Run it where strangers are closed sooner, and not told of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "HELLO_S", 5.0)
+        patch.setattr("skippipe_jax.log.info", lambda text: None)
+        asyncio.run(meeting)
+
+
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """Errors that no task has taken are those that end a host."""
@@ -132,7 +140,4 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
                 await assert_all_connected([first, second, again], "again")
                 again.end()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.log.info", lambda text: None)
-        asyncio.run(meet())
+    run_quietly(meet())

@@ -70,8 +70,8 @@ NO_HELLOS = [
 
 @pytest.mark.parametrize("hello", NO_HELLOS, ids=range(len(NO_HELLOS)))
 async def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
-    first = await Host(0, 3).listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    first = Host(0, 3)
+    gathering = await first.gather()
     assert await answer_to(first, line([hello])[:-1].strip(b"[]") + b"\n") == []
     assert await answer_to(first, line([hello])) == []
     # It did not count as one of those that are waited for.
@@ -94,8 +94,7 @@ async def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_i
     run: Run, named: str, capfd: pytest.CaptureFixture[str]
 ):
     first, foreign, second = Host(0, 2), Host(1, 2, run), Host(1, 2)
-    await first.listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    gathering = await first.gather()
     with pytest.raises(InputError) as caught:
         await foreign.join(first)
     assert type(caught.value) is InputError
@@ -120,8 +119,7 @@ async def test_settings_are_compared_with_a_host_that_comes_back():
         assert await again.rejoin(first)
         await assert_all_connected([first, second, again], "again")
     hosts = [Host(0, 2), Host(1, 2, other)]
-    await hosts[0].listen()
-    await asyncio.gather(hosts[0].mesh.gather(), hosts[1].join(hosts[0]))
+    await asyncio.gather(await hosts[0].gather(), hosts[1].join(hosts[0]))
 
 
 @pytest.mark.parametrize("where", ["another run", "a run that begins"])
@@ -146,8 +144,8 @@ async def test_who_looks_for_the_run_is_no_part_of_it_before_it_is_taken_in():
 async def test_a_host_that_is_left_of_an_earlier_start_is_not_taken_for_one_of_this():
     async with gathered(2) as (_, second):
         # Host 0 was started again, where the others look for it.
-        first = await Host(0, 2).listen()
-        gathering = asyncio.create_task(first.mesh.gather())
+        first = Host(0, 2)
+        gathering = await first.gather()
         hello = second.mesh.directory.hello
         [refused] = await answer_to(first, line([hello.to_json()]))
         assert refused[:3] == ["refused", TemporaryError.exit_code, "--host-id"]
@@ -212,8 +210,7 @@ async def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.M
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
     before = descriptors()
     first, second = Host(0, 2), Host(1, 2)
-    await first.listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    gathering = await first.gather()
     silent = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
     for link in silent[: 2 * host_listener.MAX_UNIDENTIFIED]:
         assert await link.reader.read() == b""  # The oldest are closed.

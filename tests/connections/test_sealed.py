@@ -37,7 +37,7 @@ from tests.connections.meshes import (
     until,
     without_third,
 )
-from tests.connections.test_fuzz import LINES, nothing_left
+from tests.connections.test_fuzz import LINES, nothing_left, run_quietly
 
 NEVER_S = 1e6
 HELLO = line([hello_of(2, 3, comes_back=True)])
@@ -96,8 +96,7 @@ async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     there: Keys, here: Keys, told_here: str, told_there: str, capfd: pytest.CaptureFixture[str]
 ):
     first, second = Host(0, 2, keys=there), Host(1, 2, keys=there)
-    await first.listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    gathering = await first.gather()
     for _ in range(3):
         foreign = Host(1, 2, keys=here)
         with pytest.raises(InputError) as caught:
@@ -166,8 +165,7 @@ async def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
     before = descriptors()
     first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
-    await first.listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    gathering = await first.gather()
     waiting = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
     for link in waiting:
         link.writer.write(said)
@@ -234,8 +232,7 @@ async def test_another_program_at_the_address_is_not_taken_for_a_host():
 async def test_a_connection_that_is_cut_in_the_handshake_is_tried_again(cut: int):
     """By a network, or by a host that ends just then."""
     first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
-    await first.listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    gathering = await first.gather()
     cuts = 0
 
     async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -362,10 +359,7 @@ def test_strangers_get_nothing_but_a_handshake_and_change_nothing(contents: list
         async with unmoved() as host:
             await asyncio.gather(*(send(host, content) for content in contents))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.log.info", lambda text: None)
-        asyncio.run(meet())
+    run_quietly(meet())
 
 
 def damaged(flight: bytes, place: int, byte: int) -> bytes:
@@ -406,10 +400,7 @@ def test_who_shakes_hands_without_the_secret_or_stops_in_the_middle_hears_nothin
         async with unmoved() as host:
             await asyncio.gather(*(attempt(host, *one) for one in attempts))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.log.info", lambda text: None)
-        asyncio.run(meet())
+    run_quietly(meet())
 
 
 @pytest.mark.parametrize("who", [anonymous, of_another_run])

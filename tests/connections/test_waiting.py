@@ -42,8 +42,8 @@ async def test_host_0_says_again_and_again_for_which_hosts_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ):
     printed = Printed(monkeypatch)
-    first = await Host(0, 3, connect_timeout_s=290.0).listen()
-    gathering = asyncio.create_task(first.mesh.gather())
+    first = Host(0, 3, connect_timeout_s=290.0)
+    gathering = await first.gather()
     await printed.says("waiting for hosts 1, 2 (0 of 2 connected), 290 s left")
     # A host that is refused has not come.
     foreign = Host(1, 3, replace(RUN, identity={**RUN.identity, "model": "other"}))

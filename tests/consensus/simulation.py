@@ -457,8 +457,9 @@ KINDS = [
 ]  # fmt: skip
 
 
-def require_goes_on(simulation: Simulation, *, goes_on: bool) -> None:
+def require_goes_on(simulation: Simulation) -> None:
     """From now on all is calm: those that live go on together, if they can."""
+    goes_on = simulation.can_go_on()
     before = max(len(own.applied) for own in simulation.live.values()) if simulation.live else 0
     simulation.calm(30)
     if simulation.has_ended or not (goes_on and simulation.can_go_on()):

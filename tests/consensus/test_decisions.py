@@ -60,14 +60,12 @@ def check(
     hosts: int, actions: list[tuple[str, int, int]], *, rewinds: bool, spare: int = 0
 ) -> None:
     """Let all of it happen, and then let those go on that can."""
-    given = {"rewinds": rewinds, "spare": spare}
-    simulation = Simulation(hosts, **given, moves_to_safety=hosts + spare > 3)
+    simulation = Simulation(hosts, rewinds=rewinds, spare=spare, moves_to_safety=hosts + spare > 3)
     for action in actions:
         simulation.act(*action)
         if simulation.has_ended:
             return
-    goes_on = simulation.can_go_on()
-    require_goes_on(simulation, goes_on=goes_on)
+    require_goes_on(simulation)
 
 
 @pytest.mark.parametrize(("hosts", "spare"), [(2, 0), (3, 0), (4, 0), (5, 0), (2, 2), (3, 2)])
@@ -118,7 +116,7 @@ def test_hosts_agree_whatever_they_hear_late_of_what_they_compute(
         simulation.settle()
         if simulation.has_ended:
             return
-    require_goes_on(simulation, goes_on=simulation.can_go_on())
+    require_goes_on(simulation)
 
 
 NOTHING = {"idle": set(), "wish": None, "told": None, "lost": None, "back": None}
@@ -162,7 +160,7 @@ def test_stages_move_whoever_is_lost_meanwhile(
         simulation.settle()
         if simulation.has_ended:
             return
-    require_goes_on(simulation, goes_on=simulation.can_go_on())
+    require_goes_on(simulation)
 
 
 def test_a_lost_host_is_left_out_and_its_step_is_run_again():
@@ -291,9 +289,8 @@ def rewound() -> tuple[Simulation, Generation]:
     simulation = stepped(4)
     simulation.save(0)
     step(simulation)
-    for host in (1, 3):
-        lose_all(simulation, host)
-    third = simulation.decided[3]
+    lose_all(simulation, 1)
+    third = lose_all(simulation, 3)
     assert (third.members, third.is_rewound, third.step) == ((0, 2), True, 1)
     return simulation, third
 
@@ -332,9 +329,8 @@ def test_who_came_after_a_checkpoint_knows_of_it():
         simulation.start(host)
         simulation.calm(6)
     assert last_of(simulation).members == (0, 1, 2, 3)
-    for host in (2, 0):
-        lose_all(simulation, host)
-    last = last_of(simulation)
+    lose_all(simulation, 2)
+    last = lose_all(simulation, 0)
     assert (last.members, last.is_rewound, last.step) == ((1, 3), True, 1)
 
 
@@ -402,14 +398,14 @@ def test_a_host_is_taken_in_after_a_step_and_not_within_one():
     assert (third.members, third.fresh, third.step) == ((0, 1, 2, 3), (3,), 2)
 
 
-def with_one_that_came_back() -> Simulation:
-    """Of four hosts the last was lost and is back, and has not taken its state yet."""
-    simulation = stepped(4)
-    lose_all(simulation, 3)
-    simulation.start(3)
+def with_one_that_came_back(hosts: int = 4, back: int = 3) -> Simulation:
+    """One of the hosts was lost and is back, and has not taken its state yet."""
+    simulation = stepped(hosts)
+    lose_all(simulation, back)
+    simulation.start(back)
     pass_time(simulation, 2)
-    step(simulation, 0, 1, 2)
-    assert simulation.decided[3].fresh == (3,)
+    step(simulation, *({*range(hosts)} - {back}))
+    assert simulation.decided[3].fresh == (back,)
     return simulation
 
 
@@ -429,12 +425,7 @@ def test_who_has_not_taken_its_state_stands_in_for_nobody():
 
 
 def test_who_has_not_taken_its_state_does_not_lead():
-    simulation = stepped(3)
-    lose_all(simulation, 0)
-    simulation.start(0)
-    pass_time(simulation, 2)
-    step(simulation, 1, 2)
-    assert simulation.decided[3].fresh == (0,)
+    simulation = with_one_that_came_back(3, back=0)
     simulation.tell(0, Presence(1, is_there=False))
     simulation.tell(0, Tick())
     run(simulation)

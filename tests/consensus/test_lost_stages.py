@@ -105,7 +105,7 @@ def test_hosts_agree_on_how_a_stage_is_made_anew(
 ):
     simulation = survive(policy, rounds)
     if not simulation.has_ended:
-        require_goes_on(simulation, goes_on=simulation.can_go_on())
+        require_goes_on(simulation)
 
 
 def after_steps(policy: str, steps: int, *layers: int, hosts: int = 7) -> Simulation:

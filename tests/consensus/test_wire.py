@@ -244,14 +244,9 @@ def test_no_message_leads_a_host_to_where_it_cannot_go_on(
         assert is_sound(state)
 
 
-def member_of_two() -> State:
-    """Of three hosts, the second is left out."""
-    two = Generation(1, (0, 2), (0, 2), 0, 0, placement=PLACEMENT, start=7)
-    return first_state(0, RULES, two, 0)
-
-
 def test_a_host_that_is_no_member_has_no_say():
-    state = member_of_two()
+    two = Generation(1, (0, 2), (0, 2), 0, 0, placement=PLACEMENT, start=7)
+    state = first_state(0, RULES, two, 0)
     for message in (
         Ask(2, (9, 1), None),
         Beat(1, 1, (1 << 40, 1)),

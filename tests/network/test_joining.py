@@ -28,20 +28,11 @@ def test_a_joiner_measures_latency_and_bandwidths_of_a_long_link():
     with ShapedNetwork(rates) as network, Delays(network) as delays:
         delays.set(np.full((2, 2), LATENCY_S))
         address = network.address(0)
-        host = subprocess.Popen([*network.command(0), *command, "host", address], cwd=REPOSITORY)
-        try:
-            joined = subprocess.run(
-                [*network.command(1), *command, "joiner", address],
-                cwd=REPOSITORY,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE_S,
-                check=True,
-            )
-        finally:
-            host.kill()
-            host.wait()
-    found = json.loads(joined.stdout)
+        # It is killed with the network.
+        subprocess.Popen([*network.command(0), *command, "host", address], cwd=REPOSITORY)
+        joiner = [*network.command(1), *command, "joiner", address]
+        measured = subprocess.check_output(joiner, cwd=REPOSITORY, timeout=PATIENCE_S)
+    found = json.loads(measured)
     assert found["latency_s"] == pytest.approx(LATENCY_S, rel=0.2)
     # A rate is of packets, of which TCP carries 95.6% as payload.
     assert found["to"] == pytest.approx(0.956 * TO_BYTES_PER_S, rel=0.2)
