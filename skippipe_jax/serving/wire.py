@@ -19,9 +19,6 @@ from skippipe_jax.serving.routing import LinkSpeed
 MOST_ARRAY_BYTES = 1 << 28
 """Largest array of a message."""
 
-Arrays = Sequence[np.ndarray]
-"""Arrays that follow a message."""
-
 
 class Wire:
     """One end of a connection between two hosts, with heartbeats in both directions.
@@ -51,7 +48,7 @@ class Wire:
         """Reason for the end of the connection, once it has ended."""
         return self._link.ending
 
-    def send(self, *message: Any, arrays: Arrays = ()) -> None:
+    def send(self, *message: Any, arrays: Sequence[np.ndarray] = ()) -> None:
         """Send a message with arrays without waiting; do nothing on a closed connection."""
         shapes = [[array.dtype.name, *array.shape] for array in arrays]
         content = b"".join(array.tobytes() for array in arrays)

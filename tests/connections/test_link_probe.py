@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,8 +70,7 @@ async def test_a_joiner_finds_latency_and_bandwidth_both_ways_and_is_done_in_tim
     monkeypatch.setattr(
         link_probe, "_asked", lambda _, direction, size: links[direction].transfer(size)
     )
-    unused: Any = None
-    found = await link_probe.measured(unused, 4.0)
+    found = await link_probe.measured(Mock(), 4.0)
     assert found.latency_s == pytest.approx(0.05)
     assert (found.to, found.back) == pytest.approx((1e6, 4e6))
     transfers = [taken_s for link in links.values() for taken_s in link.taken_s]

@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -131,17 +132,13 @@ def test_sequences_are_those_of_one_device(
     expected = [model.generate(prompt, 20, order, how) for prompt, order, how in asked]
     requests = [DecodeRequest(prompt, 20, how, stages=order) for prompt, order, how in asked]
     with service(source, count, slots=Slots(2, 2, 64), has_weights=has_weights) as own:
-        found: dict[int, Any] = {}
 
-        def decode(group: int) -> None:
-            found[group] = drawn_by(own.generator(group), requests[group::2])
+        def decode(group: int) -> Any:
+            return drawn_by(own.generator(group), requests[group::2])
 
-        threads = [threading.Thread(target=decode, args=(group,)) for group in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for group, (tokens, stages) in found.items():
+        with ThreadPoolExecutor(2) as threads:
+            found = [*threads.map(decode, range(2))]
+    for group, (tokens, stages) in enumerate(found):
         ends = [own.index(257) if 257 in own else len(own) for own in tokens]
         assert [own[:end] for own, end in zip(tokens, ends, strict=True)] == expected[group::2]
         assert stages == [order or (0, 1, 2, 3) for _, order, _ in asked[group::2]]
