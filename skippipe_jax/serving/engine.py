@@ -7,51 +7,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Protocol
 
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest
+from skippipe_jax.inference.decoding import Generator
 from skippipe_jax.serving.errors import ApiError, Unavailable, failed, queue_full, unavailable
 from skippipe_jax.serving.metrics import Metrics
-
-
-class Engine(Protocol):
-    """Interface of a decoder of many sequences at a time; called by one thread."""
-
-    @property
-    def slots(self) -> int:
-        """Number of sequences decoded at a time."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """True if there are unfinished requests."""
-        ...
-
-    def submit(self, request: DecodeRequest) -> int:
-        """Queue a request for a slot and return its number."""
-        ...
-
-    def cancel(self, number: int) -> None:
-        """Stop decoding a request; do nothing if it is done."""
-        ...
-
-    def step(self, on_wait: Callable[[], None] = ...) -> list[Decoded]:
-        """Run one step over waiting and running requests; return the new tokens.
-
-        `on_wait` is called before the step waits for results, if it does.
-
-        Raises:
-            Unavailable: if no request can be decoded at the moment.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Drop all requests."""
-        ...
-
-    def close(self) -> None:
-        """Stop all waiting; called by another thread than the one in `step`."""
-        ...
 
 
 class Sequences:
@@ -92,7 +52,7 @@ class Sequences:
 
 
 class Runner:
-    """Thread that runs one engine; no other thread calls it, except for `Engine.close`.
+    """Thread that runs one engine; no other thread calls it, except for `Generator.close`.
 
     Attributes:
         slots: number of sequences that the engine decodes at a time.
@@ -100,7 +60,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         deliver: Callable[[Sequence[tuple[int, Decoded]]], None],
         fail: Callable[[BaseException, Collection[int] | None], None],
     ):
@@ -224,7 +184,7 @@ class Engines:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Generator],
         most_waiting: int,
         metrics: Metrics,
         on_failure: Callable[[], None],

@@ -21,8 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address, listen_without_delay
+from skippipe_jax.inference.decoding import Generator
 from skippipe_jax.serving.app import App
-from skippipe_jax.serving.engine import Engine, Engines
+from skippipe_jax.serving.engine import Engines
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.service import Served
 
@@ -80,7 +81,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         served: Served,
-        engines: Sequence[Engine],
+        engines: Sequence[Generator],
         conduct: ServerSettings,
         hosts: Callable[[], list[dict[str, Any]]] = list,
     ):

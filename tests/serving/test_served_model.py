@@ -238,10 +238,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         told = process.stderr.read().splitlines()
-        assert told == [
-            "SIGTERM: finishing the answers in progress",
-            "service stopped",
-        ]
+        assert told == ["SIGTERM: finishing the answers in progress", "service stopped"]
     finally:
         process.kill()
         process.wait()

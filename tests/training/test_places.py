@@ -11,7 +11,7 @@ import pytest
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.consensus.holders import covers
+from skippipe_jax.consensus.next_generation import covers
 from skippipe_jax.training.elastic.extra_hosts import (
     Placement,
     host_by_node,
