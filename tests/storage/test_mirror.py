@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import ClusterConfig, Config, load_config
+from skippipe_jax.config import Config, load_config
 from skippipe_jax.storage.checkpoint import COMMITTED, CheckpointItems, committed_steps
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import Checkpointer
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.records import append_record
 from skippipe_jax.storage.run_dir import BEST, METRICS
 from skippipe_jax.storage.run_lock import RunLock
+from tests.storage.checkpoints import writer_of
 from tests.training_runs import (
     SMALL_CASE,
     assert_same_run,
@@ -58,10 +58,8 @@ def make_run(run_dir: Path) -> Path:
     return run_dir
 
 
-def writer(run_dir: Path, mirror: Mirror, **options: Any) -> Checkpointer:
-    alone = Membership(ClusterConfig(), 0, 1)
-    policy = RetentionPolicy(2, options.pop("keep_every", None))
-    return Checkpointer(run_dir, alone, stage_layers=(1,), policy=policy, mirror=mirror, **options)
+def writer(run_dir: Path, mirror: Mirror | None, **options: Any) -> Checkpointer:
+    return writer_of(run_dir, layers=(1,), keep=2, mirror=mirror, **options)
 
 
 def save(checkpoints: Checkpointer, *steps: int, **metrics: float) -> None:
@@ -243,10 +241,7 @@ def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: 
 def test_the_copy_that_a_lost_leader_has_begun_is_completed_by_the_next(tmp_path: Path, url: str):
     run_dir = make_run(tmp_path / "run")
     write(run_dir, url, 1)
-    alone = Membership(ClusterConfig(), 0, 1)
-    with closing(
-        Checkpointer(run_dir, alone, stage_layers=(1,), policy=RetentionPolicy(2))
-    ) as lost:
+    with closing(writer(run_dir, None)) as lost:
         save(lost, 2)
     mirror = Mirror(url)
     mirror.steps()

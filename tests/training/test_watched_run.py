@@ -25,7 +25,7 @@ from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, TrainingBatches
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
-from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import BEST_METRIC
 from skippipe_jax.storage.run_dir import BEST, METRICS, VALIDATION, RunDir
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.trackers import (
@@ -37,7 +37,7 @@ from skippipe_jax.training.validation import is_out_of_patience
 from tests.multihost.processes import started_processes
 from tests.partial_models import evaluate_run
 from tests.step_metrics import metrics_of
-from tests.thread_hosts import ThreadHost
+from tests.storage.checkpoints import writer_of
 from tests.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,
@@ -104,8 +104,7 @@ def test_the_best_checkpoint_is_noted(watched: Path):
 
 def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
     def save(losses: dict[int, float | None]) -> None:
-        policy = RetentionPolicy(keep=1)
-        writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=(1,), policy=policy)
+        writer = writer_of(tmp_path, layers=(1,), keep=1)
         for step, loss in losses.items():
             items = CheckpointItems({0: {"parameters": jnp.ones(2)}})
             writer.save(step, items, {}, {} if loss is None else {BEST_METRIC: loss})
