@@ -58,6 +58,14 @@ class Result:
 Command = Callable[..., Result]
 
 
+TRAIN = ("train", "--config", "config.yaml")
+
+
+def given(*values: str) -> list[str]:
+    """Arguments that set values of the configuration, each written as KEY=VALUE."""
+    return [word for value in values for word in ("--set", value)]
+
+
 def write_inputs(folder: Path) -> None:
     words = ["stage", "node", "path", "plan", "microbatch", "host"]
     (folder / "text").write_text(" ".join(words[n * n % 7 % 6] for n in range(1500)))

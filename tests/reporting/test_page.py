@@ -1,10 +1,7 @@
 """The page of a run holds the run's figures, needs nothing beside it, and says what is wrong."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,14 +179,6 @@ def test_a_run_that_has_just_started_says_so(tmp_path):
     assert "No iteration is complete yet." in text_of(root)
     assert not pictures(root, "chart")
     assert len(pictures(root, "gantt")) == len(pictures(root, "flows")) == 1
-
-
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
-    folder = start_run(tmp_path / "run")
-    write_metrics(folder, 3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert figures_of(report(folder))["steps"] == "3 of 500"
 
 
 def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_left_out(tmp_path):
@@ -435,27 +424,6 @@ def test_a_long_run_stays_small(tmp_path):
     line = json.dumps(metrics_line(2, predicted_seconds=4.0, idle_share=[0.5] * 5)) + "\n"
     (folder / "metrics.jsonl").write_text(line * 20_000)
     assert len(report(folder)) < 200_000
-
-
-def test_a_page_needs_nothing_that_computes(tmp_path):
-    folder = start_run(tmp_path / "run")
-    write_metrics(folder, 2)
-    record(folder, 2)
-    loaded = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from skippipe_jax.cli.main import main; main(); print(*sys.modules)",
-            "report",
-            folder,
-        ],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
-    assert "skippipe_jax.reporting.page" in loaded
-    assert not {"jax", "flax", "optax", "orbax", "grain", "numba"} & {*loaded}
 
 
 def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
