@@ -14,8 +14,7 @@ from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
 from skippipe_jax.connections import waiting

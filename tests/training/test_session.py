@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.run import CheckpointConfig, ValidationConfig
 from skippipe_jax.consensus.generations import Generation

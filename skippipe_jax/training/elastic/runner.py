@@ -20,7 +20,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.ending import may_be_caused_by_peer
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Team
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
 from skippipe_jax.consensus.generations import Abandoned, TextMissing, Tick
