@@ -285,8 +285,7 @@ def _open_inputs(
     _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
-    data = open_training_data(config, plan, programs[OWN])
-    held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
+    data, held_out = _open_text(config, plan, programs[OWN])
     config.model.stage_partition(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
@@ -414,17 +413,15 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
     host_of = hosts_of_nodes(len(case.nodes), host.count, config.cluster.host_of_node)
     _give_threads(config, host, host_of.count(host.index), case)
     _require_attention(config)
+    setup = HostSetup(schedule=schedule, host_of=host_of, programs={})
     if host.index >= host.count:  # The others assign its stage.
-        return HostSetup(schedule=schedule, host_of=host_of, programs={})
+        return setup
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     data, held_out = None, ()
     with suppress(InputError):  # A host that gets a data node tries again, with a warning.
-        data = open_training_data(config, schedule.plans[OWN], programs[OWN])
-        held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
-    return HostSetup(
-        schedule=schedule, host_of=host_of, programs=programs, data=data, held_out=held_out
-    )
+        data, held_out = _open_text(config, setup.plan, programs[OWN])
+    return replace(setup, programs=programs, data=data, held_out=held_out)
 
 
 def parts_to_restore(config: Config, setup: HostSetup) -> Callable[[Checkpoint], set[str]]:
@@ -634,13 +631,15 @@ def _digest_of_plans(schedule: Schedule) -> str:
     return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
-def open_training_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
-    """Open the microbatches of the run; None if this host serves no data node."""
-    data = with_run_tokenizer(config)
-    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
+def _open_text(
+    config: Config, plan: Plan, program: Program
+) -> tuple[TrainingBatches | None, tuple[Batch, ...]]:
+    """Open the training and the held-out text; None and () if this host serves no data node."""
+    text = with_run_tokenizer(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(text)))
     if not set(plan.stages[0]) & set(program.nodes):
-        return None
-    return TrainingBatches(data)
+        return None, ()
+    return TrainingBatches(text), read_held_out(config, text)
 
 
 def require_inputs(config: Config) -> None:

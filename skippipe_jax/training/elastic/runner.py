@@ -315,12 +315,9 @@ class ElasticRunner:
         if team.index in team.fresh:
             self.recoveries.forget()
         elif generation.lost:
-            saved, loss = (
-                saved_steps_of_lost_stages(config, generation),
-                self.metrics_tail.last_loss,
-            )
-            policy = config.recovery.lost_stage
-            self.recoveries.begin_recovery(generation, policy, state.step, loss, saved)
+            saved = saved_steps_of_lost_stages(config, generation)
+            known = state.step, self.metrics_tail.last_loss, saved
+            self.recoveries.begin_recovery(generation, config.recovery.lost_stage, *known)
         done, state = state.step, replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
         team.require_current()  # Do not open a session for an ended one.
