@@ -197,10 +197,12 @@ def setup_run(
         transfers.connect(setup.agreed.endpoints)
         if leads:
             search.clear(setup.checkpoint)
-            checkpoint = setup.checkpoint
-            log_planned_time(config, schedule, 0 if checkpoint is None else checkpoint.step)
-        if leads and resume:
-            _resume_run_dir(config, setup.checkpoint)
+            step = 0 if setup.checkpoint is None else setup.checkpoint.step
+            log_planned_time(config, schedule, step)
+            if resume and step >= config.train.steps:
+                log.output(f"already finished: step {step} of {config.train.steps}")
+            if resume:
+                truncate_run(config, step)
         if host.count > 1 and not host.is_distributed:
             lock.share(host.process)
     return setup
@@ -452,22 +454,13 @@ def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) 
     return checkpoint.record.replica_states == own and checkpoint.record.stage_layers == tuple(cut)
 
 
-def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
-    """Prepare the folder of a run on host 0 to resume after a checkpoint."""
-    step, last = 0 if checkpoint is None else checkpoint.step, config.train.steps
-    if step >= last:
-        log.output(f"already finished: step {step} of {last}")
-    truncate_run(config, step)
-
-
 def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
     """Prepare the folder of a run on host 0 to continue after `step`.
 
     `is_own`: this process was the last to write the metrics.
     """
-    folder = Path(config.run_dir)
-    RunDir(folder).truncate_after(step, config, is_own=is_own)
-    remove_recordings(folder, after=step)
+    RunDir(config.run_dir).truncate_after(step, config, is_own=is_own)
+    remove_recordings(Path(config.run_dir), after=step)
 
 
 def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
