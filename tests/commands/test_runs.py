@@ -141,6 +141,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
         (["model.ffn_width=32"], ["model.ffn_width = 32", "must be 24", "Set model.ffn_width=24"]),
         (["seed=1"], ["seed = 1", "Set seed=0"]),
         (["data.held_out=0.1"], ["data.held_out = 0.1", "another run_dir"]),
+        (["data.microbatch_size=1"], ["data.microbatch_size = 1"]),
         (
             ["run_dir=elsewhere"],
             ["run_dir = 'elsewhere'", "does not contain a run", "elsewhere/config.yaml"],
@@ -153,6 +154,7 @@ def test_a_run_cannot_be_resumed_as_another(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     expect_one_error(command(*TRAIN, "--resume", *given(*overrides)), *words)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert not Path("elsewhere").exists()
 
 
 def test_a_text_that_has_changed_is_refused(run: Path, command: Command):

@@ -285,10 +285,6 @@ def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
     assert figures["measured_iteration_s"] == pytest.approx(measured.iteration_s)
 
 
-def test_nothing_recorded(tmp_path):
-    assert recorded_steps(tmp_path) == []
-
-
 def test_recorded_iterations_are_drawn_below_the_prediction(tmp_path, capsys):
     case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
     plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])

@@ -95,12 +95,7 @@ def test_states_follow_each_other(
     ("state", "event", "error", "text"),
     [
         (Suspended(0, THEIRS), Signal.TIME_OVER, PeerTimeout, "not admitted to the run within"),
-        (
-            Suspended(2, None),
-            Signal.TIME_OVER,
-            PeerTimeout,
-            "no majority of hosts within",
-        ),
+        (Suspended(2, None), Signal.TIME_OVER, PeerTimeout, "no majority of hosts within"),
         (Suspended(2, None), Signal.LEFT, HostLeft, "continue without this host"),
         (Suspended(2, HELD), Signal.LEFT, HostLeft, "continue without this host"),
     ],

@@ -229,14 +229,6 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     openings.close()
 
 
-def test_a_resumed_run_that_loses_hosts_as_it_begins_begins_with_its_checkpoint(
-    found: list[Checkpoint], tmp_path: Path
-):
-    openings = Openings(tmp_path, generation(2))
-    assert openings.after(GOES_BACK) == [GOES_BACK]
-    assert gone_back(openings, generation(2), GOES_BACK) == HeldState(STEP, 80, {}, found[0])
-
-
 def test_where_one_goes_on_from_a_checkpoint_all_do_whose_replicas_diverge(
     found: list[Checkpoint], tmp_path: Path
 ):

@@ -108,38 +108,3 @@ def test_a_run_in_two_parts_is_one_run(run: Run, finished: Run):
     assert latest_step(run.folder) == STEPS // 2
     assert run.train("--resume", train__steps=STEPS)[0] == 0
     assert_same_run(run.folder, finished.folder, STEPS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changes", "message"),
-    [
-        (["--resume"], {"model__ffn_width": 40}, "error: model.ffn_width = 40: "),
-        (["--resume"], {"model__stage_layers": "[1,2]"}, "error: model.stage_layers = [1, 2]: "),
-        (["--resume"], {"plan__case__nodes": 6}, "error: case.stages"),
-        (["--resume"], {"data__microbatch_size": 1}, "error: data.microbatch_size = 1: "),
-        ([], {}, "already contains a run"),
-    ],
-)
-def test_what_would_spoil_a_run_is_refused(
-    finished: Run, arguments: list[str], changes: dict[str, Any], message: str
-):
-    before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
-    code, output = finished.train(*arguments, **changes)
-    assert code == 2, output
-    assert message in output
-    assert "Traceback" not in output
-    assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
-
-
-def test_a_run_that_is_not_there_cannot_be_resumed(run: Run):
-    code, output = run.train("--resume")
-    assert code == 2
-    assert f"error: run_dir = '{run.folder}': does not contain a run" in output
-    assert not run.folder.exists()
-
-
-def test_a_run_past_its_last_step_has_nothing_to_do(finished: Run):
-    code, output = finished.train("--resume", train__steps=STEPS - 5)
-    assert code == 0, output
-    assert f"finished {STEPS} steps" in output
-    assert steps_done(finished.folder) == STEPS
