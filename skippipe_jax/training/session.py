@@ -388,10 +388,7 @@ class Session:
 
 
 def default_callbacks(
-    run: RunContext,
-    group: Group,
-    step: int,
-    skipped_updates: int,
+    run: RunContext, group: Group, step: int, skipped_updates: int
 ) -> list[Callback]:
     """Open the built-in and the configured callbacks, most of them on host 0 only.
 

@@ -23,12 +23,7 @@ from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0, gather, hear, tell
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import (
-    Config,
-    DataConfig,
-    StagePartition,
-    require_same_run,
-)
+from skippipe_jax.config import Config, DataConfig, StagePartition, require_same_run
 from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.config.model import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings

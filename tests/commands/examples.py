@@ -25,14 +25,7 @@ CASE: dict[str, Any] = {
 CONFIG: dict[str, Any] = {
     "run_dir": "run",
     "compilation_cache": None,
-    "model": {
-        "width": 16,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
-        "ffn_width": 24,
-        "context": 32,
-    },
+    "model": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32},
     "plan": {"case": CASE, "method": "balanced"},
     "data": {
         "source": "text",

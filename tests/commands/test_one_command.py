@@ -92,10 +92,7 @@ def test_commands_that_compute_nothing_are_light(folder: Path):
             "generate --run a --prompt b --tokens 3 --stages 0,1",
             "generate --run a --prompt b --max-new-tokens 3 --stage-order 0,1",
         ),
-        (
-            "harness --run a --tasks b --keep 0.5",
-            "lm-eval --run a --tasks b --keep-fraction 0.5",
-        ),
+        ("harness --run a --tasks b --keep 0.5", "lm-eval --run a --tasks b --keep-fraction 0.5"),
         ("convert from-hf a -o b --cut 3", "convert from-hf a -o b --num-stages 3"),
         ("tokenize a -o b --processes 3", "tokenize a -o b --num-workers 3"),
         (

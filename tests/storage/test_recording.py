@@ -56,12 +56,7 @@ def pieces(plan: Plan, timeline: Timeline, host_of) -> dict[int, Recording]:
         stages = {plan.stage_of[node] for node in nodes}
         recordings[host] = Recording(
             tuple(
-                Run(
-                    run.operation,
-                    NOW_S + run.arrived_s,
-                    NOW_S + run.start_s,
-                    NOW_S + run.end_s,
-                )
+                Run(run.operation, NOW_S + run.arrived_s, NOW_S + run.start_s, NOW_S + run.end_s)
                 for run in timeline.runs
                 if run.operation.node in nodes
             ),

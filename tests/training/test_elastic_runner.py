@@ -182,10 +182,7 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     fresh: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Any of them may lead when the first step is made after it."""
-    for name, stub in (
-        ("_write", lambda *_: None),
-        ("_replanned", lambda self, session: session),
-    ):
+    for name, stub in (("_write", lambda *_: None), ("_replanned", lambda self, session: session)):
         monkeypatch.setattr(ElasticRunner, name, stub)
     monkeypatch.setattr(
         runner, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})

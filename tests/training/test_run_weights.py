@@ -30,11 +30,7 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.storage.checkpoint import COMMITTED, committed_steps, step_folder
 from skippipe_jax.storage.run_dir import RunDir
-from skippipe_jax.training.initial_weights import (
-    RunWeights,
-    open_initial_weights,
-    open_run_weights,
-)
+from skippipe_jax.training.initial_weights import RunWeights, open_initial_weights, open_run_weights
 from skippipe_jax.training.trainer import Trainer
 from tests.training_runs import SMALL_CASE, by_name, write_config
 
@@ -210,10 +206,7 @@ def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Pa
     with closing(Trainer(config)) as trainer:
         trainer.setup()
     assert committed_steps(parent.parent / "child") == []
-    run(
-        RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]),
-        resume=True,
-    )
+    run(RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]), resume=True)
     assert committed_steps(parent) == [1, 2, 3]
     run(config, resume=True)
     [line] = Run(parent.parent / "child").metrics

@@ -76,13 +76,7 @@ from skippipe_jax.training.elastic.membership_change import elastic_rules, setup
 from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
 from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
 from skippipe_jax.training.report import SessionPlan, exchange_reports
-from skippipe_jax.training.session import (
-    HeldState,
-    RunContext,
-    Session,
-    SessionStart,
-    first_state,
-)
+from skippipe_jax.training.session import HeldState, RunContext, Session, SessionStart, first_state
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
