@@ -23,7 +23,7 @@ from skippipe_jax.cluster.ending import may_be_caused_by_peer
 from skippipe_jax.cluster.membership import Team
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
-from skippipe_jax.consensus.generations import Abandoned, TextMissing, Tick
+from skippipe_jax.consensus.generations import Abandoned, Generation, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
@@ -44,8 +44,6 @@ from skippipe_jax.training.elastic.coordinator import (
     Action,
     AwaitGeneration,
     Cause,
-    Closed,
-    CloseSession,
     Entered,
     Event,
     Failed,
@@ -218,8 +216,6 @@ class ElasticRunner:
                     if abandons:
                         self._abandon(after)
                     self._tell(self._await(after, seconds))
-                case CloseSession(steps_count):
-                    self._tell(self._close_session(steps_count))
                 case OpenSession(_, source):
                     try:
                         opened = self._open(self._team, self._held_of(source), since_s)
@@ -256,7 +252,7 @@ class ElasticRunner:
             joined = "joined" if own in following.generation.apart else "rejoined"
             where = self._membership.control_address
             log.output(f"host {own} {joined} at step {step}; it listens at {where}")
-        return Entered(following.generation)
+        return Entered(following.generation, self._close_session(following.generation))
 
     def _waiting_message(self, after: int) -> str:
         own = self._membership.index
@@ -277,16 +273,18 @@ class ElasticRunner:
                 return Signal.MISSED
         return Signal.TIME_OVER
 
-    def _close_session(self, steps_count: bool) -> Closed:
+    def _close_session(self, following: Generation) -> int | None:
+        """Close the session, if one is open, before a generation; return the steps done."""
         session, self._session = self._session, None
-        assert session is not None, "is open"
-        if steps_count:
+        if session is None:
+            return None
+        if self._membership.index not in following.fresh:  # Else its last steps do not count.
             session.runtime.close()
             with suppress(GenerationEnded):  # Uncommitted steps have no metrics.
                 session.emit_metrics()
         self._held = session.export()
         session.abandon()
-        return Closed(self._held.step)
+        return self._held.step
 
     def _held_of(self, source: StateSource) -> HeldState:
         """Return the state of this host, after dropping what `source` makes obsolete."""
