@@ -54,19 +54,22 @@ def loaded(module: str, *words: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["skippipe_sched", "skippipe_jax", "skippipe_jax.config", "skippipe_jax.program"]
+    ("module", "others"),
+    [
+        ("skippipe_sched", {"scipy"}),
+        ("skippipe_jax", {"scipy"}),
+        ("skippipe_jax.program", {"scipy"}),
+        ("skippipe_jax.program.compiler", set()),
+        ("skippipe_jax.program.schedule", set()),
+        # Until a configuration is read.
+        ("skippipe_jax.config", {"scipy", "numpy", "jaxtyping", "yaml"}),
+        ("skippipe_jax.connections.addresses", {"fsspec"}),
+        ("skippipe_jax.storage.run_dir", {"fsspec"}),
+        ("skippipe_jax.storage.checkpoint", {"scipy", "numpy"}),
+    ],
 )
-def test_packages_without_arrays_of_jax_are_light(package: str):
-    assert not loaded(package) & (HEAVY | {"scipy"})
-
-
-def test_the_configuration_needs_neither_arrays_nor_yaml_until_it_is_read():
-    assert not loaded("skippipe_jax.config") & {"numpy", "jaxtyping", "yaml"}
-
-
-def test_programs_are_made_without_jax():
-    assert not loaded("skippipe_jax.program.compiler") & HEAVY
-    assert not loaded("skippipe_jax.program.schedule") & HEAVY
+def test_modules_that_compute_nothing_are_light(module: str, others: set[str]):
+    assert not loaded(module) & (HEAVY | others)
 
 
 def test_commands_that_compute_nothing_are_light(folder: Path):
