@@ -74,7 +74,6 @@ def gather(
     return hear(host, name, hosts, timeout_s)
 
 
-
 def barrier(host: Host, name: str, timeout_s: float) -> None:
     """Wait until every host has reached the barrier of this name.
 
