@@ -471,13 +471,6 @@ def test_a_damaged_line_of_metrics_is_named_and_left_out(tmp_path, capsys, line,
     assert (folder / "report.html").exists()
 
 
-def test_a_loss_that_an_earlier_version_wrote_as_nan_is_no_finite_number(tmp_path):
-    folder = start_run(tmp_path / "run")
-    lines = [GOOD, GOOD.replace("5.0", "NaN").replace('"step": 1', '"step": 2')]
-    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert figures_of(report(folder))["steps"] == "2 of 500"
-
-
 def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
     tmp_path, monkeypatch, capsys
 ):

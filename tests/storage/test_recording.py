@@ -141,13 +141,6 @@ def test_hops_that_share_a_connection_start_when_it_is_free(routed):
         assert_same(measured_timeline(Path(name), plan, 12), timeline)
 
 
-def test_a_recording_is_replaced_whole(tmp_path):
-    plan = small_plan()
-    save_all(tmp_path, plan)
-    timeline = save_all(tmp_path, plan)
-    assert_same(measured_timeline(tmp_path, plan, 7), timeline)
-
-
 def test_each_node_runs_what_takes_no_time_in_the_order_of_the_plan(tmp_path):
     plan = small_plan(loss_ratio=0)
     save_all(tmp_path, plan)

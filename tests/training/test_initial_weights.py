@@ -90,7 +90,13 @@ def test_the_model_section_may_be_left_out(llama: Path, tmp_path: Path):
     assert parse_config(gone).model == config.model
 
 
-@pytest.mark.parametrize("value", ["model", "hf:", "gguf:model", ":", 3, ""])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("model", "hf:", "gguf:model", ":", 3, ""),
+        *("run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"),
+    ],
+)
 def test_an_init_from_that_names_no_weights_is_refused(value: Any):
     with pytest.raises(InputError) as caught:
         parse_config({"init_from": value})

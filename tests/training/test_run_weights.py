@@ -273,18 +273,6 @@ def test_the_tokenizer_is_the_parents_unless_another_is_named(
     assert not (parent.parent / "bytes" / "tokenizer").exists()
 
 
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    "value", ["run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"]
-)
-def test_what_names_no_checkpoint_is_refused(value: str):
-    with pytest.raises(InputError) as caught:
-        parse_config({"init_from": value})
-    assert caught.value.field == "init_from"
-
-
 @pytest.mark.parametrize(
     ("init_from", "folder", "step"),
     [("run:a@b/c", "a@b/c", None), ("run:a@b@0007", "a@b", 7), ("run:a@b/", "a@b", None)],
