@@ -257,11 +257,10 @@ class _Running:
         """Print the result of a task, and the estimated time of the remaining tasks."""
         task, now_s = process.task, time.monotonic()
         self.work_done += self.remaining.pop(task.name)
-        each_s = (now_s - self.begun_s) / self.work_done
+        hours = sum(self.remaining.values()) / self.work_done * (now_s - self.begun_s) / 3600
         tqdm.write(
             f"{task.name}: {task.found()}; {(now_s - process.begun_s) / 60:.1f} min; "
-            f"{len(self.remaining)} runs left, about "
-            f"{sum(self.remaining.values()) * each_s / 3600:.1f} h"
+            f"{len(self.remaining)} runs left, about {hours:.1f} h"
         )
         sys.stdout.flush()
 
