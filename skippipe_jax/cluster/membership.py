@@ -189,10 +189,6 @@ class Membership(Group):
         """Return whether one of these hosts is gone or silent, or its new process waits to join."""
         return not self._control_loop.missed.isdisjoint(hosts)
 
-    def give_up(self) -> None:
-        """Stop waiting for another team: all waits in the last one raise `GenerationEnded`."""
-        self.succession.ends()
-
     @property
     def leads(self) -> bool:
         """True if this host leads the run: host 0, or the leader of the newest generation."""

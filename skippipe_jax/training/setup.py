@@ -350,7 +350,7 @@ def _agreed(
 ) -> RunSetup:
     """Exchange reports, and agree on the checkpoint to resume from: one of `steps`, if any."""
     damaged = search.look(steps[-1]) if steps else None
-    newest = search.opened(steps[-1]) if steps and damaged is None else None
+    newest = search.opened.get(steps[-1]) if steps else None
     member: dict[str, Any] = {}
     if host.count > 1 and not host.is_distributed:
         nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]

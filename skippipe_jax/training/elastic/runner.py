@@ -244,7 +244,7 @@ class ElasticRunner:
             following = self._membership.next_team(after, seconds)
         if following is None:
             # Stop waiting for a checkpoint that needs the others.
-            self._membership.give_up()
+            self._membership.succession.ends()
             return Signal.TIME_OVER
         self._team = following
         if after == 0:
