@@ -173,12 +173,10 @@ class _Process:
             self.is_done = not self.waiting
             if self.waiting:
                 self._start()
-        elif code is not None:
+        runs = not self.is_done and code in (None, 0)
+        if not runs:
             self.log.close()
-            return False
-        if self.is_done:
-            self.log.close()
-        return not self.is_done
+        return runs
 
     def _tries_again(self) -> bool:
         """Restart the same command after a pause; return whether an attempt is left."""
@@ -257,17 +255,14 @@ class _Running:
 
     def _print_result(self, process: _Process) -> None:
         """Print the result of a task, and the estimated time of the remaining tasks."""
-        task = process.task
+        task, now_s = process.task, time.monotonic()
         self.work_done += self.remaining.pop(task.name)
-        hours = sum(self.remaining.values()) / self.work_done * self._elapsed_s() / 3600
+        hours = sum(self.remaining.values()) / self.work_done * (now_s - self.begun_s) / 3600
         tqdm.write(
-            f"{task.name}: {task.found()}; {(time.monotonic() - process.begun_s) / 60:.1f} min; "
+            f"{task.name}: {task.found()}; {(now_s - process.begun_s) / 60:.1f} min; "
             f"{len(self.remaining)} runs left, about {hours:.1f} h"
         )
         sys.stdout.flush()
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self.begun_s
 
 
 def _last_error(log: str) -> str:

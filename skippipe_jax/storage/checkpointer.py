@@ -248,12 +248,9 @@ class Checkpointer:
 
         A previous leader may have been lost while it copied.
         """
-        if self._mirror is not None:
-            self._copying.submit(self._complete_copy, self._mirror).result()
-
-    def _complete_copy(self, mirror: Mirror) -> None:
-        if self._not_copied(mirror):
-            self._copy(mirror)
+        mirror, copying = self._mirror, self._copying
+        if mirror is not None and copying.submit(self._not_copied, mirror).result():
+            copying.submit(self._copy, mirror).result()
 
     def _not_copied(self, mirror: Mirror) -> list[int]:
         return sorted(self._retained(committed_steps(self._run_dir)) - mirror.copied)

@@ -24,10 +24,7 @@ from skippipe_jax.storage.checkpoint import (
 
 
 def load_stage(
-    checkpoint: Checkpoint,
-    stage_layers: Sequence[int],
-    stage: int,
-    abstract: Mapping[str, PyTree],
+    checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int, abstract: Mapping[str, PyTree]
 ) -> PyTree:
     """Load a stage as `load_stage_numpy` does onto devices, in buffers that may be donated.
 
@@ -42,10 +39,7 @@ def load_stage(
 
 
 def load_stage_numpy(
-    checkpoint: Checkpoint,
-    stage_layers: Sequence[int],
-    stage: int,
-    abstract: Mapping[str, PyTree],
+    checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int, abstract: Mapping[str, PyTree]
 ) -> PyTree:
     """Read the state of one stage, bit for bit as it was saved, under any stage partition.
 

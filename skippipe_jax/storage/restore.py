@@ -103,6 +103,7 @@ class CheckpointSearch:
     """Search of all hosts together for a checkpoint that is intact on each.
 
     Attributes:
+        opened: the checkpoints that `look` has found intact on this host, by step.
         damages: the errors of damaged checkpoints, by step.
         unusable_copies: the steps whose copies are damaged too.
     """
@@ -124,9 +125,9 @@ class CheckpointSearch:
         """
         self.run_dir, self.host, self.parts, self.mirror = run_dir, host, parts, mirror
         self.timeout_s, self.up_to = timeout_s, up_to
+        self.opened: dict[int, Checkpoint] = {}
         self.damages: dict[int, CorruptCheckpoint] = {}
         self.unusable_copies: list[int] = []
-        self._opened: dict[int, Checkpoint] = {}
 
     def newest(
         self,
@@ -192,7 +193,7 @@ class CheckpointSearch:
         """Verify a checkpoint on this host; return the fields of its error, or None if intact."""
         parts = self.parts
         if parts is None:  # A host that reads nothing has no record.
-            self._opened[step] = Checkpoint(
+            self.opened[step] = Checkpoint(
                 step_folder(self.run_dir, step), CommitRecord(step=step, stage_layers=(), files={})
             )
             return None
@@ -201,14 +202,10 @@ class CheckpointSearch:
             return verify(open_checkpoint(self.run_dir, step), parts)
 
         try:
-            self._opened[step] = retry(self.run_dir, verify_local)
+            self.opened[step] = retry(self.run_dir, verify_local)
         except CorruptCheckpoint as error:
             return error.fields()
         return None
-
-    def opened(self, step: int) -> Checkpoint:
-        """Return a checkpoint that `look` has found intact on this host."""
-        return self._opened[step]
 
     def _verified_by_all(
         self, step: int, when: str, damaged: Sequence[Sequence[str] | None] | None = None
@@ -220,7 +217,7 @@ class CheckpointSearch:
         for fields in damaged:
             if fields is not None:
                 return CorruptCheckpoint(step, *fields)
-        return self._opened[step]
+        return self.opened[step]
 
     def _restored(self, step: int) -> Checkpoint | None:
         """Fetch the checkpoint from the copy again; return it if it is intact, else None."""

@@ -40,12 +40,7 @@ class Validator:
     """Evaluator of the validation loss; every host makes one, and all use it at the same steps."""
 
     def __init__(
-        self,
-        config: Config,
-        batches: Sequence[Batch],
-        count: int,
-        runtime: Runtime,
-        host: Group,
+        self, config: Config, batches: Sequence[Batch], count: int, runtime: Runtime, host: Group
     ):
         """Store `count` microbatches to validate on; hosts with a data node hold `batches`."""
         self.host = host

@@ -19,8 +19,7 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, InputError, TemporaryEr
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.cluster.joining import joined
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.keys import SECRET_VARIABLE

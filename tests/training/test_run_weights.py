@@ -212,10 +212,7 @@ def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Pa
     with closing(Trainer(config)) as trainer:
         trainer.setup()
     assert committed_steps(parent.parent / "child") == []
-    run(
-        RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]),
-        resume=True,
-    )
+    run(RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]), resume=True)
     assert committed_steps(parent) == [1, 2, 3]
     run(config, resume=True)
     [line] = Run(parent.parent / "child").metrics
@@ -302,18 +299,6 @@ def test_the_tokenizer_is_the_parents_unless_another_is_named(
     [line] = [line for line in capfd.readouterr().err.splitlines() if "another tokenizer" in line]
     assert line.startswith(f"warning: run:{parent} ")
     assert not (parent.parent / "bytes" / "tokenizer").exists()
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    "value", ["run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"]
-)
-def test_what_names_no_checkpoint_is_refused(value: str):
-    with pytest.raises(InputError) as caught:
-        parse_config({"init_from": value})
-    assert caught.value.field == "init_from"
 
 
 @pytest.mark.parametrize(
