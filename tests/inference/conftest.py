@@ -14,7 +14,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command; gives its exit code, output and errors."""
+    """Run a command; return its exit code, output and errors."""
 
     def run(*words: Any) -> tuple[int, str, str]:
         code, printed = main([*map(str, words)]), capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The planner's commands, run in this process."""
+"""Commands of the planner, run in this process."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from skippipe_sched.__main__ import main
 
 @pytest.fixture
 def command(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command; gives its exit code, output and errors."""
+    """Run a command; return its exit code, output and errors."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["skippipe_sched", *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""What a reader of an SVG finds in it, and timelines to draw."""
+"""Reader of SVGs for tests of pictures, and a measured timeline to draw."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ class Picture:
         self.texts = ["".join(text.itertext()) for text in self.root.iter("text")]
 
     def marks(self, tag: str, name: str = "") -> list[tuple[ElementTree.Element, str]]:
-        """Elements of this class with a tooltip (a legend has none), and the tooltip."""
+        """Return elements of this class with a tooltip (a legend has none), and the tooltip."""
         return [
             (element, element.findtext("title", ""))
             for element in self.root.iter(tag)
@@ -40,14 +40,14 @@ def number(element: ElementTree.Element, name: str) -> float:
 
 
 def require_alone(svg: str, most_bytes: int, *urls: str) -> None:
-    """That a picture is small, and needs no other file."""
+    """Check that a picture is small, and needs no other file."""
     assert len(svg.encode()) < most_bytes
     assert not re.search("href|<script", svg)
     assert re.findall(r"url\(([^)]*)\)", svg) == [*urls]
 
 
 def measured(predicted: Timeline, factor: float) -> Timeline:
-    """What a run tells of its iteration: all as predicted, so many times as long, and no hops."""
+    """Return a run's timeline: all as predicted, `factor` times as long, without hops."""
 
     def longer(own):
         times = {name: factor * s for name, s in vars(own).items() if name.endswith("_s")}
