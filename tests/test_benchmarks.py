@@ -267,20 +267,6 @@ def test_late(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_wire(processes: Processes):
-    small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
-    settings = [*(f"model.{setting}" for setting in small), "data.sequence_length=32"]
-    settings.append(f"plan.case={json.dumps(SMALL_CASE)}")
-    overrides = [word for setting in settings for word in ("--set", setting)]
-    results = last_line_of(processes, "wire", "--iterations", "3", *overrides)["results"]
-    nothing, activations, averaging, both = (own["bytes_per_iteration"] for own in results)
-    assert both == pytest.approx(nothing / 2, abs=9)
-    assert activations + averaging == pytest.approx(1.5 * nothing, abs=9)
-    assert all(abs(own["difference"]) < 0.01 for own in results)
-    assert len({tuple(own["losses"]) for own in results}) == 4
-
-
-@pytest.mark.nightly
 def test_packing(processes: Processes):
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     words = [f"model.{setting}" for setting in small] + ["data.sequence_length=32"]
@@ -297,16 +283,6 @@ def test_packing(processes: Processes):
     # Of 4 sequences of 256 tokens, whose 256 channels have two scales.
     assert sent["by_formula"] == 2 * 8 * 4 * 4 * 256 * (256 + 2 * 2)
     assert 1.0 < sent["ratio"] < 1.03
-
-
-@pytest.mark.nightly
-def test_many_requests(processes: Processes):
-    sizes = ["--slots", "3", "--requests", "4", "--turns", "1"]
-    results = last_line_of(processes, "many_requests", *sizes)["results"]
-    assert list(results) == ["generate_until", "loglikelihood", "loglikelihood_rolling"]
-    for own in results.values():
-        one, many = own["seconds"]["1"], own["seconds"]["3"]
-        assert own["times_as_fast"] == pytest.approx(one[0] / many[0], abs=0.01)
 
 
 @pytest.mark.nightly
