@@ -184,8 +184,9 @@ def test_instructions_are_those_that_the_processor_has(tmp_path: Path):
 
 
 def test_the_committed_study_says_that_the_recipe_is_calm(tmp_path: Path):
-    committed = json.loads(calm.RESULT.read_text())
-    assert committed["digest"] == calm.Study(tmp_path, quick=False).digest()
+    study = calm.Study(tmp_path, quick=False)
+    committed = json.loads(study.result.read_text())
+    assert committed["digest"] == study.digest()
     repeated = committed["repetitions"]
     assert {name: len(own["loss"]) for name, own in repeated.items()} == {
         own.name: own.times for own in calm.REPEATED

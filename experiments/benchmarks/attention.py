@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import reporting
-from experiments.benchmarks.turns import Taken, ratio
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.turns import Taken, ratio
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import BLOCKWISE, PLATFORM_OF, XLA
@@ -129,13 +128,15 @@ def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     parser = reporting.parser("attention", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
+    numbers = {
+        "width": (512, "model.width"),
+        "heads": (8, "model.heads"),
+        "kv_heads": (4, "model.kv_heads"),
+        "turns": (7, "counted turns"),
+    }
+    reporting.add_numbers(parser, numbers)
     parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
-    arguments = parser.parse_args()
-    return run_command(lambda: _run(arguments))
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

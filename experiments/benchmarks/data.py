@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import reporting
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.launching import QUICKSTART
 from skippipe_jax import Run
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
 from skippipe_jax.config.data import BYTES
 from skippipe_jax.data.batches import TrainingBatches
@@ -41,7 +41,6 @@ from skippipe_jax.data.tokenizing import train_bpe, write_tokens
 from skippipe_jax.storage.files import new_directory
 from skippipe_jax.training.trainer import Trainer
 
-QUICKSTART = Path("experiments/quickstart.yaml")
 PYTHON = DocumentSource("python")
 
 
@@ -50,8 +49,7 @@ def trainer_speed(config: Config, iterations: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         steps = replace(config.train, steps=1 + iterations)
         config = replace(config, run_dir=f"{folder}/run", train=steps)
-        alone = Membership(config.cluster, 0, 1)
-        Trainer(config, host=alone, config_folder=QUICKSTART.parent).run()
+        Trainer(config, config_folder=QUICKSTART.parent).run()
         lines = Run(config.run_dir).metrics[1:]
     return statistics.median(line["tokens_per_second"] for line in lines)
 
@@ -155,8 +153,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return reporting.run(_parser(), _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -174,20 +171,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("data", __doc__)
-    parser.add_argument("--iterations", type=int, default=10, help="iterations of training (10)")
-    parser.add_argument("--copies", type=int, default=3, help="copies of the text to tokenize (3)")
+    numbers = {
+        "iterations": (10, "iterations of training"),
+        "copies": (3, "copies of the text to tokenize"),
+        "vocabulary_size": (8192, "vocabulary of the BPE"),
+        "turns": (3, "turns of tokenizing"),
+    }
+    reporting.add_numbers(parser, numbers)
     parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
-    parser.add_argument(
-        "--vocabulary-size", type=int, default=8192, help="vocabulary of the BPE (8192)"
-    )
-    parser.add_argument("--turns", type=int, default=3, help="turns of tokenizing (3)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY.SUB=VALUE",
-        help="override one key of training",
-    )
+    add_overrides(parser, "override one key of training")
     return parser
 
 

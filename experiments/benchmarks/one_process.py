@@ -21,7 +21,7 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search.budget import Search
 
-from experiments.benchmarks.turns import Iteration
+from experiments.benchmarks.harness.turns import Iteration
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from skippipe_jax.data.batches import Batch

@@ -33,11 +33,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import machine, reporting
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
-from experiments.benchmarks.turns import Iteration, in_turns, ratio, require_alike
 from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import ATTENTION, RECOMPUTE
@@ -97,7 +96,7 @@ def peak_memory_of(name: str, workload: Workload) -> int:
         iteration, random = PROGRAMS[name](workload), np.random.default_rng(SEED)
         for _ in range(2):
             iteration(workload.random_batches(random))
-    return machine.peak_memory_bytes(device)
+    return reporting.peak_memory_bytes(device)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -117,8 +116,7 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    return reporting.run(_parser(), _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -170,7 +168,7 @@ def _part(arguments: argparse.Namespace) -> Any:
     workload = Workload(model, **{name: getattr(arguments, name) for name in WORKLOAD})
     if arguments.part != TIMES:
         return peak_memory_of(arguments.part, workload)
-    before = machine.describe()
+    before = reporting.describe_machine()
     seconds = time_in_turns(workload, **{name: getattr(arguments, name) for name in TURNS})
     return summary(workload, seconds) | {"machine": before}
 
@@ -200,10 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         default=RECOMPUTE,
         help="modes to measure (all)",
     )
-    for name, (default, text) in (WORKLOAD | TURNS).items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} ({default})"
-        )
+    reporting.add_numbers(parser, WORKLOAD | TURNS)
     # What one of this program's own processes measures.
     parser.add_argument("--part", choices=(TIMES, NOTHING, *PROGRAMS), help=argparse.SUPPRESS)
     return parser

@@ -13,7 +13,6 @@ an iteration passes between the programs: dispatch, and arrays that are made and
 from __future__ import annotations
 
 import argparse
-import functools
 import gzip
 import json
 import os
@@ -27,11 +26,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import reporting
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
-from experiments.benchmarks.turns import Iteration, in_turns, ratio, require_alike
 from skippipe_jax.config import PRESETS, ModelConfig
 
 PIPELINE, PLAIN = "pipeline", "plain"
@@ -123,20 +121,18 @@ def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     parser = reporting.parser("overhead_causes", __doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="(%(default)s)")
-    parser.add_argument(
-        "--replicas", type=int, default=2, help="replicas of each stage (%(default)s)"
-    )
-    parser.add_argument("--sequence-length", type=int, default=256, help="(%(default)s)")
-    parser.add_argument("--turns", type=int, default=10, help="timed turns (%(default)s)")
-    parser.add_argument(
-        "--records", type=int, default=3, help="records by the profiler (%(default)s)"
-    )
-    arguments = parser.parse_args()
+    numbers = {
+        "replicas": (2, "replicas of each stage"),
+        "sequence_length": (256, "tokens of a sequence"),
+        "turns": (10, "timed turns"),
+        "records": (3, "records by the profiler"),
+    }
+    reporting.add_numbers(parser, numbers)
     if any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
         # XLA reads them once, before anything else.
         command = [sys.executable, "-m", "experiments.benchmarks.overhead_causes", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | ONE_THREAD)
-    return run_command(functools.partial(_run, arguments))
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from skippipe_sched.errors import run_command
 
-from experiments.paper import intervals, provenance
+from experiments.benchmarks.harness import reporting
+from experiments.paper import intervals
 from skippipe_jax.campaign.running import digest_of
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
@@ -184,13 +185,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, train, print and write; returns the exit code."""
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog=COMMAND,
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.documented_parser(COMMAND, __doc__)
     parser.add_argument(
         "--seeds", type=int, nargs="+", choices=SEEDS, default=list(SEEDS), help="(all)"
     )
@@ -201,7 +196,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     results = [trained(seed) for seed in arguments.seeds]
-    figures: dict[str, Any] = provenance.of(COMMAND) | {"digest": digest()} | figures_of(results)
+    figures: dict[str, Any] = reporting.origin(COMMAND) | {"digest": digest()} | figures_of(results)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(arguments.output, json.dumps(figures, indent=1) + "\n")
     inside, outside = (domains_of(results[0], outside=where) for where in (False, True))

@@ -8,8 +8,6 @@ from first weights that differ by 1e-6, which is what rounding comes to. The con
 each set of instructions that XLA may take, too, as if on other processors. Beside that stands the
 control as it was before, when the first weights scattered less: what starts with a plateau ends
 where chance has it. Repetition 0 is the campaign's own run, with nothing changed.
-
-All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -24,12 +22,10 @@ import numpy as np
 import yaml
 
 from experiments.paper import jobs, study_command
-from experiments.paper.campaign import Campaign, Run
+from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
 
-COMMAND = "python -m experiments.paper.calm"
-RESULT = Path(__file__).parent / "results" / "calm.json"
 CHANGED_BY = 1e-6
 SEED = 0
 # What `model.initial_deviation` was by default.
@@ -58,15 +54,15 @@ ON_INSTRUCTIONS = REPEATED[0]
 QUICK_TIMES = 2
 
 
-class Study:
+class Study(study_command.Study):
     """The runs that are repeated, and what they have come to."""
+
+    NAME = "calm"
 
     def __init__(self, folder: Path, quick: bool, instructions: Sequence[str] | None = None):
         """`folder` is worked in; `instructions` are by default those that the processor has."""
-        self.campaign = Campaign(folder, quick)
-        self.folder = self.campaign.folder / "calm"
+        super().__init__(folder, quick)
         self.instructions = available() if instructions is None else instructions
-        self.result = self.folder / RESULT.name if quick else RESULT
 
     def repetitions(self, repeated: Repeated) -> list[Job]:
         """The same run again and again."""
@@ -95,15 +91,10 @@ class Study:
 
     def figures(self) -> dict[str, Any]:
         """What is written, of runs that have been trained."""
-        found: dict[str, Summary] = {}
-        for job in self.jobs():
-            summary = job.summary()
-            assert summary is not None, job.name
-            found[job.name] = summary
         arms = [own.arm for own in REPEATED if not own.former]
         figures = figures_of(
-            {own.name: [found[job.name] for job in self.repetitions(own)] for own in REPEATED},
-            {name: found[job.name] for name, job in self.on_instructions().items()},
+            {own.name: [job.trained() for job in self.repetitions(own)] for own in REPEATED},
+            {name: job.trained() for name, job in self.on_instructions().items()},
             {arm: self.campaign.summary(Run(arm, SEED)) for arm in arms},
         )
         return figures | {"digest": self.digest()}
@@ -137,7 +128,7 @@ class Study:
             digest=jobs.digest_of(whole),
             config=config,
             results=self.folder / "results",
-            command=COMMAND,
+            command=self.command,
             quick=self.campaign.quick,
             first=first,
             flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
@@ -232,7 +223,7 @@ def _line(name: str, losses: Sequence[float], spread: Mapping[str, float | None]
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(COMMAND, __doc__ or "", "small models, two repetitions", Study, table)
+    return study_command.run(Study, __doc__, table, "small models, two repetitions")
 
 
 if __name__ == "__main__":

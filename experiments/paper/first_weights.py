@@ -19,6 +19,7 @@ import numpy as np
 from skippipe_sched.errors import run_command
 from skippipe_sched.problem.plan import load_plan
 
+from experiments.benchmarks.harness import reporting
 from skippipe_jax.config import Config, ModelConfig, load_config
 from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.interop import huggingface
@@ -68,10 +69,7 @@ def write(
 
 def main() -> int:
     """Parse the command line and write; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.first_weights",
-        description=(__doc__ or "").split("\n")[0],
-    )
+    parser = reporting.documented_parser("python -m experiments.paper.first_weights", __doc__)
     parser.add_argument("config", type=Path, help="configuration of a run, with its seed")
     parser.add_argument(
         "--changed-by", type=float, default=0.0, help="relative change of the weights (%(default)g)"

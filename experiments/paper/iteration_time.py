@@ -11,8 +11,8 @@ correlation      of seconds with bytes between locations, and with the time that
 in_flight        how many microbatches a node may hold, a limit that full pipelines suffer from more
 search           what a longer search brings, and how many iterations repay it
 
-Measured on a network shaped by `tc`, by `experiments.benchmarks.wan`, whose committed figures are
-taken as they are:
+Measured on a network shaped by `tc`, by
+`experiments.benchmarks.network.wan`, whose committed figures are taken as they are:
 
 shaped_network   predicted and measured seconds by method
 """
@@ -152,7 +152,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
         "search": _search_costs(searches, rows),
         "shaped_network": {
             "source": "experiments/results/wan_epyc_2_cores.json, measured before by "
-            "python -m experiments.benchmarks.wan",
+            "python -m experiments.benchmarks.network.wan",
             "machine": shaped["machine"],
             "methods": [
                 {key: row[key] for key in ("method", "predicted_s", "measured_s", "bytes_sent")}

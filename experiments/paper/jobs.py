@@ -78,6 +78,12 @@ class Job:
         found = Summary(**fields.load_json(self.output, str(self.output)))
         return found if found.digest == self.digest else None
 
+    def trained(self) -> Summary:
+        """Return what it has found, once it has been trained."""
+        found = self.summary()
+        assert found is not None, self.name
+        return found
+
 
 def train(jobs: Sequence[Job], folder: Path) -> None:
     """Train those of the jobs that have not been, working in `folder`.
@@ -127,8 +133,7 @@ class AtWork:
 
     def found(self) -> str:
         """Its held-out loss."""
-        summary = self.job.summary()
-        assert summary is not None, self.name
+        summary = self.job.trained()
         return f"held-out loss {summary.loss:.4f} after {summary.steps} steps"
 
     @property

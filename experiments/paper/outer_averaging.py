@@ -10,8 +10,6 @@ of that seed, which averages gradients in every iteration, and for as many as ta
 control by the planner's clock. Summaries are committed, so each run is trained once, and figures
 are of the seeds that are there. (The seconds in summaries are those of exact averaging, for which
 the arms' plans were made; those of the figures are not.)
-
-All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -24,20 +22,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import parse_averaging
 from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import jobs, plans, study_command
-from experiments.paper.campaign import Campaign, Run
+from experiments.paper.campaign import Run
 from experiments.paper.intervals import HOW, by_seed, intervals, paired, with_ends
 from experiments.paper.jobs import Job
 from experiments.paper.outer_settings import SENT, Setting, Trials
 from experiments.paper.summary import Summary
 
-COMMAND = "python -m experiments.paper.outer_averaging"
-RESULT = Path(__file__).parent / "results" / "outer_averaging.json"
-SUMMARIES = RESULT.with_suffix("")
 CONTROL = "full"
 # Arms of the campaign, and what it calls the same in the time of the control.
 EQUAL_TIME = {"full": "full", "skip33": "skip33_equal_time"}
@@ -96,15 +90,14 @@ def steps_within(arm: str, section: Mapping[str, Any], limit_s: float) -> int:
     return exact_steps + cycles * every + SENT["delay"]
 
 
-class Study:
+class Study(study_command.Study):
     """The runs with outer averaging, beside those of the campaign."""
 
+    NAME = "outer_averaging"
+
     def __init__(self, folder: Path, quick: bool):
-        """`folder` is worked in; summaries of a quick study stay there."""
-        self.campaign = Campaign(folder, quick)
-        self.folder = self.campaign.folder / "outer_averaging"
-        self.result = self.folder / RESULT.name if quick else RESULT
-        self.summaries = self.folder / "summaries" if quick else SUMMARIES
+        """`folder` is worked in."""
+        super().__init__(folder, quick)
         self.trials = Trials(self.campaign, self.summaries / "trials")
 
     def runs(self) -> list[OuterRun]:
@@ -133,7 +126,7 @@ class Study:
 
     def job(self, run: OuterRun) -> Job:
         """A run as it is trained."""
-        return self.campaign.job_of(run.name, self.config(run), self.summaries, COMMAND)
+        return self.campaign.job_of(run.name, self.config(run), self.summaries, self.command)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -200,36 +193,15 @@ class Study:
         steps, section = config["train"]["steps"], config["averaging"]
         seeds = [run for run in found if replace(run, seed=0) == first]
         done = list(takewhile(lambda run: found[run] is not None, seeds))
-        return {
-            "steps": steps,
-            "averaging": section,
-            "hours": round(clock_s(first.arm, section, steps) / 3600, 2),
-            "loss": {
-                "outer": [own.loss for run in done if (own := found[run]) is not None],
-                "exact": [self._loss(run.exact) for run in done],
-            }
-            | (
-                {"full_exact": [self._loss(Run(CONTROL, run.seed)) for run in done]}
-                if first.equal_time
-                else {}
-            ),
+        losses = {
+            "outer": [own.loss for run in done if (own := found[run]) is not None],
+            "exact": [self.campaign.trained(run.exact).loss for run in done],
         }
-
-    def _loss(self, run: Run) -> float:
-        """What the campaign has found by a run.
-
-        Raises:
-            InputError: if it has not been trained.
-        """
-        summary = self.campaign.summary(run)
-        if summary is None:
-            raise InputError(
-                "run",
-                run.name,
-                "has not been trained by the campaign",
-                f"Run python -m experiments.paper.campaign --only {run.arm}",
-            )
-        return summary.loss
+        if first.equal_time:
+            controls = (Run(CONTROL, run.seed) for run in done)
+            losses["full_exact"] = [self.campaign.trained(run).loss for run in controls]
+        hours = round(clock_s(first.arm, section, steps) / 3600, 2)
+        return {"steps": steps, "averaging": section, "hours": hours, "loss": losses}
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -258,7 +230,7 @@ def _line(setting: str, arm: str, own: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(COMMAND, __doc__ or "", "small models, one seed", Study, table)
+    return study_command.run(Study, __doc__, table)
 
 
 if __name__ == "__main__":
