@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from experiments.paper import jobs, study_command
+from experiments.paper import first_weights, jobs, study_command
 from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
+from skippipe_jax.config import parse_config
 
 CHANGED_BY = 1e-6
 SEED = 0
@@ -83,9 +83,10 @@ class Study(study_command.Study):
 
     def train(self) -> dict[str, Any]:
         """Train what is missing; returns the figures of all."""
-        for job in self.jobs():
-            if job.first:
-                self._write_unchanged(job)
+        for repeated in REPEATED:
+            for draw, job in enumerate(self.repetitions(repeated)):
+                if draw and job.summary() is None:
+                    _write_first_weights(job, draw)
         jobs.train(self.jobs(), self.folder)
         return self.figures()
 
@@ -113,16 +114,9 @@ class Study(study_command.Study):
         whole = [config, plan] + [part for part in (changed, instructions) if part]
         former = "former-" if repeated.former else ""
         name = "-".join([former + run.name, f"changed_{draw}", *filter(None, [instructions])])
-        first: tuple[str, ...] = ()
         if draw:
             weights = self.folder / "first_weights" / f"{name}-{jobs.digest_of(whole)}"
             config = config | {"init_from": f"hf:{weights}"}
-            first = (
-                "experiments.paper.first_weights", str(weights.with_suffix(".yaml")),
-                "--changed-by", str(CHANGED_BY), "--draw", str(draw), "--output", str(weights),
-            )  # fmt: skip
-            if weights.exists():
-                first = ()
         return Job(
             name=name,
             digest=jobs.digest_of(whole),
@@ -130,16 +124,19 @@ class Study(study_command.Study):
             results=self.folder / "results",
             command=self.command,
             quick=self.campaign.quick,
-            first=first,
             flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
         )
 
-    def _write_unchanged(self, job: Job) -> None:
-        """Write the configuration whose first weights are changed for a job."""
-        path = Path(job.first[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        config = {key: value for key, value in job.config.items() if key != "init_from"}
-        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+def _write_first_weights(job: Job, draw: int) -> None:
+    """Write the weights from which a job begins, unless they are there."""
+    config = dict(job.config)
+    target = Path(config.pop("init_from").removeprefix("hf:"))
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        parsed, stages = parse_config(config), len(jobs.plan_of(config).stages)
+        weights = first_weights.drawn(parsed, stages)
+        first_weights.write(parsed.model, stages, weights, CHANGED_BY, draw, target)
 
 
 def available(processor: Path = PROCESSOR) -> list[str]:

@@ -53,7 +53,6 @@ class Job:
         results: the folder of its summary.
         command: what makes the summary, as the summary says.
         quick: whether it is summed up on little text.
-        first: a command before the training: a module and its arguments.
         flags: of XLA, beside those for one thread.
     """
 
@@ -63,7 +62,6 @@ class Job:
     results: Path
     command: str
     quick: bool = False
-    first: tuple[str, ...] = ()
     flags: str = ""
 
     @property
@@ -127,9 +125,8 @@ class AtWork:
         return ONE_THREAD | {"XLA_FLAGS": f"{ONE_THREAD['XLA_FLAGS']} {self.job.flags}".strip()}
 
     def commands(self) -> list[Callable[[], Sequence[str]]]:
-        """What comes first, the training, and its summary."""
-        first = [lambda: self.job.first] if self.job.first else []
-        return [*first, self._training, self._summing_up]
+        """The training and its summary."""
+        return [self._training, self._summing_up]
 
     def found(self) -> str:
         """Its held-out loss."""

@@ -396,9 +396,7 @@ def _run(arguments: argparse.Namespace) -> int:
         tasks += [task for *_, task in study.options()]
     unique = list({task.name: task for task in tasks}.values())
     if arguments.list:
-        for task in unique:
-            print(f"{task.name:60s}", task.found() if task.is_done() else "not trained")
-        return 0
+        return gated_tasks.show(unique)
     gated_tasks.train(unique, study.folder)
     write_figures(study)
     return 0

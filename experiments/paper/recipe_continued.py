@@ -135,9 +135,7 @@ def main() -> int:
 
 def _run(study: Study, lists: bool) -> int:
     if lists:
-        for *_, task in study.tasks():
-            print(f"{task.name:50s}", task.found() if task.is_done() else "not trained")
-        return 0
+        return gated_tasks.show([task for *_, task in study.tasks()])
     study.train()
     figures = study.figures()
     path = study.results.parent / f"{NAME}.json"

@@ -10,7 +10,7 @@ import yaml
 
 from experiments.benchmarks.churn import records
 from experiments.benchmarks.harness import launching
-from experiments.benchmarks.harness.launching import QUICKSTART, set_words
+from experiments.benchmarks.harness.launching import QUICKSTART, alike_nodes, set_words
 from skippipe_jax.config import load_config
 from skippipe_jax.config.parsing import to_yaml
 from skippipe_jax.storage.run_dir import METRICS
@@ -37,18 +37,8 @@ LOWER = 12
 def quickstart_in(folder: Path, stages: Sequence[int], path_length: int) -> dict[str, Any]:
     """Configure the quickstart on nodes that are all alike, on one machine."""
     config = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
-    case = {
-        "nodes": sum(stages),
-        "locations": ["here"],
-        "links": [],
-        "activation_bytes": "auto",
-        "stage_bytes": "auto",
-        "forward_s": 0.1,
-        "stages": list(stages),
-        "path_length": path_length,
-        "microbatches_per_data_node": MICROBATCHES_PER_DATA_NODE,
-        "memory": 3,
-    }
+    per_node = MICROBATCHES_PER_DATA_NODE
+    case = alike_nodes(stages, path_length=path_length, microbatches_per_data_node=per_node)
     plan = {"method": "balanced", "case": case}
     return config | {"compilation_cache": str(folder / "compiled"), "plan": plan}
 

@@ -112,6 +112,22 @@ def set_words(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+def alike_nodes(stages: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Return a case of nodes that are all alike, in one place, with full paths if not told else."""
+    case = {
+        "nodes": sum(stages),
+        "locations": ["here"],
+        "links": [],
+        "activation_bytes": "auto",
+        "stage_bytes": "auto",
+        "forward_s": 0.1,
+        "stages": list(stages),
+        "path_length": len(stages),
+        "memory": 3,
+    }
+    return case | more
+
+
 def write_config(path: Path, config: Mapping[str, Any]) -> Path:
     """Write a configuration; returns its file."""
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")

@@ -30,6 +30,7 @@ from experiments.benchmarks.harness.launching import (
     QUICKSTART,
     AllHosts,
     Loopback,
+    alike_nodes,
     write_config,
 )
 from experiments.benchmarks.network.packing_host import read_counts
@@ -148,6 +149,7 @@ def bytes_per_iteration(config: Config) -> int:
 
 def config_of(folder: Path, dtype: str, width: int, iterations: int) -> Path:
     """Write the configuration of a run of two stages of a node each, along full paths."""
+    case = alike_nodes([1, 1], microbatches_per_data_node=MICROBATCHES, memory=4)
     config = {
         "run_dir": str(folder / "run"),
         "model": {
@@ -158,19 +160,7 @@ def config_of(folder: Path, dtype: str, width: int, iterations: int) -> Path:
             "ffn_width": width,
             "context": 256,
         },
-        "plan": {
-            "method": "full",
-            "case": {
-                "nodes": 2,
-                "locations": ["Belgium", "Iowa"],
-                "links": "gcp12",
-                "forward_s": 0.1,
-                "stages": [1, 1],
-                "path_length": 2,
-                "microbatches_per_data_node": MICROBATCHES,
-                "memory": 4,
-            },
-        },
+        "plan": {"method": "full", "case": case},
         "data": {"sequence_length": 256, "microbatch_size": 4},
         "network": {"activation_dtype": dtype},
         "train": {"steps": iterations},

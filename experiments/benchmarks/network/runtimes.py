@@ -30,6 +30,7 @@ from experiments.benchmarks.harness.launching import (
     Loopback,
     Network,
     OwnCores,
+    alike_nodes,
     write_config,
 )
 from skippipe_jax import Run
@@ -62,30 +63,13 @@ def config_of(folder: Path, runtime: str, iterations: int, size: str = "full") -
         "plan": {
             "method": "full",
             "budget_s": 0.5,
-            "case": case_of([REPLICAS] * STAGES, 4 * REPLICAS),
+            "case": alike_nodes([REPLICAS] * STAGES, microbatches=4 * REPLICAS),
         },
         "data": {"sequence_length": sequence_length, "microbatch_size": microbatch_size},
         "cluster": {"runtime": runtime, "host_of_node": HOSTS_OF_NODES},
         "network": {"averaging": "ring"},
         "train": {"steps": WARMUP_ITERATIONS + iterations},
         "checkpoint": {"every": WARMUP_ITERATIONS + iterations},
-    }
-
-
-def case_of(stages: Sequence[int], microbatches: int) -> dict[str, Any]:
-    """Nodes that are all alike, in one place: what a plan is for is not measured here."""
-    return {
-        "nodes": sum(stages),
-        "stages": list(stages),
-        "locations": ["Iowa"] * sum(stages),
-        "links": "gcp12",
-        "forward_s": 0.05,
-        "hop_overhead_s": 0.0,
-        "activation_bytes": "auto",
-        "stage_bytes": "auto",
-        "path_length": len(stages),
-        "microbatches": microbatches,
-        "memory": 3,
     }
 
 
@@ -96,7 +80,7 @@ def start_config_of(folder: Path, runtime: str, hosts: int) -> dict[str, Any]:
         hosts // START_STAGES + (stage < hosts % START_STAGES) for stage in range(START_STAGES)
     ]
     config["model"]["layers"] = START_STAGES
-    config["plan"]["case"] = case_of(stages, hosts)
+    config["plan"]["case"] = alike_nodes(stages, microbatches=hosts)
     del config["cluster"]["host_of_node"]
     return config
 

@@ -9,12 +9,14 @@ its requests.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection
 from typing import Any
 
 PATIENCE_S = 600.0
@@ -76,45 +78,38 @@ def _answer(question: Question, prompt: Sequence[int], began_s: float) -> Answer
         "stream": True,
         "logprobs": 0,  # They come with the tokens, which are counted so.
     }
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    # Read later: on a machine that it shares with the service, a client has to take little.
-    received = list[tuple[float, bytes]]()
-    with socket.create_connection(("127.0.0.1", question.port), PATIENCE_S) as connection:
-        connection.sendall(head.encode() + content)
-        while piece := connection.recv(1 << 16):
-            received.append((time.perf_counter() - began_s, piece))
+    with closing(HTTPConnection("127.0.0.1", question.port, timeout=PATIENCE_S)) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        # Read later: on a machine that it shares with the service, a client has to take little.
+        received = [(time.perf_counter() - began_s, line) for line in response]
+    if response.status != HTTPStatus.OK:
+        said = b"".join(line for _, line in received)
+        raise RuntimeError(f"unexpected answer of the service: {response.status} {said!r}")
     return _read(received)
 
 
 def _read(received: Sequence[tuple[float, bytes]]) -> Answer:
-    """Return the answer that came in pieces, each at a time.
+    """Return the answer whose lines came each at a time.
 
     Raises:
         RuntimeError: if it is not whole, or an error.
     """
-    count, arrivals, text, rest = 0, list[tuple[int, float]](), "", b""
-    status = received[0][1].partition(b"\r\n")[0] if received else b"nothing"
-    if not status.startswith(b"HTTP/1.1 200 "):
-        raise RuntimeError(
-            f"unexpected answer of the service: {b''.join(piece for _, piece in received)!r}"
-        )
-    for at_s, piece in received:
-        # A line of an event has no line end in it; the others are those of chunks, and the head.
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line == b"data: [DONE]":
-                return Answer(arrivals, text)
-            if not line.startswith(b"data: "):
-                continue
-            event = json.loads(line.removeprefix(b"data: "))
-            if "choices" not in event:
-                raise RuntimeError(f"the service sent an error: {event}")
-            [choice] = event["choices"]
-            count += len(choice["logprobs"]["tokens"])
-            arrivals.append((count, at_s))
-            text += choice["text"]
+    count, arrivals, text = 0, list[tuple[int, float]](), ""
+    for at_s, line in received:
+        told = line.strip().removeprefix(b"data: ")
+        if told == b"[DONE]":
+            return Answer(arrivals, text)
+        if not told:
+            continue
+        event = json.loads(told)
+        if "choices" not in event:
+            raise RuntimeError(f"the service sent an error: {event}")
+        [choice] = event["choices"]
+        count += len(choice["logprobs"]["tokens"])
+        arrivals.append((count, at_s))
+        text += choice["text"]
     raise RuntimeError("the service closed the connection before the end of an answer")
 
 

@@ -510,36 +510,24 @@ def table(report: Mapping[str, Any]) -> str:
     rows = [["", "measured", "to predicted"]]
     if WAN in report:
         own = report[WAN]
-        count = own["sequences"]
-        rates = own["tokens_per_second"]
-        rows += [
-            [
-                "over hosts: seconds per token, one sequence",
+        count, rates, second = own["sequences"], own["tokens_per_second"], "tokens per second"
+        first = f"seconds until the first token, {PROMPT_TOKENS} of prompt"
+        times = own["times_as_many_as_one_slot"]
+        of_hosts = {
+            "seconds per token, one sequence": (
                 f"{own['seconds_per_token']:.3f}",
                 f"{own['seconds_per_token_to_predicted']:.3f}",
-            ],
-            [
-                f"over hosts: seconds until the first token, {PROMPT_TOKENS} of prompt",
-                f"{own['seconds_until_first_token']:.3f}",
-                "-",
-            ],
-            ["over hosts: tokens per second, one sequence", f"{rates['1']:.2f}", "-"],
-            [
-                f"over hosts: tokens per second, {count} sequences",
+            ),
+            first: (f"{own['seconds_until_first_token']:.3f}", "-"),
+            f"{second}, one sequence": (f"{rates['1']:.2f}", "-"),
+            f"{second}, {count} sequences": (
                 f"{rates[str(count)]:.2f}",
                 f"{own['tokens_per_second_to_predicted']:.3f}",
-            ],
-            [
-                "over hosts: tokens per second, a service with one slot",
-                f"{rates['one slot']:.2f}",
-                "-",
-            ],
-            [
-                f"over hosts: {count} sequences, times as many as with one slot",
-                f"{own['times_as_many_as_one_slot']:.2f}",
-                "-",
-            ],
-        ]
+            ),
+            f"{second}, a service with one slot": (f"{rates['one slot']:.2f}", "-"),
+            f"{count} sequences, times as many as with one slot": (f"{times:.2f}", "-"),
+        }
+        rows += [[f"over hosts: {what}", *figures] for what, figures in of_hosts.items()]
     if ONE_HOST in report:
         own = report[ONE_HOST]
         count = own["sequences"]
