@@ -134,16 +134,10 @@ def test_gpu_on_any_machine(processes: Processes):
 
 
 def test_gpu_measures_a_replica_of_the_recipe():
-    given = gpu._parser().parse_args([])
+    given = gpu.Sizes()
     recipe = load_config(Path("experiments/paper/configs/1.5b.yaml"))
-    shape = PRESETS[given.preset] | {"layers": given.layers}
-    assert recipe.model == ModelConfig(
-        **(shape | {"layers": 6 * given.layers}),
-        preset=given.preset,
-        compute_dtype=given.compute_dtype,
-        recompute=given.recompute,
-        attention=given.attention,
-    )
+    shape = PRESETS[given.preset] | {"layers": 6 * given.layers, "preset": given.preset}
+    assert recipe.model == given.model_of(shape)
     assert recipe.data.microbatch_size == given.microbatch_size
     assert recipe.data.sequence_length == given.sequence_length
     case = recipe.plan.case
@@ -198,7 +192,7 @@ def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
 
 @pytest.mark.nightly
 def test_attention(processes: Processes):
-    given = "--lengths", "300", "--width", "32", "--turns", "2"
+    given = "--lengths", "300", "--turns", "2"
     one, packed = last_line_of(processes, "attention", *given)["results"]
     assert [one["packed"], packed["packed"]] == [False, True]
     for ways in (one["ways"], packed["ways"]):

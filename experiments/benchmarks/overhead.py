@@ -38,8 +38,7 @@ from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
 from skippipe_jax.config import PRESETS, ModelConfig
-from skippipe_jax.config.choices import DTYPES
-from skippipe_jax.config.model import ATTENTION, RECOMPUTE
+from skippipe_jax.config.model import RECOMPUTE
 
 TIMES, NOTHING = "times", "nothing"
 PIPELINE = "pipeline"
@@ -141,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, part: str) -> Any:
     """What a process of its own finds for one part; the parts share their compiled programs."""
     own = ["--recompute", recompute, "--part", part]
-    for name in ("preset", "compute_dtype", "attention", *WORKLOAD, *TURNS):
+    for name in (*WORKLOAD, *TURNS):
         own += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     finished = subprocess.run(
         [sys.executable, "-m", "experiments.benchmarks.overhead", *own],
@@ -159,12 +158,7 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
 
 def _part(arguments: argparse.Namespace) -> Any:
     [recompute] = arguments.recompute
-    model = ModelConfig(
-        **PRESETS[arguments.preset],
-        compute_dtype=arguments.compute_dtype,
-        attention=arguments.attention,
-        recompute=recompute,
-    )
+    model = ModelConfig(**PRESETS["tiny"], recompute=recompute)
     workload = Workload(model, **{name: getattr(arguments, name) for name in WORKLOAD})
     if arguments.part != TIMES:
         return peak_memory_of(arguments.part, workload)
@@ -188,9 +182,6 @@ TURNS = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("overhead", __doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--attention", choices=ATTENTION, default="auto")
     parser.add_argument(
         "--recompute",
         choices=RECOMPUTE,

@@ -120,7 +120,6 @@ def table(results: Mapping[str, Any]) -> str:
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     parser = reporting.parser("overhead_causes", __doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="(%(default)s)")
     numbers = {
         "replicas": (2, "replicas of each stage"),
         "sequence_length": (256, "tokens of a sequence"),
@@ -137,7 +136,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     report = reporting.begun("overhead_causes")
-    model = ModelConfig(**PRESETS[arguments.preset])
+    model = ModelConfig(**PRESETS["tiny"])
     workload = Workload(
         model, 4, arguments.replicas, 12 // arguments.replicas, 4, arguments.sequence_length
     )

@@ -44,35 +44,26 @@ FAR = ("dense_inference", "averaged")
 MAIN = "posterior, cached prior"
 HOMOGENEOUS = "homogeneous"
 MEANS = ("mean", "inside", "outside")
-# What is compared: an arm minus another, and in which way each mixes its experts.
-COMPARED: dict[str, tuple[str, str, str, str]] = {
-    "heterogeneous steps minus homogeneous": (
-        "heterogeneous_steps", MAIN, HOMOGENEOUS, MAIN,
-    ),
-    "heterogeneous sizes minus homogeneous": (
-        "heterogeneous_sizes", MAIN, HOMOGENEOUS, MAIN,
-    ),
-    "steps by measured difficulty minus homogeneous": ("by_difficulty", MAIN, HOMOGENEOUS, MAIN),
-    "measured minus random lanes, steps": (
-        "heterogeneous_steps", MAIN, "random_lanes_steps", MAIN,
-    ),
-    "measured minus random lanes, sizes": (
-        "heterogeneous_sizes", MAIN, "random_lanes_sizes", MAIN,
-    ),
-    "homogeneous minus dense of equal training compute": (
-        HOMOGENEOUS, MAIN, "dense_training", MAIN,
-    ),
-    "homogeneous minus dense of equal inference compute": (
-        HOMOGENEOUS, MAIN, "dense_inference", MAIN,
-    ),
-    "homogeneous minus its averaged parameters": (HOMOGENEOUS, MAIN, "averaged", MAIN),
-    "homogeneous minus its top-1": (HOMOGENEOUS, MAIN, HOMOGENEOUS, "top-1, cached prior"),
-    "cached minus uniform prior": (HOMOGENEOUS, MAIN, HOMOGENEOUS, "posterior, uniform prior"),
-    "posterior minus simple average": (HOMOGENEOUS, MAIN, HOMOGENEOUS, "simple average"),
-    "homogeneous minus each domain's own expert": (
-        HOMOGENEOUS, MAIN, HOMOGENEOUS, "the domain's own expert",
-    ),
-}  # fmt: skip
+# What is compared: an arm minus another; and ways in which the same experts are mixed.
+ARMS = {
+    "heterogeneous steps minus homogeneous": ("heterogeneous_steps", HOMOGENEOUS),
+    "heterogeneous sizes minus homogeneous": ("heterogeneous_sizes", HOMOGENEOUS),
+    "steps by measured difficulty minus homogeneous": ("by_difficulty", HOMOGENEOUS),
+    "measured minus random lanes, steps": ("heterogeneous_steps", "random_lanes_steps"),
+    "measured minus random lanes, sizes": ("heterogeneous_sizes", "random_lanes_sizes"),
+    "homogeneous minus dense of equal training compute": (HOMOGENEOUS, "dense_training"),
+    "homogeneous minus dense of equal inference compute": (HOMOGENEOUS, "dense_inference"),
+    "homogeneous minus its averaged parameters": (HOMOGENEOUS, "averaged"),
+}
+WAYS = {
+    "homogeneous minus its top-1": "top-1, cached prior",
+    "cached minus uniform prior": "posterior, uniform prior",
+    "posterior minus simple average": "simple average",
+    "homogeneous minus each domain's own expert": "the domain's own expert",
+}
+COMPARED = {name: (arm, MAIN, other, MAIN) for name, (arm, other) in ARMS.items()} | {
+    name: (HOMOGENEOUS, MAIN, HOMOGENEOUS, way) for name, way in WAYS.items()
+}
 
 
 def digest() -> str:

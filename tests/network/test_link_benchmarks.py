@@ -50,7 +50,7 @@ def test_rings_use_most_of_a_link(tmp_path: Path):
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
-    settings = ["--methods", "skippipe", "--iterations", "2", "--budget", "3"]
+    settings = ["--arms", "skippipe", "--iterations", "2", "--budget", "3"]
     result = result_of("network.wan", tmp_path, "--hosts", "4", *settings)
     assert result["profiles"]["float32"]["bandwidth_deviation"] < 0.15
     [skippipe] = result["methods"]

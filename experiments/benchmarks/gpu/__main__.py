@@ -6,9 +6,9 @@ Each part is a line of the summary and a section of the JSON, and --parts choose
 
 - `stage`: an inner stage of the recipe of 1.5B parameters (`experiments/paper/configs/1.5b.yaml`)
   with its settings, through the functions that a run uses: forwards and backwards of an iteration's
-  microbatches in the order of 1F1B, with `--in-flight` of them held at once, then the update.
-  Inputs are random, and the loss of a microbatch is half the squared sum of the outputs, so that
-  their gradient is the outputs themselves.
+  microbatches in the order of 1F1B, with as many of them held at once as the recipe has, then the
+  update. Inputs are random, and the loss of a microbatch is half the squared sum of the outputs, so
+  that their gradient is the outputs themselves.
 - `model`: all stages of a whole model, as one process runs them.
 - `attention`: with its gradient, over a sequence of the recipe, in each way that the device has,
   against `xla`.
@@ -39,6 +39,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from experiments.benchmarks import attention
@@ -49,8 +50,7 @@ from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import OutOfMemory, within_memory
 from experiments.benchmarks.one_process import Workload
 from skippipe_jax.config import PRESETS, ModelConfig
-from skippipe_jax.config.choices import DTYPES
-from skippipe_jax.config.model import ATTENTION, RECOMPUTE, XLA
+from skippipe_jax.config.model import XLA
 
 # 8 forwards, 4 losses and 8 backwards: few enough for a device's queue to hold all of them.
 DISPATCHED = {
@@ -67,29 +67,85 @@ DOES_NOT_FIT = "out_of_memory"
 Found = dict[str, Any]
 
 
-def stage(arguments: argparse.Namespace) -> Found:
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; the stage is a replica of an inner one of the recipe.
+
+    Attributes:
+        preset: model of the stage and of attention.
+        layers, microbatches, in_flight, microbatch_size, sequence_length: of the stage.
+        model: the whole model; what is called `model_...` is its own.
+        heads_of: models with the widths and vocabularies for cross-entropy.
+        products: sizes of square matrices; their fastest product is the reference.
+        iterations: timed ones, after one that is not timed.
+        turns: of attention, cross-entropy and dispatch.
+    """
+
+    preset: str = "1.5b"
+    layers: int = 4
+    microbatches: int = 6
+    in_flight: int = 3
+    microbatch_size: int = 1
+    sequence_length: int = 4096
+    model: str = "500m"
+    model_stages: int = 6
+    model_microbatches: int = 8
+    model_microbatch_size: int = 8
+    model_sequence_length: int = 1024
+    heads_of: tuple[str, ...] = ("1.5b", "8b")
+    products: tuple[int, ...] = (4096, 8192, 16384)
+    iterations: int = 10
+    turns: int = 20
+    compute_dtype: str = "bfloat16"
+
+    def model_of(self, shape: Mapping[str, Any]) -> ModelConfig:
+        """Return a model of a shape, which computes and recomputes as the recipe does."""
+        return ModelConfig(**shape, compute_dtype=self.compute_dtype, recompute="block")
+
+
+SMALL = Sizes(
+    preset="tiny",
+    layers=1,
+    microbatches=3,
+    in_flight=2,
+    sequence_length=32,
+    model="tiny",
+    model_stages=2,
+    model_microbatches=2,
+    model_microbatch_size=1,
+    model_sequence_length=32,
+    heads_of=("tiny",),
+    products=(128, 256),
+    iterations=2,
+    turns=3,
+    # In which programs that train the same have losses that differ by little.
+    compute_dtype="float32",
+)
+
+
+def stage(sizes: Sizes) -> Found:
     """The stage of the recipe, against a plain step."""
     workload = StageWorkload(
-        _model(arguments, PRESETS[arguments.preset] | {"layers": arguments.layers}),
-        arguments.microbatches,
-        arguments.in_flight,
-        arguments.microbatch_size,
-        arguments.sequence_length,
+        sizes.model_of(PRESETS[sizes.preset] | {"layers": sizes.layers}),
+        sizes.microbatches,
+        sizes.in_flight,
+        sizes.microbatch_size,
+        sizes.sequence_length,
     )
-    return training.of_stage(workload, arguments.iterations, tuple(arguments.products))
+    return training.of_stage(workload, sizes.iterations, sizes.products)
 
 
-def whole_model(arguments: argparse.Namespace) -> Found:
+def whole_model(sizes: Sizes) -> Found:
     """A whole model, against a plain step."""
     workload = Workload(
-        _model(arguments, PRESETS[arguments.model]),
-        stages=arguments.model_stages,
+        sizes.model_of(PRESETS[sizes.model]),
+        stages=sizes.model_stages,
         replicas=1,
-        microbatches_per_data_node=arguments.model_microbatches,
-        microbatch_size=arguments.model_microbatch_size,
-        sequence_length=arguments.model_sequence_length,
+        microbatches_per_data_node=sizes.model_microbatches,
+        microbatch_size=sizes.model_microbatch_size,
+        sequence_length=sizes.model_sequence_length,
     )
-    return training.of_model(workload, arguments.iterations, tuple(arguments.products))
+    return training.of_model(workload, sizes.iterations, sizes.products)
 
 
 def training_lines(found: Found) -> Iterator[str]:
@@ -112,12 +168,12 @@ def training_lines(found: Found) -> Iterator[str]:
     )
 
 
-def attention_each_way(arguments: argparse.Namespace) -> Found:
+def attention_each_way(sizes: Sizes) -> Found:
     """Attention over one document and over packed ones, by each way, against all scores at once."""
-    model, length = _model(arguments, PRESETS[arguments.preset]), arguments.sequence_length
+    model, length = sizes.model_of(PRESETS[sizes.preset]), sizes.sequence_length
 
     def measured(is_packed: bool) -> Found:
-        ways = attention.measured(model, length, is_packed, arguments.turns)
+        ways = attention.measured(model, length, is_packed, sizes.turns)
         return {"tokens": length, "heads": model.heads, "head_width": model.head_width} | {
             "ways": ways
         }
@@ -128,19 +184,19 @@ def attention_each_way(arguments: argparse.Namespace) -> Found:
     }
 
 
-def cross_entropies(arguments: argparse.Namespace) -> Found:
+def cross_entropies(sizes: Sizes) -> Found:
     """Cross-entropy of a microbatch's tokens by the heads of some models, against a plain one."""
-    tokens = arguments.microbatch_size * arguments.sequence_length
+    tokens = sizes.microbatch_size * sizes.sequence_length
     return {
         preset: _fitting(
             functools.partial(
                 parts.of_cross_entropy,
-                _model(arguments, PRESETS[preset]),
+                sizes.model_of(PRESETS[preset]),
                 tokens,
-                arguments.turns,
+                sizes.turns,
             )
         )
-        for preset in arguments.heads_of
+        for preset in sizes.heads_of
     }
 
 
@@ -163,10 +219,10 @@ def lines_of_ways(against: str, found: Found) -> Iterator[str]:
             yield line
 
 
-def dispatch(arguments: argparse.Namespace) -> Found:
+def dispatch(sizes: Sizes) -> Found:
     """What it takes to hand operations over to the device."""
-    workload = Workload(_model(arguments, DISPATCHED_SHAPE), **DISPATCHED)
-    return parts.of_dispatch(workload, arguments.turns)
+    workload = Workload(sizes.model_of(DISPATCHED_SHAPE), **DISPATCHED)
+    return parts.of_dispatch(workload, sizes.turns)
 
 
 def dispatch_lines(found: Found) -> Iterator[str]:
@@ -179,22 +235,13 @@ def dispatch_lines(found: Found) -> Iterator[str]:
     )
 
 
-PARTS: dict[str, tuple[Callable[[argparse.Namespace], Found], Callable[[Found], Iterator[str]]]] = {
+PARTS: dict[str, tuple[Callable[[Sizes], Found], Callable[[Found], Iterator[str]]]] = {
     "stage": (stage, training_lines),
     "model": (whole_model, training_lines),
     "attention": (attention_each_way, functools.partial(lines_of_ways, XLA)),
     "cross_entropy": (cross_entropies, functools.partial(lines_of_ways, PLAIN)),
     "dispatch": (dispatch, dispatch_lines),
 }
-
-
-def _model(arguments: argparse.Namespace, shape: Mapping[str, Any]) -> ModelConfig:
-    return ModelConfig(
-        **shape,
-        compute_dtype=arguments.compute_dtype,
-        recompute=arguments.recompute,
-        attention=arguments.attention,
-    )
 
 
 def _fitting(measure: Callable[[], Found]) -> Found:
@@ -212,91 +259,25 @@ def _misfit(found: Found, name: str) -> str | None:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    parser = _parser()
-    if parser.parse_args().small:
-        parser.set_defaults(**SMALL)
+    parser = reporting.parser("gpu", __doc__)
+    parser.add_argument(
+        "--parts", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure (all)"
+    )
+    parser.add_argument("--small", action="store_true", help="small sizes, seconds on a CPU")
     return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     report, results = reporting.begun("gpu"), {}
+    sizes = SMALL if arguments.small else Sizes()
     for name, (measure, lines) in PARTS.items():
         if name not in arguments.parts:
             continue
-        results[name] = _fitting(functools.partial(measure, arguments))
+        results[name] = _fitting(functools.partial(measure, sizes))
         misfit = _misfit(results[name], "the program")
         for line in [misfit] if misfit else lines(results[name]):
             print(f"{name}: {line}", flush=True)
     return reporting.finish({**report, "results": results}, None, arguments.json)
-
-
-# Those of a replica of an inner stage of the recipe come first.
-SIZES = {
-    "layers": (4, "layers of the stage"),
-    "microbatches": (6, "microbatches of an iteration of the stage"),
-    "in_flight": (3, "microbatches in flight of the stage"),
-    "microbatch_size": (1, "sequences of a microbatch"),
-    "sequence_length": (4096, "tokens of a sequence"),
-    "model_stages": (6, "stages of the whole model"),
-    "model_microbatches": (8, "microbatches of an iteration of the whole model"),
-    "model_microbatch_size": (8, "sequences of a microbatch of the whole model"),
-    "model_sequence_length": (1024, "tokens of a sequence of the whole model"),
-    "iterations": (10, "timed iterations, after one that is not timed"),
-    "turns": (20, "turns of attention, cross-entropy and dispatch"),
-}
-SMALL = {
-    "preset": "tiny",
-    "layers": 1,
-    "microbatches": 3,
-    "in_flight": 2,
-    "microbatch_size": 1,
-    "sequence_length": 32,
-    "model": "tiny",
-    "model_stages": 2,
-    "model_microbatches": 2,
-    "model_microbatch_size": 1,
-    "model_sequence_length": 32,
-    "heads_of": ["tiny"],
-    "products": [128, 256],
-    "iterations": 2,
-    "turns": 3,
-    # In which programs that train the same have losses that differ by little.
-    "compute_dtype": "float32",
-}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("gpu", __doc__)
-    parser.add_argument(
-        "--parts", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure (all)"
-    )
-    parser.add_argument(
-        "--preset",
-        choices=PRESETS,
-        default="1.5b",
-        help="model of the stage and of attention (1.5b)",
-    )
-    parser.add_argument("--model", choices=PRESETS, default="500m", help="whole model (500m)")
-    parser.add_argument(
-        "--heads-of",
-        choices=PRESETS,
-        nargs="+",
-        default=["1.5b", "8b"],
-        help="models with the widths and vocabularies for cross-entropy (1.5b 8b)",
-    )
-    reporting.add_numbers(parser, SIZES)
-    parser.add_argument(
-        "--products",
-        type=int,
-        nargs="+",
-        default=[4096, 8192, 16384],
-        help="sizes of square matrices; their fastest product is the reference (4096 8192 16384)",
-    )
-    parser.add_argument("--compute-dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="block")
-    parser.add_argument("--attention", choices=ATTENTION, default="auto")
-    parser.add_argument("--small", action="store_true", help="small sizes, seconds on a CPU")
-    return parser
 
 
 if __name__ == "__main__":

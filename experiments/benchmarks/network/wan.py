@@ -6,10 +6,10 @@ Hosts are network namespaces of this machine, one JAX process in each, joined by
 shapes to a table of bandwidths between cloud regions, scaled so that a hop takes 0.1 to 2 seconds.
 `skippipe measure` measures these links and the stages of a small LLaMA; every method plans for
 the case that it wrote; the model is trained along each plan, averaging included; and the seconds of
-its iterations are held against the prediction. With `--hops` all of that is done for each format in
-which activations and their gradients travel, and with `--slower-links 4` hops take so many times as
-long, so that they dominate an iteration. With `--arms` some methods are run with some formats only,
-and with averaging that nobody waits for: its iterations are timed over one cycle, after another.
+its iterations are held against the prediction. All of that is done for each
+format in which activations and their gradients travel, as `--arms` names it beside methods, and for
+averaging that nobody waits for: its iterations are timed over one cycle, after another. With
+`--slower-links 4` hops take so many times as long, so that they dominate an iteration.
 
 The full pipeline is placed as the reference places it: its genetic search scores one activation
 inside a stage, not the bytes that averaging moves. Links are cut to that range of hops: the one
@@ -152,19 +152,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hosts", type=int, default=20, choices=sorted(WORKLOADS), help="(%(default)s)"
     )
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="(all)")
-    parser.add_argument(
-        "--hops",
-        nargs="+",
-        default=[AS_COMPUTED],
-        choices=HOPS,
-        help=f"transfer formats of activations and gradients ({AS_COMPUTED})",
-    )
     parser.add_argument(
         "--arms",
         nargs="+",
         metavar="METHOD/AVERAGING/HOPS",
-        help="only these, for example joint/outer/int8, instead of all --methods by all --hops",
+        default=METHODS,
+        help="what is compared, for example joint/outer/int8 (all methods, exact, as computed)",
     )
     parser.add_argument(
         "--sequence-length",
@@ -199,9 +192,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sequence_length=arguments.sequence_length,
         microbatch_size=sequences,
     )
-    arms = [Arm(method, EXACT, hops) for hops in arguments.hops for method in arguments.methods]
-    if arguments.arms is not None:
-        arms = [Arm.named(name) for name in arguments.arms]
+    arms = [Arm.named(name) for name in arguments.arms]
     slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
     rates = rates / slower
