@@ -14,14 +14,17 @@ from experiments.paper.campaign import RESULTS as CAMPAIGN
 from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.outer_averaging import (
+    EXACT,
+    PLANNED_EVERY,
     SEEDS,
+    TRIED,
     OuterRun,
+    Setting,
     Study,
     clock_s,
     iteration_s,
     table,
 )
-from experiments.paper.outer_settings import EXACT, PLANNED_EVERY, TRIED, Setting
 from experiments.paper.summary import Summary
 from skippipe_jax.config import parse_config
 

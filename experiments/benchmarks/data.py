@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import tokenizers
 
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import QUICKSTART
+from experiments.benchmarks.harness.turns import in_turns
 from skippipe_jax import Run
 from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
@@ -104,34 +104,27 @@ def tokenizing(copies: int, files: int, vocabulary_size: int, turns: int) -> dic
         texts = [[one.decoded(PYTHON) for one in group] for group in groups(documents)]
         processes = os.cpu_count() or 1
 
-        def ours(turn: int) -> None:
+        def ours(turn: int) -> float:
             with new_directory(folder / f"tokens{turn}", "--output") as partial:
                 source = DocumentSource("jsonl", str(text))
                 write_tokens(partial, [source], str(folder / "bpe"), 0.05, 0, processes)
+            return 0.0
 
-        def theirs(_: int) -> None:
+        def theirs(_: int) -> float:
             for group in texts:
                 library.encode_batch(group, add_special_tokens=False)
+            return 0.0
 
-        seconds: dict[str, list[float]] = {"ours": [], "encode_batch": []}
-        for turn in range(turns):
-            seconds["ours"].append(_seconds(ours, turn))
-            seconds["encode_batch"].append(_seconds(theirs, turn))
-    rates = {name: size / statistics.median(own) for name, own in seconds.items()}
+        taken = in_turns({"ours": ours, "encode_batch": theirs}, range(turns), 0)
+    rates = {name: size / own.median for name, own in taken.items()}
     return {
         "text_MB": round(size, 1),
         "processes": processes,
         "tokenizers": tokenizers.__version__,
         **{f"{name}_MB_per_s": round(rate, 3) for name, rate in rates.items()},
         "ratio": round(rates["ours"] / rates["encode_batch"], 3),
-        "seconds": {name: [round(one, 3) for one in own] for name, own in seconds.items()},
+        "seconds": {name: [round(one, 3) for one in own.seconds] for name, own in taken.items()},
     }
-
-
-def _seconds(work: Callable[[int], None], turn: int) -> float:
-    start = time.perf_counter()
-    work(turn)
-    return time.perf_counter() - start
 
 
 def table(report: dict[str, Any]) -> str:

@@ -12,8 +12,12 @@ sockets  two hosts on 127.0.0.1 train a model in two stages, of one node each, s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import os
+import socket
 import statistics
+import struct
 import sys
 import tempfile
 import time
@@ -24,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 from skippipe_sched import fields
+from skippipe_sched.errors import run_command
 
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import (
@@ -33,8 +38,12 @@ from experiments.benchmarks.harness.launching import (
     alike_nodes,
     write_config,
 )
-from experiments.benchmarks.network.packing_host import read_counts
-from skippipe_jax.cli.arguments import add_overrides
+from skippipe_jax.cli.arguments import (
+    add_cluster_arguments,
+    add_config_arguments,
+    add_overrides,
+    connect_from_args,
+)
 from skippipe_jax.config import Config, NetworkConfig, load_config
 from skippipe_jax.models.footprint import hop_bytes
 from skippipe_jax.runtime.stage_functions import wire_of_run
@@ -54,6 +63,10 @@ FORMATS = {
 WARMUP_ITERATIONS = 2
 CALLS, TURNS = 20, 5
 HOSTS, MICROBATCHES = 2, 8
+# The first argument of a process that is one of the hosts.
+HOST = "host"
+# Where `bytes_acked` is in Linux's struct tcp_info: behind 8 bytes, 24 numbers of 4, and 2 of 8.
+BYTES_ACKED, TCP_INFO_BYTES = 8 + 24 * 4 + 2 * 8, 256
 
 
 class ProcessorTime(Callback):
@@ -130,8 +143,9 @@ def sockets(dtype: str, width: int, iterations: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="packing-") as folder:
         path = config_of(Path(folder), dtype, width, iterations)
         hosts = AllHosts(Loopback(), Path(folder), HOSTS)
-        hosts.run("train", "experiments.benchmarks.network.packing_host", folder, "--config", path)
-        sent = read_counts(Path(folder), HOSTS)
+        module = "experiments.benchmarks.network.packing"
+        hosts.run("train", module, HOST, folder, "--config", path)
+        sent = sum(int(_count_of(Path(folder), host).read_text()) for host in range(HOSTS))
         formula = iterations * bytes_per_iteration(load_config(path))
     return {
         "dtype": dtype,
@@ -139,6 +153,58 @@ def sockets(dtype: str, width: int, iterations: int) -> dict[str, Any]:
         "by_formula": formula,
         "ratio": round(sent / formula, 5),
     }
+
+
+class Sent(Callback):
+    """Writes how many bytes this host has sent, from the first step to the end of the last."""
+
+    def __init__(self, folder: Path):
+        """Into a file of `folder`, named after the host."""
+        self.folder = folder
+        self.before = 0
+
+    def on_train_begin(self, run: RunView) -> None:
+        """Leave out what was sent until now."""
+        self.before = bytes_acked()
+
+    def on_train_end(self, run: RunView) -> None:
+        """Count while connections are still open."""
+        count = bytes_acked() - self.before
+        _count_of(self.folder, run.group.index).write_text(f"{count}\n")
+
+
+def bytes_acked() -> int:
+    """What the other ends of all TCP connections of this process have confirmed."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        # Most are no sockets, and some are closed by now.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as own:
+            if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                [acked] = struct.unpack_from("=Q", info, BYTES_ACKED)
+                total += acked
+    return total
+
+
+def host_main(words: Sequence[str]) -> int:
+    """Train as `skippipe_jax.train` does, on one of the hosts; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    add_config_arguments(parser)
+    add_cluster_arguments(parser)
+    arguments = parser.parse_args(words)
+
+    def train() -> int:
+        config, folder = load_config(arguments.config, arguments.set), arguments.config.parent
+        with connect_from_args(arguments, config) as host:
+            Trainer(config, [Sent(arguments.folder)], host=host, config_folder=folder).run()
+        return 0
+
+    return run_command(train)
+
+
+def _count_of(folder: Path, host: int) -> Path:
+    return folder / f"sent{host}.txt"
 
 
 def bytes_per_iteration(config: Config) -> int:
@@ -193,6 +259,8 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
+    if sys.argv[1:2] == [HOST]:
+        return host_main(sys.argv[2:])
     parser = reporting.parser("network.packing", __doc__)
     numbers = {
         "iterations": (10, "iterations of each run"),

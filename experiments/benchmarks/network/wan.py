@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
 from skippipe_sched.figures.gantt import (
     CHARACTER,
     LEGEND_Y,
@@ -109,24 +108,13 @@ class Arm:
     averaging: str = EXACT
     hops: str = AS_COMPUTED
 
-    @classmethod
-    def named(cls, name: str) -> Arm:
-        """As the command line names one: joint/outer/int8."""
-        parts = name.split("/")
-        if len(parts) > len(dataclasses.fields(cls)):
-            raise InputError("--arms", name, "has too many parts", USAGE)
-        arm = cls(*parts)
-        for given, known in (
-            (arm.method, METHODS),
-            (arm.averaging, (EXACT, OUTER)),
-            (arm.hops, HOPS),
-        ):
-            if given not in known:
-                raise InputError("--arms", name, f"{given} is not one of {', '.join(known)}", USAGE)
-        return arm
 
-
-USAGE = "Write METHOD, METHOD/AVERAGING or METHOD/AVERAGING/HOPS"
+# As the command line names them: joint, joint/outer or joint/outer/int8.
+ARMS = {
+    "/".join(parts): Arm(*parts)
+    for given in (1, 2, 3)
+    for parts in itertools.product(*(METHODS, (EXACT, OUTER), HOPS)[:given])
+}
 HEADS = 4
 WORKLOADS = {
     20: Workload((5, 3, 3, 3, 3, 3), path_length=3, microbatches_per_data_node=6, memory=3),
@@ -156,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         "--arms",
         nargs="+",
         metavar="METHOD/AVERAGING/HOPS",
+        choices=ARMS,
         default=METHODS,
         help="what is compared, for example joint/outer/int8 (all methods, exact, as computed)",
     )
@@ -192,7 +181,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sequence_length=arguments.sequence_length,
         microbatch_size=sequences,
     )
-    arms = [Arm.named(name) for name in arguments.arms]
+    arms = [ARMS[name] for name in arguments.arms]
     slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
     rates = rates / slower

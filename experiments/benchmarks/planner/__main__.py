@@ -153,18 +153,20 @@ def methods(budget_s: float) -> dict[str, Any]:
     return result
 
 
+def timing_model(case: Case, nodes: np.ndarray, paths: np.ndarray) -> Callable[[], float]:
+    """Return the compiled timing model of a plan, to be called: its nodes by stage, and paths."""
+    problem = problem_of(case)
+    candidate = candidate_of(problem, nodes, paths)
+    scratch = scratch_for(problem, *candidate.paths.shape)
+    return lambda: fast(evaluate)(problem, candidate, no_order(), scratch, np.inf, 0.0)
+
+
 def compiled() -> dict[str, Any]:
     """Plans evaluated a second by the simulator and by the compiled timing model."""
     case = cases.load("gcp20")
     stages = place_in_order(case)
     paths = random_paths(case, stages, np.random.default_rng(0))
-    problem = problem_of(case)
-    candidate = candidate_of(problem, np.arange(len(case.nodes)), np.array(paths))
-    scratch = scratch_for(problem, *candidate.paths.shape)
-    dispatch = (no_order(), scratch, np.inf, 0.0)
-
-    def compiled_model() -> float:
-        return fast(evaluate)(problem, candidate, *dispatch)
+    model = timing_model(case, np.arange(len(case.nodes)), np.array(paths))
 
     def rate(run: Callable[[], object], number: int) -> float:
         run()
@@ -174,7 +176,7 @@ def compiled() -> dict[str, Any]:
         return number / (time.perf_counter() - start)
 
     simulator = rate(lambda: simulate(case, stages, paths), 50)
-    evaluator = rate(compiled_model, 20_000)
+    evaluator = rate(model, 20_000)
     result = {
         "simulator_plans_per_s": round(simulator),
         "compiled_plans_per_s": round(evaluator),
@@ -284,19 +286,11 @@ def of_size(nodes: int) -> dict[str, Any]:
     wall = time.perf_counter()
     plan, ours = searched(case, "joint", Search(0, budget_s))
     wall = time.perf_counter() - wall
-    problem = problem_of(case)
-    candidate = candidate_of(
-        problem,
-        np.concatenate([np.array(stage) for stage in plan.stages]),
-        np.argsort(np.concatenate([np.array(stage) for stage in plan.stages]))[
-            np.array(plan.microbatches)
-        ],
-    )
-    scratch = scratch_for(problem, *candidate.paths.shape)
-    dispatch = (no_order(), scratch, np.inf, 0.0)
+    placed = np.concatenate([np.array(stage) for stage in plan.stages])
+    model = timing_model(case, placed, np.argsort(placed)[np.array(plan.microbatches)])
     start = time.perf_counter()
     for _ in range(20):
-        fast(evaluate)(problem, candidate, *dispatch)
+        model()
     evaluation_s = (time.perf_counter() - start) / 20
     return {
         "nodes": nodes,
