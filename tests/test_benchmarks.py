@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import overhead_causes
+from experiments.benchmarks import overhead
 from experiments.benchmarks.churn import __main__ as churn
 from experiments.benchmarks.churn import host as churn_host
 from experiments.benchmarks.churn import lost_stages, records
@@ -64,18 +64,17 @@ def test_overhead(processes: Processes):
     quickest = result["programs"][result["ratio_to"]]
     assert result["ratio"] == quickest["pipeline_takes_times"] > 0
     assert pipeline["pipeline_takes_times"] == 1
-    tokens = 2 * 16
-    assert abs(pipeline["tokens_per_second"] * pipeline["seconds_per_iteration"] / tokens - 1) < 0.1
     assert report["machine"]["jax"]
 
 
 @pytest.mark.nightly
 def test_causes_of_overhead_add_up_to_an_iteration(processes: Processes):
-    sizes = ["--replicas", "4", "--sequence-length", "16", "--turns", "1", "--records", "1"]
-    results = last_line_of(processes, "overhead_causes", *sizes)["results"]
+    sizes = ["--microbatches-per-data-node", "2", "--sequence-length", "16", "--warmup", "1"]
+    given = ["--causes", *sizes, "--turns", "1", "--records", "1"]
+    results = last_line_of(processes, "overhead", *given)["results"]
     assert results["ratio"] > 0
     for by_kind in results["seconds_by_kind"].values():
-        assert list(by_kind) == [*overhead_causes.KINDS, overhead_causes.BETWEEN]
+        assert list(by_kind) == [*overhead.KINDS, overhead.BETWEEN]
         assert all(seconds > 0 for seconds in by_kind.values())
 
 
@@ -89,7 +88,7 @@ def test_operations_are_of_the_kinds_that_their_names_say():
         "wrapped_broadcast": "number by number",
         "while.17": None,
     }
-    assert {name: overhead_causes.kind_of(name) for name in kinds} == kinds
+    assert {name: overhead.kind_of(name) for name in kinds} == kinds
 
 
 @pytest.mark.nightly
@@ -285,12 +284,9 @@ def test_data(processes: Processes):
     overrides = [word for setting in model for word in ("--set", f"model.{setting}")]
     report = last_line_of(processes, "data", *small, "--files", "40", *overrides)
     loading, tokenizing = report["loading"], report["tokenizing"]
-    trained = loading["trainer_tokens_per_second"]
     assert {(own["source"], own["packing"]) for own in loading["results"]} == {
         (source, packing) for source in ("python", "tokens") for packing in ("windows", "documents")
     }
-    for own in loading["results"]:
-        assert own["ratio"] == pytest.approx(own["tokens_per_second"] / trained, rel=0.01)
     assert tokenizing["ratio"] == pytest.approx(
         tokenizing["ours_MB_per_s"] / tokenizing["encode_batch_MB_per_s"], abs=0.01
     )

@@ -112,8 +112,7 @@ class Campaign:
 
     def job_of(self, name: str, config: dict[str, Any], results: Path, command: str) -> Job:
         """A run that comes from its configuration and its plan alone, of a study too."""
-        digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
-        return Job(name, digest, config, results, command, self.quick)
+        return jobs.job_of(name, config, results, command, self.quick)
 
     def summary(self, run: Run) -> Summary | None:
         """What has been found by a run, if it has been trained as its configuration says now."""

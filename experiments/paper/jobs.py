@@ -24,7 +24,7 @@ from skippipe_jax.campaign import running
 from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, digest_of
 from skippipe_jax.storage.run_dir import RunDir
 
-__all__ = ["Job", "digest_of", "plan_of", "slug", "stoppable", "train"]
+__all__ = ["Job", "digest_of", "job_of", "plan_of", "slug", "stoppable", "train"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -81,6 +81,14 @@ class Job:
         found = self.summary()
         assert found is not None, self.name
         return found
+
+
+def job_of(
+    name: str, config: Mapping[str, Any], results: Path, command: str, quick: bool = False
+) -> Job:
+    """Describe a run that comes from its configuration and its plan alone."""
+    digest = digest_of([config, plan_of(config).to_json()])
+    return Job(name, digest, config, results, command, quick)
 
 
 def train(jobs: Sequence[Job], folder: Path) -> None:

@@ -93,11 +93,10 @@ def _run(folder: Path) -> int:
         for arm in ARMS
     }
     gated_tasks.train([task for tasks in gated.values() for task in tasks], folder)
-    of_paths: dict[str, jobs.Job] = {}
-    for arm in ARMS:
-        config = config_of(arm, folder / "text")
-        digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
-        of_paths[arm] = jobs.Job(f"paths-{arm}", digest, config, results, COMMAND, quick=True)
+    of_paths = {
+        arm: jobs.job_of(f"paths-{arm}", config_of(arm, folder / "text"), results, COMMAND, True)
+        for arm in ARMS
+    }
     jobs.train(list(of_paths.values()), folder)
     found: dict[str, Any] = {}
     for arm, job in of_paths.items():

@@ -45,8 +45,7 @@ def job_of(arm: str, results: Path) -> jobs.Job:
     """Describe the run of an arm."""
     config = dict(fields.load_yaml(CONFIG, "config")) | ARMS[arm]
     del config["run_dir"]
-    digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
-    return jobs.Job(jobs.slug(arm), digest, config, results, COMMAND)
+    return jobs.job_of(jobs.slug(arm), config, results, COMMAND)
 
 
 def draw(curves: dict[str, Any]) -> Figure:
