@@ -146,7 +146,17 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("data", __doc__)
+    numbers = {
+        "iterations": (10, "iterations of training"),
+        "copies": (3, "copies of the text to tokenize"),
+        "vocabulary_size": (8192, "vocabulary of the BPE"),
+        "turns": (3, "turns of tokenizing"),
+    }
+    reporting.add_numbers(parser, numbers)
+    parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
+    add_overrides(parser, "override one key of training")
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -160,20 +170,6 @@ def _run(arguments: argparse.Namespace) -> int:
         "loading": loading(config, arguments.iterations),
     }
     return reporting.finish(report, table(report), arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("data", __doc__)
-    numbers = {
-        "iterations": (10, "iterations of training"),
-        "copies": (3, "copies of the text to tokenize"),
-        "vocabulary_size": (8192, "vocabulary of the BPE"),
-        "turns": (3, "turns of tokenizing"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
-    add_overrides(parser, "override one key of training")
-    return parser
 
 
 if __name__ == "__main__":

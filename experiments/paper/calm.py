@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,7 @@ class Study(study_command.Study):
     def jobs(self) -> list[Job]:
         """All runs: first repetitions first."""
         each = [self.repetitions(repeated) for repeated in REPEATED]
-        ordered = [
-            own[draw] for draw in range(max(map(len, each))) for own in each if draw < len(own)
-        ]
+        ordered = [job for one_each in zip_longest(*each) for job in one_each if job is not None]
         return [*ordered, *self.on_instructions().values()]
 
     def train(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.search.budget import Search
 
+from experiments.benchmarks.harness import reporting
+
 PAPER = Path(__file__).parent
 PLANS = PAPER / "plans"
 BUDGET_S = 10.0
@@ -122,10 +124,7 @@ def planned(name: str, network: str, budget_s: float) -> Plan:
 
 def main() -> int:
     """Parse the command line and plan; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.plans",
-        description="Make the plans of the paper's runs.",
-    )
+    parser = reporting.documented_parser("python -m experiments.paper.plans", __doc__)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
     parser.add_argument(
         "--budget", type=float, default=BUDGET_S, help="seconds of each search (%(default)g)"

@@ -199,7 +199,60 @@ def described_machine() -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, train and strike, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("churn", __doc__)
+    numbers = {
+        "hosts": (6, "from 3 to 6"),
+        "faults": (30, "number of faults"),
+        "seed": (0, "seed of the faults"),
+        "calm_s": (CALM_S, "seconds before the first fault"),
+        "heartbeat_timeout_s": (4.0, "cluster.heartbeat_timeout_s; increase it on a busy machine"),
+        "patience_s": (180.0, "seconds without progress after which the run counts as hung"),
+    }
+    reporting.add_numbers(parser, numbers)
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help=f"kinds of faults (all). {kinds}",
+    )
+    parser.add_argument(
+        "--phases",
+        nargs="+",
+        choices=[*PHASES, REGROUP],
+        default=list(PHASES),
+        help=f"phases in which faults occur (all except {REGROUP}: the others continue without "
+        "a host that was killed just before)",
+    )
+    parser.add_argument(
+        "--every-s",
+        type=float,
+        metavar="SECONDS",
+        help="mean time between faults; by default, each occurs as soon as all hosts are back",
+    )
+    parser.add_argument(
+        "--link-bytes-per-s",
+        type=float,
+        metavar="RATE",
+        help=f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with --every-s, else "
+        "unlimited)",
+    )
+    flags = {
+        "--outer": "averaging.mode: outer; not with --every-s",
+        "--restart": "also measure a run that is restarted after each fault",
+        "--require-goodput": f"fail if the goodput is below {records.LEAST_GOODPUT:g}, or less "
+        f"than {records.LEAST_RATIO:g} times that of --restart",
+    }
+    for name, text in flags.items():
+        parser.add_argument(name, action="store_true", help=text)
+    paths = {
+        "picture": "draw the results of --every-s as an SVG to this file",
+        "keep": "keep the files of the hosts in this folder",
+    }
+    reporting.add_paths(parser, paths)
+    add_overrides(parser, "override one key of the configuration; may be given often")
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -306,63 +359,6 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         raise InputError("--kinds", arguments.kinds, "only root can cut links", remedy)
     spared = hosts - 1 if is_paced else None
     return draw(arguments.seed, hosts, count, arguments.kinds, arguments.phases, spared), rate
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("churn", __doc__)
-    numbers = {
-        "hosts": (6, "from 3 to 6"),
-        "faults": (30, "number of faults"),
-        "seed": (0, "seed of the faults"),
-        "calm_s": (CALM_S, "seconds before the first fault"),
-        "heartbeat_timeout_s": (4.0, "cluster.heartbeat_timeout_s; increase it on a busy machine"),
-        "patience_s": (180.0, "seconds without progress after which the run counts as hung"),
-    }
-    reporting.add_numbers(parser, numbers)
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=list(KINDS),
-        help=f"kinds of faults (all). {kinds}",
-    )
-    parser.add_argument(
-        "--phases",
-        nargs="+",
-        choices=[*PHASES, REGROUP],
-        default=list(PHASES),
-        help=f"phases in which faults occur (all except {REGROUP}: the others continue without "
-        "a host that was killed just before)",
-    )
-    parser.add_argument(
-        "--every-s",
-        type=float,
-        metavar="SECONDS",
-        help="mean time between faults; by default, each occurs as soon as all hosts are back",
-    )
-    parser.add_argument(
-        "--link-bytes-per-s",
-        type=float,
-        metavar="RATE",
-        help=f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with --every-s, else "
-        "unlimited)",
-    )
-    flags = {
-        "--outer": "averaging.mode: outer; not with --every-s",
-        "--restart": "also measure a run that is restarted after each fault",
-        "--require-goodput": f"fail if the goodput is below {records.LEAST_GOODPUT:g}, or less "
-        f"than {records.LEAST_RATIO:g} times that of --restart",
-    }
-    for name, text in flags.items():
-        parser.add_argument(name, action="store_true", help=text)
-    paths = {
-        "picture": "draw the results of --every-s as an SVG to this file",
-        "keep": "keep the files of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    add_overrides(parser, "override one key of the configuration; may be given often")
-    return parser
 
 
 if __name__ == "__main__":

@@ -236,7 +236,25 @@ def means(values: Sequence[float], window: int) -> list[float]:
 
 def main() -> int:
     """Parse the command line, train and kill, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("churn.lost_stages", __doc__)
+    numbers = {
+        "steps": (200, "steps of each run"),
+        "at": (130, "step after which hosts are killed"),
+        "window": (10, "steps of each mean"),
+        "heartbeat_timeout_s": (10.0, "cluster.heartbeat_timeout_s"),
+        "patience_s": (1800.0, "seconds after which a run counts as hung"),
+    }
+    reporting.add_numbers(parser, numbers)
+    parser.add_argument(
+        "--policies", nargs="+", choices=LOST_STAGE, default=list(LOST_STAGE), help="policies (all)"
+    )
+    paths = {
+        "picture": "draw the losses as an SVG to this file",
+        "keep": "keep the files of the runs in this folder",
+    }
+    reporting.add_paths(parser, paths)
+    add_overrides(parser, "override one key of the configuration; may be given often")
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -261,28 +279,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         arguments.picture.write_text(picture(report), encoding="utf-8")
     return reporting.finish(report, table(report), arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("churn.lost_stages", __doc__)
-    numbers = {
-        "steps": (200, "steps of each run"),
-        "at": (130, "step after which hosts are killed"),
-        "window": (10, "steps of each mean"),
-        "heartbeat_timeout_s": (10.0, "cluster.heartbeat_timeout_s"),
-        "patience_s": (1800.0, "seconds after which a run counts as hung"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument(
-        "--policies", nargs="+", choices=LOST_STAGE, default=list(LOST_STAGE), help="policies (all)"
-    )
-    paths = {
-        "picture": "draw the losses as an SVG to this file",
-        "keep": "keep the files of the runs in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    add_overrides(parser, "override one key of the configuration; may be given often")
-    return parser
 
 
 if __name__ == "__main__":

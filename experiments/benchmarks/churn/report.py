@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     start_picture,
     svg_text,
 )
+from skippipe_sched.figures.tables import aligned
 
 from experiments.benchmarks.churn.faults import KINDS, PHASES
 from experiments.benchmarks.churn.records import most_resident_bytes
@@ -39,10 +40,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         cells[result["kind"], result["phase"]].append(result["recovered_s"])
     kinds = [kind for kind in KINDS if any(result["kind"] == kind for result in results)]
     phases = list(dict.fromkeys([*PHASES, *(result["phase"] for result in results)]))
-    rows = [f"{'faults, median s':<18}" + "".join(f"{phase:>14}" for phase in phases)]
-    for kind in kinds:
-        rows.append(f"{kind:<18}" + "".join(f"{_cell(cells[kind, phase]):>14}" for phase in phases))
-    return "\n".join(rows)
+    rows = [["faults, median s", *phases]]
+    rows += [[kind, *(_cell(cells[kind, phase]) for phase in phases)] for kind in kinds]
+    return aligned(rows, [0])
 
 
 def _cell(recovered: Sequence[float | None]) -> str:

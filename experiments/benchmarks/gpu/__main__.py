@@ -174,9 +174,8 @@ def attention_each_way(sizes: Sizes) -> Found:
 
     def measured(is_packed: bool) -> Found:
         ways = attention.measured(model, length, is_packed, sizes.turns)
-        return {"tokens": length, "heads": model.heads, "head_width": model.head_width} | {
-            "ways": ways
-        }
+        shape = {"tokens": length, "heads": model.heads, "head_width": model.head_width}
+        return shape | {"ways": ways}
 
     return {
         kind: _fitting(functools.partial(measured, is_packed))
@@ -187,16 +186,10 @@ def attention_each_way(sizes: Sizes) -> Found:
 def cross_entropies(sizes: Sizes) -> Found:
     """Cross-entropy of a microbatch's tokens by the heads of some models, against a plain one."""
     tokens = sizes.microbatch_size * sizes.sequence_length
+    models = {preset: sizes.model_of(PRESETS[preset]) for preset in sizes.heads_of}
     return {
-        preset: _fitting(
-            functools.partial(
-                parts.of_cross_entropy,
-                sizes.model_of(PRESETS[preset]),
-                tokens,
-                sizes.turns,
-            )
-        )
-        for preset in sizes.heads_of
+        preset: _fitting(functools.partial(parts.of_cross_entropy, model, tokens, sizes.turns))
+        for preset, model in models.items()
     }
 
 

@@ -319,10 +319,6 @@ def picture(results: Sequence[Mapping[str, Any]], title: str) -> str:
 
 def main() -> int:
     """Parse the command line, measure, and print a table; returns the exit code."""
-    return reporting.run(_parser(), _run)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("network.regions", __doc__)
     numbers = {
         "seed": (0, "seed of the searches"),
@@ -338,7 +334,7 @@ def _parser() -> argparse.ArgumentParser:
         "keep": "keep the files of the hosts in this folder",
     }
     reporting.add_paths(parser, paths)
-    return parser
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -181,7 +181,15 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("network.runtimes", __doc__)
+    numbers = {
+        "turns": (6, "pairs of runs"),
+        "iterations": (20, "counted iterations of a run"),
+        "starts": (3, "pairs of starts"),
+        "hosts": (20, "hosts to start"),
+    }
+    reporting.add_numbers(parser, numbers)
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -194,18 +202,6 @@ def _run(arguments: argparse.Namespace) -> int:
         report["iterations"] = compare(Path(name), turns, iterations)
         report["starts"] = compare_starts(Path(name), starts, hosts) if starts else None
     return reporting.finish(report, table(report), arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("network.runtimes", __doc__)
-    numbers = {
-        "turns": (6, "pairs of runs"),
-        "iterations": (20, "counted iterations of a run"),
-        "starts": (3, "pairs of starts"),
-        "hosts": (20, "hosts to start"),
-    }
-    reporting.add_numbers(parser, numbers)
-    return parser
 
 
 if __name__ == "__main__":

@@ -124,10 +124,6 @@ WORKLOADS = {
 
 def main() -> int:
     """Parse the command line, measure, and print a table; returns the exit code."""
-    return reporting.run(_parser(), _run)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("network.wan", __doc__)
     numbers = {
         "iterations": (5, "timed iterations, after one that compiles"),
@@ -167,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         "keep": "keep plans, runs and timelines in this folder",
     }
     reporting.add_paths(parser, paths)
-    return parser
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -310,7 +310,25 @@ PARTS = ("yardstick", "first", "methods", "compiled", "bound", "scale")
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("planner", __doc__)
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
+    numbers = {
+        "seeds": (5, "seeds of yardstick and first"),
+        "budget": (10.0, "seconds of each method"),
+        "bound_budget": (300.0, "time limit in seconds of each bound"),
+    }
+    reporting.add_numbers(parser, numbers)
+    parser.add_argument("--optima", type=int, help="number of small cases of bound (all)")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        choices=SIZES,
+        nargs="+",
+        default=list(SIZES),
+        help="numbers of nodes of scale (all)",
+    )
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -330,28 +348,6 @@ def _run(arguments: argparse.Namespace) -> int:
         report[part] = run[part]()
         reporting.write(report, arguments.json)
     return reporting.finish(report, None, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("planner", __doc__)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
-    numbers = {
-        "seeds": (5, "seeds of yardstick and first"),
-        "budget": (10.0, "seconds of each method"),
-        "bound_budget": (300.0, "time limit in seconds of each bound"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--optima", type=int, help="number of small cases of bound (all)")
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        choices=SIZES,
-        nargs="+",
-        default=list(SIZES),
-        help="numbers of nodes of scale (all)",
-    )
-    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    return parser
 
 
 if __name__ == "__main__":

@@ -137,7 +137,15 @@ def measured(case: str, arm: str, seed: int, budget_s: float) -> tuple[dict, dic
 
 def main() -> int:
     """Parse the command line, divide, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("planner.division", __doc__)
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
+    parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS), help="(all)")
+    numbers = {"seed": (0, "seed of the first search"), "budget": (20.0, "seconds of each search")}
+    reporting.add_numbers(parser, numbers)
+    parser.add_argument("--quick", action="store_true", help="one second for each search")
+    told = "draw the arm `both` of the last case as an SVG to this file"
+    reporting.add_paths(parser, {"picture": told})
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -168,18 +176,6 @@ def _run(arguments: argparse.Namespace) -> int:
                 drawn = picture(divisions, f"{case}, sizes and steps by lane")
                 arguments.picture.write_text(drawn, encoding="utf-8")
     return reporting.finish(report, None, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("planner.division", __doc__)
-    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
-    parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS), help="(all)")
-    numbers = {"seed": (0, "seed of the first search"), "budget": (20.0, "seconds of each search")}
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--quick", action="store_true", help="one second for each search")
-    told = "draw the arm `both` of the last case as an SVG to this file"
-    reporting.add_paths(parser, {"picture": told})
-    return parser
 
 
 if __name__ == "__main__":

@@ -165,7 +165,17 @@ def row(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, search, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
+    parser = reporting.parser("planner.settings", __doc__)
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
+    parser.add_argument(
+        "--hops", choices=SHARES, nargs="+", help="dtypes of hops (those of the case)"
+    )
+    parser.add_argument(
+        "--settings", choices=SETTINGS, nargs="+", help="settings (those of the case)"
+    )
+    numbers = {"seeds": (5, "seeds of each search"), "budget": (60.0, "seconds of each search")}
+    reporting.add_numbers(parser, numbers)
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -190,20 +200,6 @@ def _run(arguments: argparse.Namespace) -> int:
         holds = "" if check["holds"] else " (exceeded)"
         print(f"{check['what']}: {check['found']} at most {check['most']}{holds}")
     return reporting.finish(report, None, arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("planner.settings", __doc__)
-    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
-    parser.add_argument(
-        "--hops", choices=SHARES, nargs="+", help="dtypes of hops (those of the case)"
-    )
-    parser.add_argument(
-        "--settings", choices=SETTINGS, nargs="+", help="settings (those of the case)"
-    )
-    numbers = {"seeds": (5, "seeds of each search"), "budget": (60.0, "seconds of each search")}
-    reporting.add_numbers(parser, numbers)
-    return parser
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import contextlib
 import math
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -52,11 +52,11 @@ from experiments.benchmarks.serving.clients import (
 )
 from experiments.benchmarks.serving.hosts import StagedService
 from experiments.benchmarks.serving.picture import picture
+from experiments.benchmarks.serving.wan import drawn_alone
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import load_corpora
 from skippipe_jax.inference.decode_requests import DecodeRequest
-from skippipe_jax.inference.decoding import Generator
 from skippipe_jax.inference.evaluation import evaluate, losses_by_order
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Order, full, kept
@@ -217,29 +217,17 @@ def compared(model: StagedModel, answers: Sequence[Answer]) -> dict[str, Any]:
         if answer.asked.temperature == 0
         and answer.stages == (answer.asked.keep or full(model.stages))
     ]
-    generator = Generator(model.decoder(SLOTS, model.context))
-    numbers = {
-        generator.submit(
-            DecodeRequest(
-                answer.asked.prompt,
-                answer.asked.new_tokens,
-                Sampling(temperature=0.0),
-                stages=answer.stages,
-            )
-        ): answer
+    how = Sampling(temperature=0.0)
+    asked = [
+        DecodeRequest(answer.asked.prompt, answer.asked.new_tokens, how, stages=answer.stages)
         for answer in own
-    }
-    drawn: dict[int, list[int]] = defaultdict(list)
-    while generator.is_busy:
-        for decoded in generator.step():
-            assert decoded.drawn is not None
-            drawn[decoded.request].append(decoded.drawn.token)
+    ]
     counts, different = Counter[str](), []
-    for number, answer in numbers.items():
-        expected = [name_of(token, model.tokenizer) for token in drawn[number]]
+    for answer, drawn in zip(own, drawn_alone(model, asked, SLOTS), strict=True):
+        expected = [name_of(token, model.tokenizer) for token in drawn]
         if answer.names == expected:
             counts["equal"] += 1
-        elif _is_near(model, answer, expected, drawn[number]):
+        elif _is_near(model, answer, expected, drawn):
             counts["within_rounding"] += 1
         else:
             different.append({"phase": answer.phase, "got": answer.names, "expected": expected})
@@ -374,10 +362,6 @@ def small_run(folder: Path) -> Path:
 
 def main() -> int:
     """Parse the command line, serve and kill, print; returns the exit code."""
-    return reporting.run(_parser(), _run)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("serving.churn", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", type=Path, metavar="DIR", help="run to serve")
@@ -398,7 +382,7 @@ def _parser() -> argparse.ArgumentParser:
         "keep": "keep the output of the hosts in this folder",
     }
     reporting.add_paths(parser, paths)
-    return parser
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

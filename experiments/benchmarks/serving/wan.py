@@ -134,22 +134,29 @@ def served(asks: Asks, question: Question, model: StagedModel) -> Times:
     return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for count, at_s in first))
 
 
+def drawn_alone(
+    model: StagedModel, requests: Sequence[DecodeRequest], slots: int
+) -> list[list[int]]:
+    """Return the tokens that one device draws for each of some requests."""
+    generator = Generator(model.decoder(slots, model.context))
+    drawn: dict[int, list[int]] = {generator.submit(own): [] for own in requests}
+    while generator.is_busy:
+        for decoded in generator.step():
+            assert decoded.drawn is not None
+            drawn[decoded.request].append(decoded.drawn.token)
+    return list(drawn.values())
+
+
 def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) -> None:
     """Refuse answers that are not those of one device.
 
     Raises:
         RuntimeError: if one is not.
     """
-    generator = Generator(model.decoder(len(texts), model.context))
-    expected: dict[int, list[int]] = {
-        generator.submit(DecodeRequest(prompt, question.tokens, Sampling(temperature=0.0))): []
-        for prompt in question.prompts
-    }
-    while generator.is_busy:
-        for own in generator.step():
-            assert own.drawn is not None
-            expected[own.request].append(own.drawn.token)
-    for text, drawn in zip(texts, expected.values(), strict=True):
+    how = Sampling(temperature=0.0)
+    asked = [DecodeRequest(prompt, question.tokens, how) for prompt in question.prompts]
+    expected = drawn_alone(model, asked, len(texts))
+    for text, drawn in zip(texts, expected, strict=True):
         if text != (told := model.tokenizer.decode(drawn)):
             raise RuntimeError(f"the service returns {text!r}, but one device {told!r}")
 
