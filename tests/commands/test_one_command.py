@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -19,7 +18,6 @@ from skippipe_sched import commands as planner
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
-from experiments.benchmarks import start
 from skippipe_jax.cli import main as skippipe
 from tests.commands.examples import CASE, Command
 
@@ -150,18 +148,6 @@ def test_a_report_is_written_without_jax(run: Path):
     found = loaded("skippipe_jax.cli.main", "report", str(run))
     assert (run / "report.html").is_file()
     assert not found & HEAVY
-
-
-@pytest.mark.nightly
-def test_the_benchmark_says_what_starting_takes(run: Path, command: Command):
-    result = command(start, "--run", "run", "--starts", "1", "--against", str(start.ROOT))
-    assert result.code == 0, result.err
-    figures = json.loads(result.out.splitlines()[-1])["commands"]
-    assert {name.split()[1] for name in figures} >= {"train", "report", "plot", "--help"}
-    for name, row in figures.items():
-        assert row["here_s"] > 0
-        assert (row["there_s"] is None) == (start.COMMANDS[name][1] is None)
-    assert figures["skippipe report RUN"]["at_most_s"] == 1.5
 
 
 def test_the_list_has_every_command(command: Command):

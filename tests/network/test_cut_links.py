@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from skippipe_jax import Run
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.storage.checkpoint import latest_step

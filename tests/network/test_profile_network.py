@@ -11,7 +11,7 @@ import pytest
 import yaml
 from skippipe_sched.problem.links import GIBIBYTE
 
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from tests.multihost.processes import started_processes
 from tests.network.test_shaped_network import needs_root
 from tests.training_runs import write_config

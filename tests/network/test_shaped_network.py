@@ -12,8 +12,8 @@ import psutil
 import pytest
 from skippipe_sched.errors import InputError
 
-from experiments.benchmarks import shaped_network
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network import shaped_network
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 
 TRAFFIC = Path(__file__).with_name("traffic.py")
 needs_root = pytest.mark.skipif(
@@ -197,13 +197,13 @@ def test_what_a_killed_process_left_is_removed_by_the_next_network():
     dying = "\n".join(
         [
             "import os, numpy, signal",
-            "from experiments.benchmarks.shaped_network import ShapedNetwork",
+            "from experiments.benchmarks.network.shaped_network import ShapedNetwork",
             "network = ShapedNetwork(numpy.ones((2, 2))).__enter__()",
             "print(os.getpid(), flush=True)",
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
-    root = Path(shaped_network.__file__).parents[2]
+    root = Path(shaped_network.__file__).parents[3]
     killed = subprocess.run([sys.executable, "-c", dying], cwd=root, capture_output=True, text=True)
 
     def left() -> bool:
