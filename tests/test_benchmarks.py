@@ -278,6 +278,16 @@ def test_packing(processes: Processes):
 
 
 @pytest.mark.nightly
+def test_many_requests(processes: Processes):
+    sizes = ["--slots", "3", "--requests", "4", "--turns", "1"]
+    results = last_line_of(processes, "serving.many_requests", *sizes)["results"]
+    assert list(results) == ["generate_until", "loglikelihood", "loglikelihood_rolling"]
+    for own in results.values():
+        one, many = own["seconds"]["1"], own["seconds"]["3"]
+        assert own["times_as_fast"] == pytest.approx(one[0] / many[0], abs=0.01)
+
+
+@pytest.mark.nightly
 def test_data(processes: Processes):
     small = ["--iterations", "2", "--copies", "1", "--turns", "1", "--vocabulary-size", "300"]
     model = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
