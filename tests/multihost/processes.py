@@ -90,11 +90,14 @@ class Processes:
             f"== {index} ==\n{self.output(index)}" for index in range(len(self.processes))
         )
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until something shows that all processes do; none may end before."""
+    def wait_until(
+        self, condition: Callable[[], bool], timeout_s: float, *, all_live: bool = True
+    ) -> None:
+        """Wait until something is so; until then no process may end, if `all_live`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert all(process.poll() is None for process in self.processes), self.outputs()
+            if all_live:
+                assert all(process.poll() is None for process in self.processes), self.outputs()
             assert time.monotonic() < deadline, self.outputs()
             time.sleep(0.01)
 
