@@ -15,9 +15,8 @@ import skippipe_jax as sp
 from skippipe_jax.runtime.state import MOMENTUM
 from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint, replica_name
-from tests.former_runs import CASE
 from tests.multihost.processes import Processes
-from tests.multihost.training_hosts import PACED, PATIENCE_S, TRAIN, TrainingHosts
+from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
 from tests.partial_models import evaluate_run
 from tests.training_runs import (
     arrays_of_checkpoint,

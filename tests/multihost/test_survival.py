@@ -27,9 +27,8 @@ from skippipe_jax.storage.checkpoint import (
     step_name,
 )
 from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS, RunDir
-from tests.former_runs import CASE
 from tests.multihost.processes import Processes, started_processes
-from tests.multihost.training_hosts import PACED, PATIENCE_S, TRAIN, TrainingHosts
+from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
 from tests.ports import free_block
 from tests.training_runs import (
     arrays_of_checkpoint,
