@@ -29,10 +29,12 @@ def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
     output = tmp_path / "case.yaml"
     rates = 1e6 * np.array(MEGABYTES_PER_S) + np.diag([np.inf] * HOSTS)
     with ShapedNetwork(rates) as network, started_processes(tmp_path / "hosts") as processes:
-        cluster = ["--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS)]
-        command = ["-m", "skippipe_jax", "measure", "--config", config, "-o", output, *cluster]
-        for host in range(HOSTS):
-            processes.start(*command, "--host-id", str(host), namespace=network.namespace(host))
+        processes.start_hosts(
+            HOSTS,
+            *("-m", "skippipe_jax", "measure", "--config", config, "-o", output),
+            coordinator=f"{network.address(0)}:{PORT}",
+            namespaces=[*map(network.namespace, range(HOSTS))],
+        )
         assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
     measured = json.loads((tmp_path / "case.measured.json").read_text())
     links = {(a["source"], a["target"]): a for host in measured["hosts"] for a in host["links"]}
