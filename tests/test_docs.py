@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from types import ModuleType
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -23,7 +24,7 @@ from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.serving import case as serving
 
-from docs import reference
+from docs import reference, rooms
 from docs.follow import (
     DOCS,
     ROOT,
@@ -73,7 +74,6 @@ MEASURED_PICTURES = {
     "tutorial/shares.svg",
     "watch/00000004.svg",
 }
-WRITTEN = reference.written()
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -276,12 +276,12 @@ def test_every_command_of_a_page_is_one_that_the_reference_tells_of():
 # What is written from the code.
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "commands.md", "config.schema.json"])
-def test_what_is_written_from_the_code_is_up_to_date(name: str):
-    if name == "commands.md" and sys.version_info >= (3, 13):
-        pytest.skip("argparse of this Python words --help otherwise than the one that wrote it")
-    [(path, text)] = [(path, text) for path, text in WRITTEN.items() if path.name == name]
-    assert path.read_text(encoding="utf-8") == text, "stale: run python -m docs.reference"
+@pytest.mark.parametrize("module", [reference, rooms])
+def test_what_is_written_from_the_code_is_up_to_date(module: ModuleType):
+    for path, text in module.written().items():
+        # argparse of later Pythons words --help otherwise than the one that wrote it.
+        if path.name != "commands.md" or sys.version_info < (3, 13):
+            assert path.read_text(encoding="utf-8") == text, f"run python -m {module.__name__}"
 
 
 def test_every_key_of_the_configuration_is_told_of():
