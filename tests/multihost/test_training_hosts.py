@@ -144,6 +144,7 @@ def test_every_replica_equals_the_oracle(
         devices = virtual_devices(3 if averaging == "auto" else 1)
         processes.start_hosts(hosts, *WRITES_REPLICAS, "--config", path, **devices)
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
+    assert_replicas_are_saved(tmp_path, ORACLE_STEPS)
     assert_equals_the_oracle(path, tmp_path, ORACLE_STEPS)
 
 
