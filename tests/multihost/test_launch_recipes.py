@@ -398,11 +398,17 @@ def jobset() -> dict[str, Any]:
     return objects()["JobSet"]
 
 
+def job_of_jobset() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What it says of its one job, of a pod and of the container."""
+    [job] = jobset()["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    return job["template"]["spec"], pod, container
+
+
 def test_jobset_makes_each_pod_anew_and_gives_up_for_wrong_input_alone():
     """Pods that end with 75 come again, uncounted: one that is pending may keep them waiting."""
-    [job] = jobset()["spec"]["replicatedJobs"]
-    job_spec = job["template"]["spec"]
-    [container] = job_spec["template"]["spec"]["containers"]
+    job_spec, pod, container = job_of_jobset()
     *of_codes, drained = sorted(
         job_spec["podFailurePolicy"]["rules"], key=lambda rule: "onPodConditions" in rule
     )
@@ -421,7 +427,7 @@ def test_jobset_makes_each_pod_anew_and_gives_up_for_wrong_input_alone():
         "Ignore", "DisruptionTarget",
     )  # fmt: skip
     # What a policy for pods, and limits for each of them, ask for.
-    assert job_spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert pod["restartPolicy"] == "Never"
     assert job_spec["completionMode"] == "Indexed"
     assert job_spec["backoffLimitPerIndex"] > 0
     assert "backoffLimit" not in job_spec
@@ -441,9 +447,7 @@ def test_jobset_lets_its_own_pods_reach_its_pods_and_nobody_else():
 
 
 def test_jobset_has_no_rights_that_training_needs_not():
-    [job] = jobset()["spec"]["replicatedJobs"]
-    pod = job["template"]["spec"]["template"]["spec"]
-    [container] = pod["containers"]
+    _, pod, container = job_of_jobset()
     rights = pod["securityContext"]
     assert rights["runAsNonRoot"] is True
     assert min(rights["runAsUser"], rights["runAsGroup"], rights["fsGroup"]) > 0
@@ -466,8 +470,8 @@ def test_jobset_has_no_rights_that_training_needs_not():
 def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
     tmp_path: Path, outliving: Path, processes: Processes
 ):
+    job_spec, _, container = job_of_jobset()
     [job] = jobset()["spec"]["replicatedJobs"]
-    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
     name = jobset()["metadata"]["name"]
     # The secret comes from one of Kubernetes' own, and is written nowhere.
@@ -475,7 +479,6 @@ def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
     assert source == {"secretKeyRef": {"name": name, "key": "secret"}}
     secret = "thisPodHasTheSecretOfThisRunAndNobodyElse"
     assert given["COORDINATOR"].split(":")[0] == f"{name}-{job['name']}-0-0.{name}"
-    job_spec = job["template"]["spec"]
     assert int(given["HOSTS"]) == job_spec["completions"] == job_spec["parallelism"]
     port = free_port()
 
@@ -561,15 +564,11 @@ def test_service_goes_on_with_a_run_that_has_begun(has_begun: bool, tmp_path: Pa
     command = [word.replace("$$", "$") for word in shlex.split(unit()["Service"]["ExecStart"])]
     words = run(*command, env=given | path).stdout.splitlines()
     assert words[:2] == ["-m", "skippipe_jax.train"]
-    told = train_arguments(words[2:])
+    told = arguments_of(train, words[2:])
     assert (told.config, told.set) == (Path(given["CONFIG"]), [f"run_dir={given['RUN_DIR']}"])
     assert told.resume == has_begun
     place = (told.coordinator, str(told.hosts), str(told.host_id))
     assert place == (given["COORDINATOR"], given["HOSTS"], given["HOST_ID"])
-
-
-def train_arguments(words: list[str]) -> argparse.Namespace:
-    return arguments_of(train, words)
 
 
 def arguments_of(command: ModuleType, words: list[str]) -> argparse.Namespace:
@@ -608,8 +607,7 @@ def recipe(name: str, folder: Path) -> tuple[list[str | Path], dict[str, str]]:
     if name == "service":
         words = shlex.split(unit()["Service"]["ExecStart"])
         return [word.replace("$$", "$") for word in words], told
-    [job] = jobset()["spec"]["replicatedJobs"]
-    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    *_, container = job_of_jobset()
     assert {"name": "JOIN", "value": ""} in container["env"]
     return container["command"], told
 
