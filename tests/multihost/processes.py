@@ -102,7 +102,7 @@ class Processes:
             if all_live:
                 assert all(process.poll() is None for process in self.processes), self.outputs()
             assert time.monotonic() < deadline, self.outputs()
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def exit_code(self, index: int, timeout_s: float) -> int:
         try:
