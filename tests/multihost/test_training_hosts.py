@@ -20,6 +20,7 @@ from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.storage.run_dir import RunDir
 from tests import oracle
 from tests.multihost.processes import started_processes
@@ -394,6 +395,7 @@ def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
     lines = Run(run_dir).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
+        assert line.keys() == {*StepMetrics.__struct_fields__}
         assert line["tokens"] == len(plan.microbatches) * 2 * 32
         assert min(line["tokens_per_second"], line["seconds_per_iteration"]) > 0
         assert min(line["bytes_sent"], line["gradient_norm"], line["learning_rate"]) > 0
