@@ -378,6 +378,7 @@ def test_links_lead_somewhere(page: str):
             assert (ROOT / page).parent.joinpath(parts.path).is_file(), link
 
 
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_warning(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
