@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.storage.run_dir import METRICS, RunDir
@@ -99,6 +100,14 @@ def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
         shapes = {"parameters": parameters, "optimizer_state": optimizer_state}
         arrays.append(by_name(load_stage(checkpoint, cut, stage, shapes)))
     return arrays
+
+
+def arrays_in(folder: Path) -> Arrays:
+    """All arrays that a folder of a checkpoint holds."""
+    with ArrayFiles(folder) as files:
+        shapes = files.described().items()
+        found = files.read({k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes})
+    return {name: np.asarray(array) for name, array in found.items()}
 
 
 def by_name(tree: Any) -> Arrays:

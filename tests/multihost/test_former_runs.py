@@ -14,17 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from skippipe_jax import Run
-from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from tests.multihost.processes import started_processes
 from tests.multihost.training_hosts import CASE, TRAIN
 from tests.training_runs import (
     Arrays,
+    arrays_in,
     assert_same_bits,
     settings,
     steps_done,
@@ -153,15 +152,12 @@ def evaluate(tree: Path, run_dir: Path) -> dict[str, Any]:
 
 def arrays_saved(run_dir: Path, step: int) -> Arrays:
     """All arrays of a checkpoint, those of single replicas among them."""
-    arrays = {}
-    for folder in sorted(open_checkpoint(run_dir, step).folder.iterdir()):
-        if folder.is_dir():
-            with ArrayFiles(folder) as files:
-                shapes = files.described().items()
-                wanted = {k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes}
-                found = files.read(wanted)
-            arrays |= {f"{folder.name}/{name}": np.asarray(found[name]) for name in found}
-    return arrays
+    return {
+        f"{folder.name}/{name}": array
+        for folder in sorted(open_checkpoint(run_dir, step).folder.iterdir())
+        if folder.is_dir()
+        for name, array in arrays_in(folder).items()
+    }
 
 
 @pytest.mark.nightly

@@ -5,20 +5,18 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 import skippipe_jax as sp
 from skippipe_jax.runtime.state import MOMENTUM
-from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint, replica_name
 from tests.multihost.processes import Processes
 from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
 from tests.partial_models import evaluate_run
 from tests.training_runs import (
+    arrays_in,
     arrays_of_checkpoint,
     settings,
     virtual_devices,
@@ -78,21 +76,14 @@ def test_hosts_that_resume_in_the_middle_of_averaging_equal_one_process(
     assert lines[-1]["validation_loss"] == pytest.approx(outer_loss, rel=1e-6)
 
 
-def own_arrays(run_dir: Path, step: int, stage: int, place: int) -> dict[str, Any]:
-    """What a checkpoint holds of a replica alone."""
-    folder = open_checkpoint(run_dir, step).folder / replica_name(stage, place)
-    with ArrayFiles(folder) as files:
-        shapes = files.described().items()
-        return files.read({k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes})
-
-
 def assert_replicas_have_one_outer_state(run_dir: Path, step: int) -> None:
     """Of the outer state, momentum is saved by each: the same bits, though inner states differ."""
     own = open_checkpoint(run_dir, step).record.replica_states
     assert own is not None
     assert own.counts == (2, 2)
-    for stage, count in enumerate(own.counts):
-        first, second = (own_arrays(run_dir, step, stage, place) for place in range(count))
+    checkpoint = open_checkpoint(run_dir, step).folder
+    for stage in range(2):
+        first, second = (arrays_in(checkpoint / replica_name(stage, place)) for place in range(2))
         assert any(not np.array_equal(first[name], second[name]) for name in first)
         momenta = [name for name in first if name.startswith(MOMENTUM)]
         assert momenta
