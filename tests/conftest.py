@@ -58,6 +58,13 @@ MAX_RESIDENT_BYTES = 3 * 2**30
 MEMORY_MAPS = Path("/proc/self/maps")
 
 
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and not in what was imported: 2% of the time of tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bound_memory() -> Iterator[None]:
     """Drop what was compiled before a process holds too much of it."""
