@@ -182,9 +182,10 @@ def test_hosts_of_meshes_equal_the_oracle_and_go_on_under_others(tmp_path: Path,
 def save_plan(path: Path, paths: Paths, meshes: Sequence[tuple[int, int]] = ()) -> None:
     """Write a plan, whose nodes are of one device each or have these meshes (fsdp, tensor)."""
     stages, microbatches = paths
-    nodes = [{"mesh": {"fsdp": fsdp, "tensor": tensor}} for fsdp, tensor in meshes]
-    given = {"path_length": len(stages)} | ({"nodes": nodes} if nodes else {})
-    plan_of(stages, microbatches, **ORACLE_CASE, **given).save(path)
+    given: dict[str, Any] = ORACLE_CASE | {"path_length": len(stages)}
+    if meshes:
+        given["nodes"] = [{"mesh": {"fsdp": fsdp, "tensor": tensor}} for fsdp, tensor in meshes]
+    plan_of(stages, microbatches, **given).save(path)
 
 
 def write_oracle_config(folder: Path, model: dict[str, Any], packing: str, **sections: Any) -> Path:
@@ -394,6 +395,7 @@ def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
     plan = RunDir(run_dir).plan()
     lines = Run(run_dir).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    peaks = dict[int, int]()
     for line in lines:
         assert line.keys() == {*StepMetrics.__struct_fields__}
         assert line["tokens"] == len(plan.microbatches) * 2 * 32
