@@ -14,6 +14,7 @@ from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.storage.run_dir import METRICS, RunDir
@@ -122,6 +123,14 @@ def assert_same_run(run_dir: Path, expected: Path, steps: int) -> None:
     )
     assert found == told
     assert [step for step, *_ in found] == list(range(1, steps + 1))
+
+
+def arrays_in(folder: Path) -> Arrays:
+    """All arrays that a folder of a checkpoint holds."""
+    with ArrayFiles(folder) as files:
+        shapes = files.described().items()
+        found = files.read({k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes})
+    return {name: np.asarray(array) for name, array in found.items()}
 
 
 def by_name(tree: Any) -> Arrays:

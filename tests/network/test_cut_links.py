@@ -84,11 +84,13 @@ def start(
 ) -> None:
     """Start training on all hosts."""
     command = ("-m", "skippipe_jax.train", "--config", config)
-    command += (*settings(run_dir=run_dir, **changes), *last)
-    command += ("--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS))
-    for host in range(HOSTS):
-        own = (*command, "--host-id", str(host))
-        processes.start(*own, namespace=network.namespace(host), **virtual_devices(1))
+    processes.start_hosts(
+        HOSTS,
+        *(*command, *settings(run_dir=run_dir, **changes), *last),
+        coordinator=f"{network.address(0)}:{PORT}",
+        namespaces=[*map(network.namespace, range(HOSTS))],
+        **virtual_devices(1),
+    )
 
 
 def losses(run_dir: Path) -> list[float]:

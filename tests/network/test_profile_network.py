@@ -28,10 +28,12 @@ def measure(network: ShapedNetwork, tmp_path: Path) -> Path:
     config = write_config(tmp_path, plan="auto", cluster={"insecure": True})
     output = tmp_path / "case.yaml"
     with network, started_processes(tmp_path / "hosts") as processes:
-        cluster = ["--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS)]
-        command = ["-m", "skippipe_jax", "measure", "--config", config, "-o", output, *cluster]
-        for host in range(HOSTS):
-            processes.start(*command, "--host-id", str(host), namespace=network.namespace(host))
+        processes.start_hosts(
+            HOSTS,
+            *("-m", "skippipe_jax", "measure", "--config", config, "-o", output),
+            coordinator=f"{network.address(0)}:{PORT}",
+            namespaces=[*map(network.namespace, range(HOSTS))],
+        )
         assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
     return output
 
