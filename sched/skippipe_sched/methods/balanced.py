@@ -51,7 +51,8 @@ def routes(case: Case, search: Search) -> Routes:
         visits = sum(count for chosen, count in sets_left.items() if stage in chosen)
         visits_left |= visits_of_replicas(case, stage, nodes, visits)
     paths: list[NodePath] = []
-    candidates = _candidates_affordable(len(data_nodes), case.path_length)
+    one_candidate_each = len(data_nodes) ** 2 * case.path_length
+    candidates = int(np.clip(OPERATIONS_SIMULATED // one_candidate_each, 1, MOST_CANDIDATES))
     for data_node in data_nodes:
         drawn = dict.fromkeys(
             _draw_path(case, stages, data_node, sets_left, visits_left, random)
@@ -63,11 +64,6 @@ def routes(case: Case, search: Search) -> Routes:
         for node in path[1:]:
             visits_left[node] -= 1
     return Routes(stages, tuple(paths))
-
-
-def _candidates_affordable(microbatches: int, path_length: int) -> int:
-    one_candidate_each = microbatches**2 * path_length
-    return int(np.clip(OPERATIONS_SIMULATED // one_candidate_each, 1, MOST_CANDIDATES))
 
 
 def _cost(case: Case, stages: Sequence[Sequence[int]], paths: list[NodePath]) -> tuple[float, ...]:

@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.node_subset import sorted_nodes, with_nodes
 from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain
-from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
+from skippipe_sched.problem.rules import fair_shares, share_limits
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import forecast, require_memory, simulate
 
@@ -145,10 +145,11 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
     if stage == 0:
         return _distributed_as_before(plan.case, {node: now[node] for node in replicas}, visits)
     # TC1. Where shares are not integers, nodes that have more already keep them.
-    of_each = fair_shares(plan.case, stage, replicas, visits)
-    shares = dict(zip(replicas, of_each, strict=True))
-    low = {node: int(np.floor(share + SHARE_TOLERANCE)) for node, share in shares.items()}
-    high = {node: int(np.ceil(share - SHARE_TOLERANCE)) for node, share in shares.items()}
+    of_stage = plan.case, stage, replicas, visits
+    shares, low, high = (
+        dict(zip(replicas, values, strict=True))
+        for values in (fair_shares(*of_stage), *share_limits(*of_stage))
+    )
     targets = {node: min(max(now[node], low[node]), high[node]) for node in replicas}
 
     def deficit(node: int) -> tuple[float, int]:

@@ -30,7 +30,7 @@ from skippipe_sched.methods.full import matched
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, microbatch_chain, stage_of_nodes
-from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
+from skippipe_sched.problem.rules import sequence_problem, share_limits
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.timing.simulate import simulate
 from skippipe_sched.timing.timeline import Run, Timeline
@@ -74,25 +74,14 @@ class _Solution:
     visits: np.ndarray
 
 
-def routes(case: Case, search: Search) -> Routes:
+def routes(case: Case, search: Search, *, meetings: bool = True) -> Routes:
     """Search for paths with all three kinds of conflict; the simulator selects the best.
 
-    Raises:
-        InputError: if under `case.rules` no paths visit the inner stages equally often.
-    """
-    return _routes(case, search, meetings=True)
-
-
-def routes_without_tc2(case: Case, search: Search) -> Routes:
-    """Search for paths as if microbatches never met: the paper's ablation.
+    Without `meetings` (TC2), microbatches are planned as if they never met: the paper's ablation.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
     """
-    return _routes(case, search, meetings=False)
-
-
-def _routes(case: Case, search: Search, *, meetings: bool) -> Routes:
     stages = dtfm.place(case, search, PLACEMENT_SHARE)
     # Whatever the search finds in its time, these paths keep the rules.
     paths = matched(case, stages, random_paths(case, stages, search.random))
@@ -245,8 +234,8 @@ class _PathSearch:
         return overfull
 
     def _shares(self, stage: int, visits: int) -> tuple[np.ndarray, np.ndarray]:
-        shares = np.array(fair_shares(self.case, stage, self.stages[stage], visits))
-        return np.floor(shares + SHARE_TOLERANCE), np.ceil(shares - SHARE_TOLERANCE)
+        low, high = share_limits(self.case, stage, self.stages[stage], visits)
+        return np.array(low), np.array(high)
 
     def _constrained(self, solution: _Solution) -> _Solution | None:
         """Plan one agent again that meets another, or whose data node ends last."""
