@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -11,9 +12,13 @@ from skippipe_sched.division.layout import Place
 from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.joint import dealt
-from skippipe_sched.methods.routes import data_node_of_microbatches, visits_of_replicas
+from skippipe_sched.methods.routes import (
+    data_node_of_microbatches,
+    place_in_order,
+    visits_of_replicas,
+)
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.plan import Plan
+from skippipe_sched.problem.plan import NodePath, Plan
 from skippipe_sched.search.annealer import MEAN_WEIGHT, WEIGHTS
 from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
 from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
@@ -33,7 +38,7 @@ class ChainFactory:
         self.trainings = [lane.mean for lane in lanes]
         self.microbatches = sum(whole.case.microbatches)
         self.all_nodes = problem_of(whole.case)
-        self.problems: dict[tuple[int, Cut], Problem] = {}
+        self.problem = cache(self._problem)
 
     def random(self, lane: int, place: Place, random: np.random.Generator, seed: int) -> ChainState:
         """Draw balanced paths at random.
@@ -41,18 +46,21 @@ class ChainFactory:
         Raises:
             InputError: if the rules allow none.
         """
-        case, stages, local = self.on_stages(place, self.trainings[lane])
-        paths = np.argsort(local)[np.array(random_paths(case, stages, random))]
-        problem = self.problem(lane, place.cut)
-        candidate = candidate_of(problem, np.array(place.nodes), paths)
-        return chain_from(problem, candidate, seed)
+        case, stages = self.on_stages(place, self.trainings[lane])
+        return self.started(lane, place, random_paths(case, stages, random), seed)
 
     def of_plan(self, lane: int, place: Place, plan: Plan, seed: int) -> ChainState:
         """Make a chain from the paths of a plan."""
+        return self.started(lane, place, dealt(plan.case, plan), seed)
+
+    def started(
+        self, lane: int, place: Place, paths: Sequence[NodePath] | np.ndarray, seed: int
+    ) -> ChainState:
+        """Start a chain at these paths, with the numbers of nodes in the lane's own case."""
         problem = self.problem(lane, place.cut)
-        local = np.searchsorted(np.sort(place.nodes), place.nodes)
-        slots = np.argsort(local)[np.array(dealt(plan.case, plan))]
-        return chain_from(problem, candidate_of(problem, np.array(place.nodes), slots), seed)
+        slot_of = np.argsort(place.local)
+        candidate = candidate_of(problem, np.array(place.nodes), slot_of[np.array(paths)])
+        return chain_from(problem, candidate, seed)
 
     def carried(
         self,
@@ -64,16 +72,14 @@ class ChainFactory:
         seed: int,
     ) -> ChainState:
         """Make a chain on other nodes whose microbatches visit the same stages if possible."""
-        problem = self.problem(lane, place.cut)
         if place == before:
-            return chain_from(problem, copy_of(chain.candidate), seed)
+            return chain_from(self.problem(lane, place.cut), copy_of(chain.candidate), seed)
         if before.cut.model != place.cut.model:
             return self.random(lane, place, random, seed)
-        case, stages, local = self.on_stages(place, self.trainings[lane])
+        case, stages = self.on_stages(place, self.trainings[lane])
         old = chain.candidate
-        stage_of = self.problem(lane, before.cut).stage_of_slot
-        on_stages = stage_of[old.paths]
-        number = dict(zip(place.nodes, local.tolist(), strict=True))
+        on_stages = self.problem(lane, before.cut).stage_of_slot[old.paths]
+        number = dict(zip(place.nodes, place.local.tolist(), strict=True))
         paths = np.array([number.get(node, -1) for node in old.node_of_slot.tolist()])[old.paths]
         paths[:, 0] = data_node_of_microbatches(case, stages)
         for stage, replicas in enumerate(stages[1:], start=1):
@@ -89,8 +95,7 @@ class ChainFactory:
             free = [node for node, count in left.items() for _ in range(count)]
             for (m, i), node in zip(moved, free, strict=True):
                 paths[m, i] = node
-        candidate = candidate_of(problem, np.array(place.nodes), np.argsort(local)[paths])
-        return chain_from(problem, candidate, seed)
+        return self.started(lane, place, paths, seed)
 
     def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
         """Anneal a lane independently of the others, on its own nodes."""
@@ -101,22 +106,17 @@ class ChainFactory:
         fast(anneal)(problem, chain, Piece(steps, hottest, cooling, WEIGHTS, MEAN_WEIGHT))
         copy(chain.best, chain.candidate)
 
-    def on_stages(self, place: Place, training: Training) -> tuple[Case, Placement, np.ndarray]:
-        """Return the case of a lane's nodes, and their numbers in it by stage and by slot."""
-        own = np.sort(place.nodes)
-        case = self.whole.part(own.tolist(), place.cut, training)
-        local = np.searchsorted(own, place.nodes)
-        stages = [local[place.stage(stage)].tolist() for stage in range(len(case.stages))]
-        return case, tuple(map(tuple, stages)), local
+    def on_stages(self, place: Place, training: Training) -> tuple[Case, Placement]:
+        """Return the case of a lane's nodes, and their numbers in it by stage."""
+        case = self.whole.part(sorted(place.nodes), place.cut, training)
+        return case, place_in_order(case, place.local.tolist())
 
-    def problem(self, lane: int, cut: Cut) -> Problem:
+    def _problem(self, lane: int, cut: Cut) -> Problem:
         """Return the arrays of a lane with a cut, on any of the nodes of the whole case."""
-        if (lane, cut) in self.problems:
-            return self.problems[lane, cut]
         training, nodes = self.trainings[lane], self.whole.case.nodes
         part = problem_of(self.whole.part(range(cut.nodes), cut, training))
         memory = [min(node.memory // cut.merged, self.microbatches) for node in nodes]
-        self.problems[lane, cut] = self.all_nodes._replace(
+        return self.all_nodes._replace(
             forward_s=self.all_nodes.forward_s * training.compute,
             memory=np.array(memory),
             stage_of_slot=part.stage_of_slot,
@@ -125,4 +125,3 @@ class ChainFactory:
             ring_bytes=part.ring_bytes,
             rules=part.rules,
         )
-        return self.problems[lane, cut]

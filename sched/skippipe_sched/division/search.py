@@ -309,8 +309,8 @@ class _Search:
 
     def plan(self, place: Place, chain: ChainState, training: Training, share: float) -> Plan:
         """Plan an expert by `joint`, starting from the annealed paths."""
-        case, stages, local = self.chains.on_stages(place, training)
-        paths = tuple(map(tuple, local[chain.candidate.paths].tolist()))
+        case, stages = self.chains.on_stages(place, training)
+        paths = tuple(map(tuple, place.local[chain.candidate.paths].tolist()))
         begin = with_prediction(case, "joint", Routes(stages, paths))
         found = make_plan(case, "joint", replace(self.search.part(share), begin=begin))
         return min(begin, found, key=lambda plan: plan.predicted.iteration_s)
