@@ -38,8 +38,10 @@ microbatch is useful if its step committed and was not undone, whichever stages 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -104,7 +106,7 @@ class Record:
     undone: int = 0
     losses: int = 0
     returns: int = 0
-    recoveries: dict[str, int] = field(default_factory=dict)
+    recoveries: Counter[str] = field(default_factory=Counter)
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
 
 
@@ -356,7 +358,7 @@ class _Simulation:
                 return
 
     def count(self, recovery: str) -> None:
-        self.result.recoveries[recovery] = self.result.recoveries.get(recovery, 0) + 1
+        self.result.recoveries[recovery] += 1
 
 
 # Bound on the steps of a run; the range that is bisected must have a machine-word length.
@@ -412,15 +414,13 @@ def copy_holders(placement: Sequence[Sequence[int]]) -> dict[int, int]:
 
     The copy is sent by the first node of the stage itself, as in a run.
     """
-    further = {
-        stage: [*placement[stage + 1 :], *placement[:stage]]
-        for stage, nodes in enumerate(placement)
-        if nodes
-    }
-    first = {
-        stage: [node for nodes in others for node in nodes] for stage, others in further.items()
-    }
-    return {stage: nodes[0] for stage, nodes in first.items() if nodes}
+    holders = {}
+    for stage, nodes in enumerate(placement):
+        others = chain(*placement[stage + 1 :], *placement[:stage])
+        holder = next(others, None)
+        if nodes and holder is not None:
+            holders[stage] = holder
+    return holders
 
 
 class States:
@@ -466,9 +466,7 @@ class States:
         missing = [node for node in targets if node not in holders]
         if not missing:
             return 0.0
-        return float(self._each_s(size, missing, holders).min(axis=0).max())
-
-    def _each_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> np.ndarray:
-        """Compute the seconds from each holder (row) to each target (column)."""
-        pairs = np.ix_(sorted(holders), targets)
-        return self._latency_s[pairs] + size / self._bandwidth[pairs]
+        # From each holder (row) to each target (column).
+        pairs = np.ix_(sorted(holders), missing)
+        each_s = self._latency_s[pairs] + size / self._bandwidth[pairs]
+        return float(each_s.min(axis=0).max())

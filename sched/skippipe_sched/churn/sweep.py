@@ -126,9 +126,7 @@ def _point(
         faults=mean(faults),
         losses=mean(record.losses for record in records),
         undone=mean(record.undone for record in records),
-        recoveries={
-            kind: mean(record.recoveries.get(kind, 0) for record in records) for kind in kinds
-        },
+        recoveries={kind: mean(record.recoveries[kind] for record in records) for kind in kinds},
         spent_s={kind: mean(record.spent_s[kind] for record in records) for kind in ACTIVITIES},
     )
 
