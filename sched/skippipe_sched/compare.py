@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_line,
     add_rect,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -210,10 +211,8 @@ def picture(rows: Sequence[Row | PlanningFailure], case_name: str) -> str:
     )
     add_title(svg, case_name, "seconds of one iteration, by method")
     _draw_legend(svg)
-    for tick_s in round_ticks(longest_s) if longest_s else ():
-        x = left + scale * tick_s
-        add_line(svg, "grid", (x, PLOT_TOP), (x, bottom + 4))
-        add_text(svg, "middle", x, bottom + 17, f"{tick_s:g}")
+    ticks = round_ticks(longest_s) if longest_s else []
+    add_ticks(svg, {left + scale * s: f"{s:g}" for s in ticks}, PLOT_TOP, bottom)
     for index, row in enumerate(rows):
         top = PLOT_TOP + ROW * index
         add_text(svg, "stage", MARGIN, top + BAR_TOP + 12, row.method)

@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_circle,
     add_line,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -64,9 +65,7 @@ def picture(points: Sequence[Point], name: str) -> str:
     for tick in round_ticks(highest, most=TICKS_UP):
         add_line(svg, "grid", (LEFT, y(tick)), (RIGHT, y(tick)))
         add_text(svg, "end", LEFT - 7, y(tick) + 4, f"{tick:g}")
-    for mtbf_s in mtbfs_s:
-        add_line(svg, "grid", (x(mtbf_s), TOP), (x(mtbf_s), BOTTOM + 4))
-        add_text(svg, "middle", x(mtbf_s), BOTTOM + 17, duration_text(mtbf_s))
+    add_ticks(svg, {x(mtbf_s): duration_text(mtbf_s) for mtbf_s in mtbfs_s}, TOP, BOTTOM)
     below = "mean time between faults of a node"
     add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 12, below)
     for index, policy in enumerate(POLICIES):

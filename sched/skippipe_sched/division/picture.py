@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_line,
     add_rect,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -88,10 +89,8 @@ def picture(divisions: Mapping[str, Division], case_name: str) -> str:
     )
     svg = start_picture("division", (WIDTH, bottom + AXIS), about, STYLE + colours)
     add_title(svg, case_name, "hours until each expert is done, by lane")
-    for tick in round_ticks(longest_s / HOUR_S):
-        x = left + scale * HOUR_S * tick
-        add_line(svg, "grid", (x, PLOT_TOP), (x, bottom + 4))
-        add_text(svg, "middle", x, bottom + 17, f"{tick:g}")
+    ticks = {left + scale * HOUR_S * h: f"{h:g}" for h in round_ticks(longest_s / HOUR_S)}
+    add_ticks(svg, ticks, PLOT_TOP, bottom)
     for place, (name, division) in enumerate(divisions.items()):
         top = PLOT_TOP + block * place
         last = left + scale * division.seconds

@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_line,
     add_rect,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -219,10 +220,8 @@ def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) 
 
 
 def _draw_axis(svg: Element, layout: _Layout) -> None:
-    for tick_s in round_ticks(layout.end_s):
-        x = layout.x(tick_s)
-        add_line(svg, "grid", (x, PLOT_TOP), (x, layout.bottom + 4))
-        add_text(svg, "middle", x, layout.bottom + 17, f"{tick_s:g}")
+    ticks = {layout.x(tick_s): f"{tick_s:g}" for tick_s in round_ticks(layout.end_s)}
+    add_ticks(svg, ticks, PLOT_TOP, layout.bottom)
     add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
 
 
