@@ -74,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_sched import fields
         from skippipe_sched.commands.simulate import summary
-        from skippipe_sched.methods.planning import with_placement_bound
         from skippipe_sched.problem.open_case import load_cases
         from skippipe_sched.search.budget import Search
         from skippipe_sched.timing.simulate import simulate_plan
@@ -111,7 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     write("--output", arguments.output, plan.save)
     if arguments.bound == "placements":
-        plan = with_placement_bound(plan, limit_s)
+        # Slow to load, because of SciPy.
+        from skippipe_sched.timing.placement_bound import placement_bound_s
+
+        length, found = min(map(len, plan.microbatches)), plan.predicted
+        bound_s = placement_bound_s(plan.case, length, found.iteration_s, limit_s)
+        plan = replace(plan, predicted=replace(found, placement_bound_s=bound_s))
         write("--output", arguments.output, plan.save)
     print(summary(plan, simulate_plan(plan)))
     print(f"wrote {arguments.output}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS
@@ -62,13 +61,3 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
     timeline = forecast(case, routes.stages, routes.paths, routes.order)
     predicted = timeline.predicted(lower_bound_s(case, min(len(path) for path in routes.paths)))
     return require(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))
-
-
-def with_placement_bound(plan: Plan, limit_s: float) -> Plan:
-    """Add to a plan's figures the bound over placements, proved within about `limit_s`."""
-    # Slow to load, because of SciPy.
-    from skippipe_sched.timing.placement_bound import placement_bound_s
-
-    length, plan_s = min(map(len, plan.microbatches)), plan.predicted.iteration_s
-    bound_s = placement_bound_s(plan.case, length, plan_s, limit_s)
-    return replace(plan, predicted=replace(plan.predicted, placement_bound_s=bound_s))

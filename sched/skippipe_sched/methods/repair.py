@@ -125,9 +125,7 @@ def _require_placement(
             "List each node in one stage",
         )
     for stage, replicas in enumerate(stages):
-        if stage > 0 and stage in left_out:
-            continue
-        if not replicas:
+        if not replicas and (stage == 0 or stage not in left_out):
             raise InputError(
                 f"stages[{stage}]",
                 list(replicas),
