@@ -65,9 +65,7 @@ class IterationTimes:
         self._seconds: dict[Placement, float] = {}
         self._times: list[float] = []
         self._counts: list[np.ndarray] = []
-        names = sorted({node.location for node in plan.case.nodes})
-        self._location = np.array([names.index(node.location) for node in plan.case.nodes])
-        self._locations = len(names)
+        self._location, *_ = plan.case.location_matrices
 
     def __call__(self, placement: Placement) -> float:
         """Return the seconds of an iteration with these nodes on each stage; skip empty stages.
@@ -101,7 +99,8 @@ class IterationTimes:
 
     def _count(self, placement: Placement) -> np.ndarray:
         """Count the nodes that each stage has at each location."""
-        counts = np.zeros((len(placement), self._locations), int)
-        for stage, nodes in enumerate(placement):
-            np.add.at(counts[stage], self._location[list(nodes)], 1)
-        return counts
+        locations = self._location.max() + 1
+        of_stages = [
+            np.bincount(self._location[list(nodes)], minlength=locations) for nodes in placement
+        ]
+        return np.array(of_stages)

@@ -237,7 +237,11 @@ def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
     """Draw names outside the circle: level if there is room, else along the radius."""
     for name, (first, last) in layout.arcs.items():
         if last > first and len(layout.arcs) > 1:
-            _draw_arc(svg, layout, first, last)
+            radius = layout.radius + ARC
+            start, end = layout.at(first, radius), layout.at(last, radius)
+            large = int(last - first > math.pi)
+            curve = f"M{point(start)}A{point((radius, radius))} 0 {large} 1 {point(end)}"
+            SubElement(svg, "path", {"class": "location", "d": curve})
         angle = (first + last) / 2
         if layout.level_names:
             text = add_text(svg, _side(angle), 0, 4 - 6 * math.cos(angle), _cut(name))
@@ -250,14 +254,6 @@ def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
         text.set("transform", f"translate({point(place)}) rotate({rounded(turned)})")
         nodes = sum(node.location == name for node in plan.case.nodes)
         add_tip(text, f"{name}: {nodes} node{'s' * (nodes > 1)}")
-
-
-def _draw_arc(svg: Element, layout: _Layout, first: float, last: float) -> None:
-    radius = layout.radius + ARC
-    start, end = layout.at(first, radius), layout.at(last, radius)
-    large = int(last - first > math.pi)
-    curve = f"M{point(start)}A{point((radius, radius))} 0 {large} 1 {point(end)}"
-    SubElement(svg, "path", {"class": "location", "d": curve})
 
 
 class _Curve(NamedTuple):

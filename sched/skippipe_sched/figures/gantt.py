@@ -80,7 +80,9 @@ def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
 
     Each is drawn as by `gantt`, for the visual comparison of a prediction with measurements.
     """
-    layout = _layout(plan, max(map(_shown_s, timelines.values())))
+    # In steady state the next iteration's mark may be later than all events.
+    ends_s = (max(timeline.end_s, timeline.iteration_s) for timeline in timelines.values())
+    layout = _layout(plan, max(ends_s))
     height = layout.bottom + AXIS
     seconds = ", ".join(layout.seconds(timeline.iteration_s) for timeline in timelines.values())
     about = f"Timeline of one iteration of {seconds}"
@@ -104,7 +106,9 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
     add_title(svg, title, " · ".join(told))
     _draw_legend(svg)
     _draw_stages(svg, layout, plan, timeline)
-    _draw_axis(svg, layout)
+    ticks = {layout.x(tick_s): f"{tick_s:g}" for tick_s in round_ticks(layout.end_s)}
+    add_ticks(svg, ticks, PLOT_TOP, layout.bottom)
+    add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
     if timeline.steady:
         _draw_averagings(svg, layout, plan, timeline)
     _draw_waits(svg, layout, timeline)
@@ -113,11 +117,6 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
     _draw_markers(svg, layout, timeline)
     if not timeline.steady:
         _draw_averagings(svg, layout, plan, timeline)
-
-
-def _shown_s(timeline: Timeline) -> float:
-    """Return the end of the drawn time; in steady state the next iteration's mark may be later."""
-    return max(timeline.end_s, timeline.iteration_s)
 
 
 @dataclass(frozen=True)
@@ -217,12 +216,6 @@ def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) 
             text = add_text(svg, "", MARGIN, y, node_label(plan, node))
             busy = layout.seconds(timeline.busy_s[node])
             add_tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
-
-
-def _draw_axis(svg: Element, layout: _Layout) -> None:
-    ticks = {layout.x(tick_s): f"{tick_s:g}" for tick_s in round_ticks(layout.end_s)}
-    add_ticks(svg, ticks, PLOT_TOP, layout.bottom)
-    add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
 
 
 def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:

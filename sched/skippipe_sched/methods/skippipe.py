@@ -126,7 +126,12 @@ class _PathSearch:
                 without += 1
                 agents = alone if without == TREES_TOGETHER else agents
                 continue
-            candidate = self._microbatch_paths(solution)
+            path_of = {
+                microbatch: path
+                for agent, path in zip(solution.agents, solution.paths, strict=True)
+                for microbatch in agent.microbatches
+            }
+            candidate = tuple(path_of[microbatch] for microbatch in range(len(path_of)))
             judged = self._judge(candidate)
             if judged < best:
                 paths, best = candidate, judged
@@ -144,14 +149,6 @@ class _PathSearch:
 
     def _keep(self, paths: tuple[NodePath, ...]) -> None:
         self.search.found(self._simulate(paths).iteration_s)
-
-    def _microbatch_paths(self, solution: _Solution) -> tuple[NodePath, ...]:
-        path_of = {
-            microbatch: path
-            for agent, path in zip(solution.agents, solution.paths, strict=True)
-            for microbatch in agent.microbatches
-        }
-        return tuple(path_of[microbatch] for microbatch in range(len(path_of)))
 
     def _judge(self, paths: tuple[NodePath, ...]) -> tuple[float, float]:
         """Compute the cost: the simulated time, or without TC2 the collision-free time."""
