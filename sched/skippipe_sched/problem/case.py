@@ -415,10 +415,10 @@ def _rate(direction: str, raw: Mapping[str, Any], node: Mapping[str, Any], field
 def of_each_stage(value: Any, field: str, stages: int, *, above: bool = False) -> tuple[float, ...]:
     """Read a number for each stage, from one for all of them or a list."""
     read = partial(fields.number, minimum=0.0, above=above)
-    return _of_each(value, field, read, stages, ("stages", "stage"))
+    return of_each(value, field, read, stages, ("stages", "stage"))
 
 
-def _of_each(
+def of_each(
     value: Any,
     field: str,
     read: Callable[[Any, str], Number],
@@ -508,7 +508,7 @@ def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
         value = fields.mapping(raw, "case", raw, (of_each_node,))[of_each_node]
         read = partial(fields.integer, minimum=1, maximum=MOST_MICROBATCHES)
         of = "data nodes", "node of the first stage"
-        return _of_each(value, f"case.{of_each_node}", read, data_nodes, of)
+        return of_each(value, f"case.{of_each_node}", read, data_nodes, of)
     field = "case.microbatches"
     total = fields.integer(raw["microbatches"], field, 1, MOST_MICROBATCHES)
     if of_each_node in raw:
