@@ -62,12 +62,8 @@ def load_json(path: Path, field: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            field,
-            str(path),
-            f"is not valid JSON: {error}",
-            "Correct the file, or write it again",
-        ) from error
+        problem, remedy = f"is not valid JSON: {error}", "Correct the file, or write it again"
+        raise InputError(field, str(path), problem, remedy) from error
 
 
 def mapping(

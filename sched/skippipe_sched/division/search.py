@@ -112,12 +112,9 @@ class _Search:
         self.whole, self.lanes, self.search = whole, lanes, search
         nodes, needed = len(whole.case.nodes), whole.fewest_nodes * len(lanes)
         if nodes < needed:
-            raise InputError(
-                "case.nodes",
-                nodes,
-                f"{len(lanes)} parallel lanes need at least {whole.fewest_nodes} nodes each",
-                f"Add {needed - nodes} nodes, or train fewer lanes in parallel",
-            )
+            problem = f"{len(lanes)} parallel lanes need at least {whole.fewest_nodes} nodes each"
+            remedy = f"Add {needed - nodes} nodes, or train fewer lanes in parallel"
+            raise InputError("case.nodes", nodes, problem, remedy)
         self.layouts = LayoutSampler(
             whole, [lane.work for lane in lanes], self.screened, equal=equal
         )

@@ -173,12 +173,9 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
         integrality=np.ones(2 * len(steps)),
     )
     if solution.x is None:
-        raise InputError(
-            "case.rules.max_jump",
-            case.rules.max_jump,
-            "no paths visit every inner stage equally often (CC3) under this limit",
-            f"Raise max_jump (up to {last_stage - 1}) or case.path_length",
-        )
+        problem = "no paths visit every inner stage equally often (CC3) under this limit"
+        remedy = f"Raise max_jump (up to {last_stage - 1}) or case.path_length"
+        raise InputError("case.rules.max_jump", case.rules.max_jump, problem, remedy)
     counts = np.rint(solution.x).astype(int).reshape(2, -1).sum(axis=0)
     left = Counter(dict(zip(steps, counts.tolist(), strict=True)))
     return [_walk(left, case.path_length - 1) for _ in sets]

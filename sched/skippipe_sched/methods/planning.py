@@ -40,12 +40,9 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
         InputError: if the case's rules leave the method no plan, or the case leaves stages out.
     """
     if case.left_out:
-        raise InputError(
-            "case.left_out",
-            list(case.left_out),
-            "is not supported by planning methods, only by repair plans (`repair_plan`)",
-            "Remove this key, and these stages from case.stages, stage_cost and stage_bytes",
-        )
+        problem = "is not supported by planning methods, only by repair plans (`repair_plan`)"
+        remedy = "Remove this key, and these stages from case.stages, stage_cost and stage_bytes"
+        raise InputError("case.left_out", list(case.left_out), problem, remedy)
     return with_prediction(case, method, METHODS[method].load()(case, search or Search()))
 
 

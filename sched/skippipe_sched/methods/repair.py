@@ -126,12 +126,9 @@ def _require_placement(
         )
     for stage, replicas in enumerate(stages):
         if not replicas and (stage == 0 or stage not in left_out):
-            raise InputError(
-                f"stages[{stage}]",
-                list(replicas),
-                f"has no node; in the previous plan it has {list(plan.stages[stage])}",
-                "Move a node of another stage to it, or restart one of its nodes",
-            )
+            problem = f"has no node; in the previous plan it has {list(plan.stages[stage])}"
+            remedy = "Move a node of another stage to it, or restart one of its nodes"
+            raise InputError(f"stages[{stage}]", list(replicas), problem, remedy)
 
 
 def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
@@ -354,12 +351,9 @@ def fill_empty_stages(
                 candidates, key=lambda stage: (len(stages[stage]), stage > 0, -stage), default=None
             )
             if source_stage is None:
-                raise InputError(
-                    "nodes",
-                    sorted(nodes),
-                    "none of the remaining nodes has the text that the data stage reads",
-                    "Restart one of the failed data nodes",
-                )
+                problem = "none of the remaining nodes has the text that the data stage reads"
+                remedy = "Restart one of the failed data nodes"
+                raise InputError("nodes", sorted(nodes), problem, remedy)
             moved = min((node for node in stages[source_stage] if node not in excluded), key=alone)
             stages[source_stage].remove(moved)
             replicas.append(moved)

@@ -267,12 +267,9 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     path_length = fields.integer(raw["path_length"], "case.path_length", 1)
     visited = len(stages) - len(left_out)
     if path_length > visited:
-        raise InputError(
-            "case.path_length",
-            path_length,
-            f"there are only {visited} stages, and a path visits no stage twice",
-            f"Write {visited} or less, or add {path_length - visited} to case.stages",
-        )
+        problem = f"there are only {visited} stages, and a path visits no stage twice"
+        remedy = f"Write {visited} or less, or add {path_length - visited} to case.stages"
+        raise InputError("case.path_length", path_length, problem, remedy)
     link_table = _all_times(
         links.table(table_source, links.same_location_of(raw)),
         fields.number(
@@ -319,12 +316,8 @@ def node_count(nodes: Any) -> int:
 def _nodes(raw: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
     count = node_count(raw["nodes"])
     if count != sum(stages):
-        raise InputError(
-            "case.stages",
-            raw["stages"],
-            f"the stages have {sum(stages)} nodes in total, but case.nodes has {count}",
-            sizes_remedy(count, stages),
-        )
+        problem = f"the stages have {sum(stages)} nodes in total, but case.nodes has {count}"
+        raise InputError("case.stages", raw["stages"], problem, sizes_remedy(count, stages))
     described = raw["nodes"] if isinstance(raw["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
         fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH, *RATES))
@@ -489,12 +482,9 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
             f"{_row(missing[0])}",
         )
     if missing:
-        raise InputError(
-            "case.links",
-            " to ".join(missing[0]),
-            f"no link between these locations ({len(missing)} missing in total)",
-            f"{hint}Add a row: {_row(missing[0])}",
-        )
+        problem = f"no link between these locations ({len(missing)} missing in total)"
+        remedy = f"{hint}Add a row: {_row(missing[0])}"
+        raise InputError("case.links", " to ".join(missing[0]), problem, remedy)
 
 
 def _row(pair: tuple[str, str]) -> str:

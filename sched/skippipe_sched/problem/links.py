@@ -64,12 +64,9 @@ class LinkTable:
         if found is None and source == target:
             found = self.same_location
         if found is None:
-            raise InputError(
-                "case.links",
-                f"{source} to {target}",
-                "no link between these locations",
-                f"Add a row: {source},{target},<latency ms>,<bandwidth GiB/s>",
-            )
+            problem = "no link between these locations"
+            remedy = f"Add a row: {source},{target},<latency ms>,<bandwidth GiB/s>"
+            raise InputError("case.links", f"{source} to {target}", problem, remedy)
         return found
 
     def matrices(
@@ -90,12 +87,9 @@ def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
     """
     if isinstance(value, str) and fields.text(value, "case.links") not in BUILT_IN:
         if not value.endswith(".csv"):
-            raise InputError(
-                "case.links",
-                value,
-                "unknown table",
-                f"Use one of {', '.join(BUILT_IN)}, or the path of a .csv file beside the case",
-            )
+            problem = "unknown table"
+            remedy = f"Use one of {', '.join(BUILT_IN)}, or the path of a .csv file beside the case"
+            raise InputError("case.links", value, problem, remedy)
         return _read_csv(fields.read_text(folder / value, "case.links"), value)
     return value
 
@@ -141,23 +135,17 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
     try:
         lines = [(reader.line_num, cells) for cells in reader]
     except csv.Error as error:
-        raise InputError(
-            "case.links",
-            origin,
-            f"is not valid CSV at line {reader.line_num}: {error}",
-            "Correct the quotes in this line",
-        ) from error
+        problem = f"is not valid CSV at line {reader.line_num}: {error}"
+        remedy = "Correct the quotes in this line"
+        raise InputError("case.links", origin, problem, remedy) from error
     header = [cell.strip() for cell in lines[0][1]] if lines else []
     latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
     ms_factor, gib_factor = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
     if (*header[:2],) != COLUMNS[:2] or ms_factor is None or gib_factor is None:
         units = ", ".join(name.split("_", 1)[1] for name in [*LATENCIES, *BANDWIDTHS])
-        raise InputError(
-            f"case.links ({origin}, line 1)",
-            ",".join(header),
-            "is not the header of a link table",
-            f"The first line must be {','.join(COLUMNS)}, with one of the units {units}",
-        )
+        problem = "is not the header of a link table"
+        remedy = f"The first line must be {','.join(COLUMNS)}, with one of the units {units}"
+        raise InputError(f"case.links ({origin}, line 1)", ",".join(header), problem, remedy)
     rows: list[list[Any]] = []
     for line, cells in lines[1:]:
         field = f"case.links ({origin}, line {line})"

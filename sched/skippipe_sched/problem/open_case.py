@@ -107,12 +107,9 @@ def _any_sizes(raw: Mapping[str, Any]) -> list[int]:
     nodes = node_count(raw["nodes"])
     stages = fields.integer(raw["stage_count"], "case.stage_count", 1)
     if nodes < stages:
-        raise InputError(
-            "case.stage_count",
-            stages,
-            f"there are only {nodes} nodes, and each stage needs one",
-            f"Write {nodes} or less, or add {stages - nodes} nodes",
-        )
+        problem = f"there are only {nodes} nodes, and each stage needs one"
+        remedy = f"Write {nodes} or less, or add {stages - nodes} nodes"
+        raise InputError("case.stage_count", stages, problem, remedy)
     if isinstance(raw.get("microbatches_per_data_node"), list):
         raise InputError(
             "case.microbatches_per_data_node",

@@ -214,12 +214,9 @@ def _paths(value: Any, stages: Sequence[Sequence[int]]) -> tuple[NodePath, ...]:
         for position, node in enumerate(fields.sequence(path, field)):
             fields.integer(node, f"{field}[{position}]", 0, len(stage_of) - 1)
         if path[0] not in stages[0]:
-            raise InputError(
-                f"{field}[0]",
-                path[0],
-                "must be a data node, as every path starts at one (CC1)",
-                f"Start the path at one of {list(stages[0])}",
-            )
+            problem = "must be a data node, as every path starts at one (CC1)"
+            remedy = f"Start the path at one of {list(stages[0])}"
+            raise InputError(f"{field}[0]", path[0], problem, remedy)
         for position, node in enumerate(path):
             earlier = [other for other in path[:position] if stage_of[other] == stage_of[node]]
             if earlier:
@@ -241,12 +238,8 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
             expected[operation.node].add(operation)
     entries = fields.sequence(value, "plan.order")
     if len(entries) != nodes:
-        raise InputError(
-            "plan.order",
-            f"{len(entries)} entries",
-            f"must have one entry for each of the {nodes} nodes",
-            "Add or remove entries",
-        )
+        problem = f"must have one entry for each of the {nodes} nodes"
+        raise InputError("plan.order", f"{len(entries)} entries", problem, "Add or remove entries")
     order = []
     for node, operations in enumerate(entries):
         missing = set(expected[node])
@@ -260,12 +253,9 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
             kind = fields.text(entry[0], field, KINDS)
             operation = Operation(kind, fields.integer(entry[1], field, 0), node)  # pyright: ignore[reportArgumentType]
             if operation not in missing:
-                raise InputError(
-                    field,
-                    entry,
-                    "is a duplicate, or no path has this operation on this node",
-                    "List each operation of the paths once, on the node that runs it",
-                )
+                problem = "is a duplicate, or no path has this operation on this node"
+                remedy = "List each operation of the paths once, on the node that runs it"
+                raise InputError(field, entry, problem, remedy)
             missing.remove(operation)
             ordered.append(operation)
         if missing:

@@ -134,10 +134,6 @@ def require(plan: Plan) -> Plan:
     broken = violations(plan.case, plan.stages, plan.microbatches)
     if broken:
         more = f" ({len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise InputError(
-            broken[0].field,
-            broken[0].value,
-            broken[0].problem + more,
-            "Change the paths, or the rules in plan.case",
-        )
+        problem, remedy = broken[0].problem + more, "Change the paths, or the rules in plan.case"
+        raise InputError(broken[0].field, broken[0].value, problem, remedy)
     return plan
