@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skippipe_sched.churn.faults import draw_changes
 from skippipe_sched.churn.iteration_times import IterationTimes
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
-from skippipe_sched.churn.simulation import ACTIVITIES, Costs, Record, StepSchedule, simulate_run
+from skippipe_sched.churn.simulation import (
+    ACTIVITIES,
+    Costs,
+    Record,
+    StepSchedule,
+    draw_changes,
+    simulate_run,
+)
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.figures.tables import aligned
