@@ -123,9 +123,7 @@ class Case:
     source: Mapping[str, Any]
 
     @cached_property
-    def link_matrices(
-        self,
-    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+    def link_matrices(self) -> tuple[links.Matrix, links.Matrix]:
         """Latency [s] and bandwidth [bytes/s] between nodes, source first, without contention.
 
         With contention "node", the bandwidth between locations is at most that of the two
@@ -142,20 +140,12 @@ class Case:
         )
 
     @cached_property
-    def pair_matrices(
-        self,
-    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+    def pair_matrices(self) -> tuple[links.Matrix, links.Matrix]:
         """Latency [s] and bandwidth [bytes/s] of the link of each pair of nodes, source first."""
         return self.link_table.matrices([node.location for node in self.nodes])
 
     @cached_property
-    def location_matrices(
-        self,
-    ) -> tuple[
-        Int[np.ndarray, " nodes"],
-        Float[np.ndarray, "locations locations"],
-        Float[np.ndarray, "locations locations"],
-    ]:
+    def location_matrices(self) -> tuple[Int[np.ndarray, " nodes"], links.Matrix, links.Matrix]:
         """Index of each node's location; latency [s] and bandwidth [bytes/s] between locations.
 
         The bandwidth is that of the fastest pair of their nodes (`link_matrices`).
@@ -207,24 +197,24 @@ class Case:
         return np.maximum(forward_s, self.visit_load_s / of_stage)
 
     @cached_property
-    def forward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
+    def forward_hop_s(self) -> links.Matrix:
         """Seconds of the hop of one activation from node to node; 0 to itself."""
         return self._hop_s(self.activation_bytes)
 
     @cached_property
-    def backward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
+    def backward_hop_s(self) -> links.Matrix:
         """Seconds of the hop of one activation's gradient from node to node; 0 to itself."""
         return self._hop_s(self.gradient_bytes)
 
     @cached_property
-    def round_trip_s(self) -> Float[np.ndarray, "nodes nodes"]:
+    def round_trip_s(self) -> links.Matrix:
         """Seconds of the hop of an activation from node to node and of its gradient back.
 
         Not symmetric where the two directions of a link or the two sizes differ.
         """
         return self.forward_hop_s + self.backward_hop_s.T
 
-    def _hop_s(self, size: float) -> Float[np.ndarray, "nodes nodes"]:
+    def _hop_s(self, size: float) -> links.Matrix:
         latency, bandwidth = self.link_matrices
         hop = latency + size / bandwidth + self.hop_overhead_s
         np.fill_diagonal(hop, 0.0)

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+Matrix = Float[np.ndarray, "nodes nodes"]
 GIBIBYTE = 2**30
 # In GiB per second, a thousandth of a byte: with less, times would not stay finite.
 LEAST_BANDWIDTH = 1e-12
@@ -69,9 +70,7 @@ class LinkTable:
             raise InputError("case.links", f"{source} to {target}", problem, remedy)
         return found
 
-    def matrices(
-        self, locations: Sequence[str]
-    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+    def matrices(self, locations: Sequence[str]) -> tuple[Matrix, Matrix]:
         """Return latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
         names = sorted(set(locations))
         index = np.array([names.index(name) for name in locations])

@@ -23,6 +23,7 @@ from scipy.sparse import csr_array, eye_array, hstack
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.rules import sequence_problem
 
+OfPlaces = Float[np.ndarray, "places classes"]
 # With more equal inner stages, these are not distinguished: CC2 is ignored, and their order is
 # free.
 MOST_DISTINGUISHED = 4
@@ -98,8 +99,8 @@ class Box:
 
     low: Int[np.ndarray, "places classes"]
     high: Int[np.ndarray, "places classes"]
-    visits_low: Float[np.ndarray, "places classes"]
-    visits_high: Float[np.ndarray, "places classes"]
+    visits_low: OfPlaces
+    visits_high: OfPlaces
     delay_s: Float[np.ndarray, " stages"]
 
 
@@ -155,7 +156,7 @@ class Relaxation:
         back_s = np.cumsum(each_s[:, ::-1], axis=1)[:, ::-1]
         return Trips(start, stages, classes, there_s + of.loss_s[start], back_s)
 
-    def placement(self, box: Box, iteration_s: float) -> Float[np.ndarray, "places classes"] | None:
+    def placement(self, box: Box, iteration_s: float) -> OfPlaces | None:
         """Find numbers of nodes for which `iteration_s` may suffice; None if proved impossible."""
         program = _Program(self, box, iteration_s)
         fits = program.allowed[0][self.trips.start]
@@ -244,7 +245,7 @@ class _Solution(NamedTuple):
     """Solution of a linear program: missing amount [s], nodes of places, trips, prices."""
 
     missing_s: float
-    nodes: Float[np.ndarray, "places classes"]
+    nodes: OfPlaces
     made: Float[np.ndarray, " trips"]
     equal: Float[np.ndarray, " equalities"]
     upper: Float[np.ndarray, " inequalities"]
