@@ -342,7 +342,7 @@ class _Simulation:
         if recovery == STOP or (recovery != SKIP and not self.refill()):
             return None
         if not self.skipped.issuperset(lost):
-            self.count(recovery)
+            self.result.recoveries[recovery] += 1
         placed = self.placement(self.members)
         self.skipped = set()
         if recovery == SKIP:
@@ -402,7 +402,7 @@ class _Simulation:
 
     def restart(self) -> None:
         """End all hosts and restart them from the last checkpoint when all are present."""
-        self.count(RESTART)
+        self.result.recoveries[RESTART] += 1
         self.rewind()
         self.skipped = set()
         self.stage_of = list(self.plan.stage_of)
@@ -417,9 +417,6 @@ class _Simulation:
             if self.wait(self.costs.restart_s, DOWN):
                 self.holders = set(self.members)
                 return
-
-    def count(self, recovery: str) -> None:
-        self.result.recoveries[recovery] += 1
 
 
 # Bound on the steps of a run; the range that is bisected must have a machine-word length.

@@ -48,9 +48,7 @@ METHODS = {
     "dtfm-skip": Method("DT-FM's placement; random partial paths", "dtfm_skip"),
     "dtfm-skip-swaps": Method("dtfm-skip with random swaps", "dtfm_skip", {"swaps": True}),
     "skippipe-no-tc2": Method(
-        "skippipe without TC2: the path search ignores collisions",
-        "skippipe",
-        {"meetings": False},
+        "skippipe without TC2: the path search ignores collisions", "skippipe", {"meetings": False}
     ),
     "skippipe": Method("DT-FM's placement; the paper's path search (no collisions)", "skippipe"),
 }

@@ -402,11 +402,7 @@ def of_each_stage(value: Any, field: str, stages: int, *, above: bool = False) -
 
 
 def of_each(
-    value: Any,
-    field: str,
-    read: Callable[[Any, str], Number],
-    count: int,
-    of: tuple[str, str],
+    value: Any, field: str, read: Callable[[Any, str], Number], count: int, of: tuple[str, str]
 ) -> tuple[Number, ...]:
     """Read a value for each of `count` things: one for all of them, or a list."""
     if not isinstance(value, list):
