@@ -107,10 +107,8 @@ def fault_free_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
     """
     steps = StepSchedule(0.0, 0, iteration_s, costs.save_every, costs.save_s).steps_by(end_s)
     if steps == 0:
-        raise InputError(
-            "--days", end_s / 86400, f"is too short for a step, which takes {iteration_s:.4g} s",
-            "Give more days",
-        )  # fmt: skip
+        problem = f"is too short for a step, which takes {iteration_s:.4g} s"
+        raise InputError("--days", end_s / 86400, problem, "Give more days")
     return steps
 
 

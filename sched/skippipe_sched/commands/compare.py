@@ -46,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable("--output", arguments.output)
     cases = load_cases(arguments.case)
     if len(cases) != 1:
-        raise InputError(
-            "case.stages", "auto", "compare needs fixed stages and path_length",
-            "Run skippipe plan first, and write the values that it chose into the case",
-        )  # fmt: skip
+        problem = "compare needs fixed stages and path_length"
+        remedy = "Run skippipe plan first, and write the values that it chose into the case"
+        raise InputError("case.stages", "auto", problem, remedy)
     budget_s = fields.duration(arguments.budget, "--budget", above=True)
     with progress("compare") as watch:
         rows = compare(

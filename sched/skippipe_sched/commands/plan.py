@@ -151,13 +151,10 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
     plan = load_plan(path)
     sizes = tuple(len(nodes) for nodes in plan.stages)
     if len(cases) != 1 or sizes != cases[0].stages:
-        raise InputError(
-            option, str(path), f"its stages have sizes {list(sizes)}, "
-            "unlike those of the case", "Give a plan for a case with the same stages",
-        )  # fmt: skip
+        problem = f"its stages have sizes {list(sizes)}, unlike those of the case"
+        raise InputError(option, str(path), problem, "Give a plan for a case with the same stages")
     if option != "--placement" and not plan.fits(cases[0], path_length_of(method, cases[0])):
-        raise InputError(
-            option, str(path), "its paths differ in number or length from those of the case",
-            "Give a plan for a case with the same microbatches and path_length",
-        )  # fmt: skip
+        problem = "its paths differ in number or length from those of the case"
+        remedy = "Give a plan for a case with the same microbatches and path_length"
+        raise InputError(option, str(path), problem, remedy)
     return plan

@@ -195,8 +195,6 @@ def _require_few_faults(nodes: int, mtbf_s: float, churn: Churn) -> None:
 
     faults = nodes * len(churn.seeds) * churn.end_s / (mtbf_s + churn.repair_s)
     if faults > MAX_FAULTS:
-        raise InputError(
-            "--mtbf", duration_text(mtbf_s),
-            f"causes {faults:.3g} faults in the sweep, but at most {MAX_FAULTS} are simulated",
-            "Set a longer --mtbf, fewer --days or a smaller --sweep",
-        )  # fmt: skip
+        problem = f"causes {faults:.3g} faults in the sweep, but at most {MAX_FAULTS} are simulated"
+        remedy = "Set a longer --mtbf, fewer --days or a smaller --sweep"
+        raise InputError("--mtbf", duration_text(mtbf_s), problem, remedy)

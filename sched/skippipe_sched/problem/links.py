@@ -149,9 +149,8 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
     for line, cells in lines[1:]:
         field = f"case.links ({origin}, line {line})"
         if len(cells) != len(COLUMNS):
-            raise InputError(
-                field, ",".join(cells), "must have four cells", f"Write {','.join(header)}"
-            )
+            problem = "must have four cells"
+            raise InputError(field, ",".join(cells), problem, f"Write {','.join(header)}")
         rows.append(
             [
                 *cells[:2],

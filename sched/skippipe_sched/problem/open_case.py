@@ -128,10 +128,9 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
         for index, share in enumerate(fields.sequence(skip_ratio, field))
     ]
     if len(shares) != 2 or max(shares) > 1:
-        raise InputError(
-            field, skip_ratio, "must be the minimum and maximum share of skipped stages",
-            f"Write two numbers from 0 to 1, as in {list(DEFAULT_SKIP_RATIO)}",
-        )  # fmt: skip
+        problem = "must be the minimum and maximum share of skipped stages"
+        remedy = f"Write two numbers from 0 to 1, as in {list(DEFAULT_SKIP_RATIO)}"
+        raise InputError(field, skip_ratio, problem, remedy)
     low, high = shares
 
     def excess(length: int) -> float:

@@ -200,9 +200,8 @@ def _stages(value: Any, case: Case) -> tuple[tuple[int, ...], ...]:
         stages.append(tuple(nodes))
     missing = sorted(set(range(len(case.nodes))) - set(seen))
     if missing:
-        raise InputError(
-            "plan.stages", value, f"node {missing[0]} serves no stage", "Add it to a stage"
-        )
+        problem = f"node {missing[0]} serves no stage"
+        raise InputError("plan.stages", value, problem, "Add it to a stage")
     return tuple(stages)
 
 
@@ -259,9 +258,8 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
             missing.remove(operation)
             ordered.append(operation)
         if missing:
-            raise InputError(
-                f"plan.order[{node}]", operations, f"lacks the {min(missing)}", "Add it"
-            )
+            problem = f"lacks the {min(missing)}"
+            raise InputError(f"plan.order[{node}]", operations, problem, "Add it")
         order.append(tuple(ordered))
     return tuple(order)
 
