@@ -23,13 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add("case", type=Path, help="case, a YAML file")
-    add(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        default=list(METHODS),
-        help="methods to compare (default: all)",
-    )
+    about = "methods to compare (default: all)"
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help=about)
     add_search_arguments(parser)
     add("--json", type=Path, metavar="FILE", help="file for the results")
     add("-o", "--output", type=Path, help="SVG file for a plot")

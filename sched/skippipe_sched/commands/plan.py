@@ -34,28 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("case", type=Path, help="case, a YAML file")
     add("-o", "--output", type=Path, required=True, help="file for the plan")
-    add(
-        "--method",
-        choices=METHODS,
-        default=DEFAULT_METHOD,
-        help="planning method (default: %(default)s)",
-    )
+    about = "planning method (default: %(default)s)"
+    add("--method", choices=METHODS, default=DEFAULT_METHOD, help=about)
     add_search_arguments(parser)
     add(
         "--bound", choices=("quick", "placements"), default="quick",
         help="lower bounds to compute; placements adds a tighter one, which takes minutes for 20 "
         "nodes (default: %(default)s)",
     )  # fmt: skip
-    add(
-        "--bound-budget", default=DEFAULT_BOUND_BUDGET_S, metavar="TIME",
-        help="time limit of --bound placements (default: %(default)gs)",
-    )  # fmt: skip
+    about = "time limit of --bound placements (default: %(default)gs)"
+    add("--bound-budget", default=DEFAULT_BOUND_BUDGET_S, metavar="TIME", help=about)
     add("--placement", type=Path, metavar="PLAN", help="fix the placement to that of this plan")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument(
-        "--begin", type=Path, metavar="PLAN",
-        help="additional starting point of joint: a plan for a case with the same stages",
-    )  # fmt: skip
+    about = "additional starting point of joint: a plan for a case with the same stages"
+    known.add_argument("--begin", type=Path, metavar="PLAN", help=about)
     known.add_argument(
         "--improve", type=Path, metavar="PLAN",
         help="the only starting point of joint: a plan to improve within seconds, for "
