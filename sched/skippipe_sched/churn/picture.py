@@ -75,11 +75,8 @@ def picture(points: Sequence[Point], name: str) -> str:
         SubElement(svg, "polyline", {"class": _classes(policy), "points": corners})
         for one in own:
             dot = add_circle(svg, f"dot-{policy}", x(one.mtbf_s), y(one.goodput), 3)
-            add_tip(
-                dot,
-                f"{policy}, {duration_text(one.mtbf_s)} between faults: {one.goodput:.3f} "
-                f"({one.least:.3f} to {one.most:.3f})",
-            )
+            goodput = f"{one.goodput:.3f} ({one.least:.3f} to {one.most:.3f})"
+            add_tip(dot, f"{policy}, {duration_text(one.mtbf_s)} between faults: {goodput}")
     return svg_text(svg)
 
 

@@ -106,11 +106,8 @@ def picture(divisions: Mapping[str, Division], case_name: str) -> str:
                 group = SubElement(svg, "g")
                 end = begin + scale * seconds
                 add_rect(group, f"expert-{kind}", (begin, end), (down, down + BAR), radius=2)
-                add_tip(
-                    group,
-                    f"{training.name}: {training.steps} iterations of "
-                    f"{seconds_text(iteration_s)}; {locations(part)}",
-                )
+                about = f"{training.name}: {training.steps} iterations of"
+                add_tip(group, f"{about} {seconds_text(iteration_s)}; {locations(part)}")
                 begin = end
             nodes = f"{len(part.nodes)} nodes in {len(part.plans[0].stages)} stages"
             figures = f"{duration_text(part.seconds)} · {nodes}"

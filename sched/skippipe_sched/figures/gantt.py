@@ -168,17 +168,14 @@ def node_label(plan: Plan, node: int) -> str:
 
 
 def _draw_hatching(svg: Element) -> None:
-    pattern = SubElement(
-        SubElement(svg, "defs"),
-        "pattern",
-        {
-            "id": "gantt-wait",
-            "width": "5",
-            "height": "5",
-            "patternUnits": "userSpaceOnUse",
-            "patternTransform": "rotate(45)",
-        },
-    )
+    attributes = {
+        "id": "gantt-wait",
+        "width": "5",
+        "height": "5",
+        "patternUnits": "userSpaceOnUse",
+        "patternTransform": "rotate(45)",
+    }
+    pattern = SubElement(SubElement(svg, "defs"), "pattern", attributes)
     add_line(pattern, "hatch", (2.5, 0), (2.5, 5))
 
 
@@ -228,11 +225,9 @@ def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
         if transfer is not None and transfer.end_s > free_s[node]:
             start_s = max(free_s[node], transfer.ready_s)
             start, end = layout.x(start_s), layout.x(transfer.end_s)
-            add_tip(
-                _bar(svg, "wait", start, end, layout.row_tops[node]),
-                f"Node {node} waits for microbatch {microbatch} "
-                f"from node {transfer.source}: {layout.span(start_s, transfer.end_s)}",
-            )
+            about = f"Node {node} waits for microbatch {microbatch} from node {transfer.source}"
+            bar = _bar(svg, "wait", start, end, layout.row_tops[node])
+            add_tip(bar, f"{about}: {layout.span(start_s, transfer.end_s)}")
         free_s[node] = run.end_s
 
 
@@ -265,18 +260,12 @@ def _draw_transfer(
     ready, start, end = map(layout.x, (transfer.ready_s, transfer.start_s, transfer.end_s))
     link = f"node {transfer.source} to node {transfer.target}"
     line = add_line(svg, f"transfer {colour}", (start, y), (end, y), width)
-    add_tip(
-        line,
-        f"Microbatch {transfer.operation.microbatch} from {link}: "
-        f"{layout.span(transfer.start_s, transfer.end_s)}",
-    )
+    microbatch = f"Microbatch {transfer.operation.microbatch}"
+    add_tip(line, f"{microbatch} from {link}: {layout.span(transfer.start_s, transfer.end_s)}")
     if transfer.start_s > transfer.ready_s:
         queued = add_line(svg, f"queued {colour}", (ready, y), (start, y), width)
-        add_tip(
-            queued,
-            f"Microbatch {transfer.operation.microbatch} waits for the link from {link}: "
-            f"{layout.span(transfer.ready_s, transfer.start_s)}",
-        )
+        span = layout.span(transfer.ready_s, transfer.start_s)
+        add_tip(queued, f"{microbatch} waits for the link from {link}: {span}")
 
 
 def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
@@ -284,11 +273,9 @@ def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) ->
         kind, microbatch, node = run.operation
         start, end = layout.x(run.start_s), layout.x(run.end_s)
         bar = _bar(svg, f"{kind} m{microbatch}", start, end, layout.row_tops[node])
-        add_tip(
-            bar,
-            f"{NAMES[kind]} of microbatch {microbatch} on node {node} "
-            f"(stage {plan.stage_of[node]}): {layout.span(run.start_s, run.end_s)}",
-        )
+        about = f"{NAMES[kind]} of microbatch {microbatch} on node {node}"
+        span = layout.span(run.start_s, run.end_s)
+        add_tip(bar, f"{about} (stage {plan.stage_of[node]}): {span}")
         _draw_number(svg, run.operation, (start + end) / 2, layout.row_tops[node], end - start)
 
 
@@ -312,11 +299,8 @@ def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeli
         top = layout.row_tops[nodes[0]] + BAR_TOP
         bottom = layout.row_tops[nodes[-1]] + ROW - 3
         bar = add_rect(svg, "averaging", (start, end), (top, bottom), radius=3)
-        add_tip(
-            bar,
-            f"Averaging of stage {averaging.stage}: "
-            f"{layout.span(averaging.start_s, averaging.end_s)}",
-        )
+        span = layout.span(averaging.start_s, averaging.end_s)
+        add_tip(bar, f"Averaging of stage {averaging.stage}: {span}")
         label = f"averaging {layout.seconds(averaging.end_s - averaging.start_s)}"
         if end - start > len(label) * CHARACTER:
             add_text(svg, "middle", (start + end) / 2, (top + bottom) / 2 + 4, label)
