@@ -89,9 +89,8 @@ def sweep(
             changes = draw_changes(nodes, mtbf_s, churn.repair_s, churn.end_s, seed)
             faults.append(sum(not change.is_return for change in changes))
             for policy, policy_records in records.items():
-                policy_records.append(
-                    simulate_run(plan, policy, costs, changes, churn.end_s, times)
-                )
+                record = simulate_run(plan, policy, costs, changes, churn.end_s, times)
+                policy_records.append(record)
                 watch()
         points += [
             _point(policy, mtbf_s, fault_free, faults, own) for policy, own in records.items()
@@ -157,18 +156,9 @@ def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
     for point in points:
         if point.mtbf_s == mtbf_s:
             shares = [point.spent_s[kind] / end_s for kind in ACTIVITIES]
-            recoveries = ", ".join(
-                f"{count:.1f} {kind}" for kind, count in point.recoveries.items()
-            )
-            lines.append(
-                (
-                    point.policy,
-                    *(f"{share:.1%}" for share in shares),
-                    f"{point.losses:.1f}",
-                    f"{point.undone:.1f}",
-                    recoveries or "-",
-                )
-            )
+            counts = [f"{count:.1f} {kind}" for kind, count in point.recoveries.items()]
+            cells = [f"{point.losses:.1f}", f"{point.undone:.1f}", ", ".join(counts) or "-"]
+            lines.append([point.policy, *(f"{share:.1%}" for share in shares), *cells])
     return aligned(lines, left=(0, 6))
 
 

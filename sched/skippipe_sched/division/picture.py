@@ -55,17 +55,9 @@ def table(divisions: Mapping[str, Division]) -> str:
         for number, part in enumerate(division.parts):
             stages = dict.fromkeys(" ".join(map(str, plan.case.stages)) for plan in part.plans)
             iterations = dict.fromkeys(f"{seconds:.2f} s" for seconds in part.iteration_s)
-            lines.append(
-                (
-                    "" if number else name,
-                    part.lane.name,
-                    str(len(part.nodes)),
-                    ", ".join(stages),
-                    ", ".join(iterations),
-                    duration_text(part.seconds),
-                    locations(part),
-                )
-            )
+            first = "" if number else name, part.lane.name, str(len(part.nodes))
+            cuts, seconds = ", ".join(stages), ", ".join(iterations)
+            lines.append((*first, cuts, seconds, duration_text(part.seconds), locations(part)))
     return aligned(lines, (0, 1, 3, 6))
 
 

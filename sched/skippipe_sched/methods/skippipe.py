@@ -357,12 +357,11 @@ class QuickestPath:
         self.stages = stages
         self.spend = spend
         self.stage_of = np.array(stage_of_nodes(stages))
-        self.visit_s = np.array(
-            [
-                case.duration("F", node, stage) + case.duration("B", node, stage)
-                for node, stage in enumerate(self.stage_of)
-            ]
+        durations = (
+            case.duration("F", node, stage) + case.duration("B", node, stage)
+            for node, stage in enumerate(self.stage_of)
         )
+        self.visit_s = np.fromiter(durations, float)
         self.round_trip_s = case.round_trip_s
         self.forward_s = self._onward(back=False)
         self.back_s = self._onward(back=True)
@@ -457,13 +456,8 @@ class QuickestPath:
                 self.spend(len(promising) / SUCCESSORS_PER_OPERATION)
                 for replica in promising[total_s[promising] < np.inf]:
                     longer_path = (*path, int(nodes[replica]))
-                    longer: _Beginning = (
-                        float(total_s[replica]),
-                        next(ties),
-                        float(longer_s[replica]),
-                        longer_path,
-                        longer_visited,
-                    )
+                    whole_s, seconds = float(total_s[replica]), float(longer_s[replica])
+                    longer = whole_s, next(ties), seconds, longer_path, longer_visited
                     heapq.heappush(heap, longer)
         return None
 
@@ -476,11 +470,8 @@ class QuickestPath:
             now += self.case.hop_duration(operation.kind, before, node)
             end_s = now + self.case.duration(operation.kind, node, self.stage_of[node])
             for constraint in constraints:
-                if (
-                    node in constraint.nodes
-                    and now < constraint.end_s
-                    and end_s > constraint.start_s
-                ):
+                overlaps = now < constraint.end_s and end_s > constraint.start_s
+                if node in constraint.nodes and overlaps:
                     return True
             now, before = end_s, node
         return False

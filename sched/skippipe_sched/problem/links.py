@@ -113,13 +113,9 @@ def table(value: Any, same_location: Link) -> LinkTable:
 
 def same_location_of(raw: Mapping[str, Any]) -> Link:
     """Read the link between nodes at one location, from `same_location` of a case."""
-    same = fields.mapping(
-        raw.get("same_location", DEFAULT_SAME_LOCATION),
-        "case.same_location",
-        DEFAULT_SAME_LOCATION,
-        DEFAULT_SAME_LOCATION,
-    )
-    return link(same["latency_ms"], same["bandwidth_GiB_per_s"], "case.same_location")
+    field, keys = "case.same_location", DEFAULT_SAME_LOCATION
+    same = fields.mapping(raw.get("same_location", keys), field, keys, keys)
+    return link(same["latency_ms"], same["bandwidth_GiB_per_s"], field)
 
 
 def link(latency_ms: Any, bandwidth_gib: Any, field: str) -> Link:
@@ -151,11 +147,7 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
         if len(cells) != len(COLUMNS):
             problem = "must have four cells"
             raise InputError(field, ",".join(cells), problem, f"Write {','.join(header)}")
-        rows.append(
-            [
-                *cells[:2],
-                ms_factor * fields.number(cells[2], f"{field}.{latency}"),
-                gib_factor * fields.number(cells[3], f"{field}.{bandwidth}"),
-            ]
-        )
+        latency_ms = ms_factor * fields.number(cells[2], f"{field}.{latency}")
+        bandwidth_gib = gib_factor * fields.number(cells[3], f"{field}.{bandwidth}")
+        rows.append([*cells[:2], latency_ms, bandwidth_gib])
     return rows
