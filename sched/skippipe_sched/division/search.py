@@ -126,16 +126,14 @@ class _Search:
             problem = f"{len(lanes)} parallel lanes need at least {whole.fewest_nodes} nodes each"
             remedy = f"Add {needed - nodes} nodes, or train fewer lanes in parallel"
             raise InputError("case.nodes", nodes, problem, remedy)
-        self.layouts = LayoutSampler(
-            whole, [lane.work for lane in lanes], self.screened, equal=equal
-        )
+        work = [lane.work for lane in lanes]
+        self.layouts = LayoutSampler(whole, work, self.screened, equal=equal)
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)
         self.weights /= self.weights.max()
         self.chains = _Chains(whole, lanes)
         self.refusal: InputError | None = None
-        operations = (
-            self.chains.microbatches * (2 * whole.case.path_length + 1) + OPERATIONS_OF_MOVE
-        )
+        operations = self.chains.microbatches * (2 * whole.case.path_length + 1)
+        operations += OPERATIONS_OF_MOVE
         self.steps_per_s = WORKING_SHARE * THREADS * OPERATIONS_PER_S / operations
 
     def run(self, begin: Division | None) -> Division:

@@ -243,9 +243,8 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
     for node, operations in enumerate(entries):
         missing = set(expected[node])
         ordered = []
-        for position, entry in enumerate(
-            fields.sequence(operations, f"plan.order[{node}]", minimum_length=0)
-        ):
+        own = fields.sequence(operations, f"plan.order[{node}]", minimum_length=0)
+        for position, entry in enumerate(own):
             field = f"plan.order[{node}][{position}]"
             if len(fields.sequence(entry, field)) != 2:
                 raise InputError(field, entry, "must be two values", 'Write ["F", microbatch]')
@@ -267,9 +266,8 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
 def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
     names += ("late_s",) if averaging.is_outer else ()
-    raw: Mapping[str, Any] = fields.mapping(
-        value, "plan.predicted", (*names, "placement_bound_s"), names
-    )
+    allowed = (*names, "placement_bound_s")
+    raw: Mapping[str, Any] = fields.mapping(value, "plan.predicted", allowed, names)
     checked = {
         name: fields.number(seconds, f"plan.predicted.{name}", 0.0)
         for name, seconds in raw.items()
