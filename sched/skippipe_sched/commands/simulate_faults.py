@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skippipe_sched import fields
 from skippipe_sched.churn.policies import POLICIES
 from skippipe_sched.commands.output_files import require_writable, write
 from skippipe_sched.commands.search_options import progress
@@ -95,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from tqdm import tqdm
 
-        from skippipe_sched import fields
         from skippipe_sched.churn.iteration_times import (
             IterationTimes,
             max_planned_placements,
@@ -146,7 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _churn(arguments: argparse.Namespace) -> Churn:
-    from skippipe_sched import fields
     from skippipe_sched.churn.sweep import Churn
 
     count = fields.integer(arguments.seeds, "--seeds", 1, MAX_SEEDS)
@@ -157,7 +156,6 @@ def _churn(arguments: argparse.Namespace) -> Churn:
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    from skippipe_sched import fields
     from skippipe_sched.churn.simulation import Costs
 
     return Costs(
@@ -174,7 +172,6 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     """Load the plan for all nodes from a file, or make it from a case by a method."""
-    from skippipe_sched import fields
     from skippipe_sched.methods import plan_best
     from skippipe_sched.problem.open_case import load_cases
     from skippipe_sched.problem.plan import load_plan
