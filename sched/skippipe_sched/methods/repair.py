@@ -141,10 +141,8 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
         return _distributed_as_before(plan.case, {node: now[node] for node in replicas}, visits)
     # TC1. Where shares are not integers, nodes that have more already keep them.
     of_stage = plan.case, stage, replicas, visits
-    shares, low, high = (
-        dict(zip(replicas, values, strict=True))
-        for values in (fair_shares(*of_stage), *share_limits(*of_stage))
-    )
+    shares = dict(zip(replicas, fair_shares(*of_stage), strict=True))
+    low, high = (dict(zip(replicas, own, strict=True)) for own in share_limits(*of_stage))
     targets = {node: min(max(now[node], low[node]), high[node]) for node in replicas}
 
     def deficit(node: int) -> tuple[float, int]:
