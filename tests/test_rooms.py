@@ -26,6 +26,7 @@ LONG_FUNCTIONS = {
     "skippipe_jax.optim.outer: fragment_functions",
     "skippipe_jax.runtime.stage_functions: stage_functions",
     "skippipe_sched.search.evaluator: evaluate",
+    "skippipe_sched.search.evaluator: replay",
 }
 WIDE_SIGNATURES = {
     "skippipe_jax.cluster.joining: joined",
