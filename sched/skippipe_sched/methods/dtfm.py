@@ -33,6 +33,9 @@ PAIRS_PER_CHILD = 30_000
 WEIGHT_OF_MEAN_AVERAGING = 0.1
 
 
+_NO_SWAPS = np.empty((0, 2), dtype=np.int64)
+
+
 class _Model(NamedTuple):
     """Arrays of a case for scoring, with links between locations instead of nodes."""
 
@@ -102,8 +105,7 @@ def place(case: Case, search: Search, share: float = 1.0) -> Placement:
 def compile_scoring(case: Case, model: _Model | None = None) -> None:
     """Compile the scoring of a placement, so that this does not count as searching."""
     stage_of = np.repeat(np.arange(len(case.stages)), case.stages)
-    no_swaps = np.empty((0, 2), dtype=np.int64)
-    fast(_improve)(stage_of, no_swaps, model or _model(case))
+    fast(_improve)(stage_of, _NO_SWAPS, model or _model(case))
 
 
 def _seated(case: Case, stage_of: np.ndarray) -> Placement:
@@ -187,12 +189,18 @@ def _improve(stage_of: np.ndarray, tried: np.ndarray, model: _Model) -> float:
         alike = model.location[a] == model.location[b] and model.speed[a] == model.speed[b]
         if s == t or alike:
             continue
-        _swap(a, b, stage_of, parts, model)
+        _move(a, s, t, stage_of, parts, model)
+        _move(b, t, s, stage_of, parts, model)
+        _rescore(s, parts, model)
+        _rescore(t, parts, model)
         cost = _cost(parts, model)
         if cost < best:
             best = cost
-        else:
-            _swap(a, b, stage_of, parts, model)
+            continue
+        _move(a, t, s, stage_of, parts, model)
+        _move(b, s, t, stage_of, parts, model)
+        _rescore(s, parts, model)
+        _rescore(t, parts, model)
     _order_stages(stage_of, model)
     return _cost(_score(stage_of, model), model)
 
@@ -209,16 +217,6 @@ def _score(stage_of: np.ndarray, model: _Model) -> _Parts:
     for stage in range(stages):
         _rescore(stage, parts, model)
     return parts
-
-
-@kernel
-def _swap(a, b, stage_of, parts, model):
-    """Let two nodes trade their stages; a second call takes it back."""
-    s, t = stage_of[a], stage_of[b]
-    _move(a, s, t, stage_of, parts, model)
-    _move(b, t, s, stage_of, parts, model)
-    _rescore(s, parts, model)
-    _rescore(t, parts, model)
 
 
 @kernel
