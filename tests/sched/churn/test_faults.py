@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippipe_sched.churn.faults import AvailabilityTrace, Change, draw_changes
+from skippipe_sched.churn.simulation import AvailabilityTrace, Change, draw_changes
 
 
 @given(

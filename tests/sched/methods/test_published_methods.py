@@ -1,6 +1,7 @@
 """The published methods: DT-FM's placement, the full pipeline, random paths, the path search."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,8 +31,8 @@ PUBLISHED = (
 METHODS = {
     "full": full.routes,
     "dtfm-skip": dtfm_skip.routes,
-    "dtfm-skip-swaps": dtfm_skip.routes_with_swaps,
-    "skippipe-no-tc2": skippipe.routes_without_tc2,
+    "dtfm-skip-swaps": partial(dtfm_skip.routes, swaps=True),
+    "skippipe-no-tc2": partial(skippipe.routes, meetings=False),
     "skippipe": skippipe.routes,
 }
 
@@ -200,14 +201,14 @@ def test_random_paths_differ_from_seed_to_seed_and_have_no_swaps(paper):
 
 def test_random_swaps_are_as_many_as_paths_have_room_for(paper):
     search = Search(budget_s=0.05, placement=PUBLISHED)
-    paths = dtfm_skip.routes_with_swaps(paper, search).paths
+    paths = dtfm_skip.routes(paper, search, swaps=True).paths
     stage_of = stage_of_nodes(PUBLISHED)
     stages = [[stage_of[node] for node in path] for path in paths]
     # Two are allowed, but three inner stages have no room for two swaps of neighbours.
     assert {sum(a > b for a, b in pairwise(path)) for path in stages} == {0, 1}
     in_order = replace(paper, rules=replace(paper.rules, max_swaps=0))
     search = Search(budget_s=0.05, placement=PUBLISHED)
-    without = dtfm_skip.routes_with_swaps(in_order, search).paths
+    without = dtfm_skip.routes(in_order, search, swaps=True).paths
     assert [sorted(stage_of[node] for node in path) for path in without] == [
         [stage_of[node] for node in path] for path in without
     ]
@@ -236,7 +237,7 @@ def test_seeing_meetings_helps_where_all_would_take_the_near_node():
     placement = in_order((2, 2))
     blind, seeing = (
         _timeline(case, method(case, Search(budget_s=0.5, placement=placement))).iteration_s
-        for method in (skippipe.routes_without_tc2, skippipe.routes)
+        for method in (METHODS["skippipe-no-tc2"], skippipe.routes)
     )
     assert seeing < 0.9 * blind
 
