@@ -35,8 +35,8 @@ def test_runs_of_rounded_state_differ_in_how_state_is_held_alone(tmp_path: Path)
 
 
 def test_the_committed_study_of_rounded_hops_is_of_these_runs(tmp_path: Path):
-    committed = json.loads(rounded_hops.RESULT.read_text())
     study = rounded_hops.Study(tmp_path, quick=False)
+    committed = json.loads(study.result.read_text())
     assert committed["digest"] == study.digest()
     losses, text = committed["loss"], rounded_hops.table(committed)
     for arm in rounded_hops.ARMS:
@@ -53,8 +53,8 @@ def test_the_committed_study_of_rounded_hops_is_of_these_runs(tmp_path: Path):
 
 
 def test_the_committed_study_of_rounded_state_is_of_these_runs(tmp_path: Path):
-    committed = json.loads(rounded_state.RESULT.read_text())
     study = rounded_state.Study(tmp_path, quick=False)
+    committed = json.loads(study.result.read_text())
     assert committed["digest"] == study.digest()
     for held, losses in committed["loss"].items():
         found = [study.job(run).summary() for run in study.runs if run.held == held]

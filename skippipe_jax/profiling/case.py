@@ -263,29 +263,11 @@ def case_of(
     most = AUTO if memory == AUTO else fields.integer(memory, "plan.case.memory", 1)
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
-    measured = _by_node(host_of, [report.memory_bytes for report in reports])
-    # Rounded, as the free memory of a machine changes all the time.
-    sizes = [int(float(f"{size:.3g}")) for size in measured]
     links = [link for report in reports for link in report.links if link.source != link.target]
-    transfers = [transfer for report in reports for transfer in report.simultaneous]
-    # Nodes of one host get equal parts of its connection.
-    rates = connection_rates(links, transfers, len(reports))
-    connections = [
-        {
-            key: _rounded(rate)
-            for key, rate in rates_as_keys(*rates[host] / host_of.count(host)).items()
-        }
-        for host in host_of
-    ]
     overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
     stages = len(costs.stage_cost)
     case: dict[str, Any] = {
-        "nodes": [
-            {"location": names[host], "forward_s": _rounded(forward_s), MEMORY_BYTES: size, **rate}
-            for host, forward_s, size, rate in zip(
-                host_of, costs.forward_s, sizes, connections, strict=True
-            )
-        ],
+        "nodes": _nodes(reports, host_of, names, costs, links),
         "locations": names,
         "stages": AUTO,
         "path_length": AUTO,
@@ -299,9 +281,11 @@ def case_of(
         "loss_ratio": _rounded(costs.loss_ratio),
         "memory": AUTO,
         "hop_overhead_s": _rounded(max(0.0, statistics.median(overheads_s or [0.0]))),
-        "contention": "node" if any(connections) else "link",
+        "contention": "link",
         **template,
     }
+    if any(key in node for node in case["nodes"] for key in SHARED_RATES.values()):
+        case["contention"] = "node"
     if case["stages"] == AUTO:
         case["stage_count"] = stages
     if case["path_length"] == AUTO:
@@ -325,6 +309,30 @@ def case_of(
             node["memory"] = min(most, fits)
         case["memory"] = min(node["memory"] for node in case["nodes"])
     return case
+
+
+def _nodes(
+    reports: Sequence[HostReport],
+    host_of: Sequence[int],
+    names: Sequence[str],
+    costs: Costs,
+    links: Sequence[MeasuredLink],
+) -> list[dict[str, Any]]:
+    """Make the nodes of the case; those of one host get equal parts of a shared connection."""
+    transfers = [transfer for report in reports for transfer in report.simultaneous]
+    connections = connection_rates(links, transfers, len(reports))
+    memory_bytes = _by_node(host_of, [report.memory_bytes for report in reports])
+    nodes = []
+    for host, forward_s, size in zip(host_of, costs.forward_s, memory_bytes, strict=True):
+        rates = rates_as_keys(*connections[host] / host_of.count(host))
+        node = {
+            "location": names[host],
+            "forward_s": _rounded(forward_s),
+            # Rounded, as the free memory of a machine changes all the time.
+            MEMORY_BYTES: int(float(f"{size:.3g}")),
+        }
+        nodes.append(node | {key: _rounded(rate) for key, rate in rates.items()})
+    return nodes
 
 
 def _same_location(copies_s: Sequence[tuple[float, float]], size: int) -> dict[str, float]:

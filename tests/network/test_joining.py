@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.benchmarks.delays import Delays
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.delays import Delays
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from tests.network.test_shaped_network import needs_root
 
 REPOSITORY = Path(__file__).parents[2]
