@@ -1,8 +1,8 @@
 """Parts of the documentation that are written from the code: `python -m docs.reference` does it.
 
-Of the pages of configuration and commands it writes what stands below a mark, and the JSON schema
-whole. What is told of a key of the configuration is its class's docstring; of a command, its own
---help.
+Of the pages of configuration and commands it writes what stands below a mark, on the page of
+concepts the table of planning methods, and the JSON schema whole. What is told of a key of the
+configuration is its class's docstring; of a command, its own --help.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 
+from skippipe_sched.methods import METHODS
+
 from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.config import Config
 from skippipe_jax.config.describe import Section, sections, to_text
@@ -21,6 +23,11 @@ from skippipe_jax.experts.config import ExpertsConfig
 ROOT = Path(__file__).parents[1]
 SCHEMA = ROOT / "experiments" / "config.schema.json"
 MARK = "<!-- What follows is written by: python -m docs.reference -->\n"
+CONCEPTS = ROOT / "docs" / "concepts.md"
+METHODS_BEGIN, METHODS_END = (
+    "<!-- methods: python -m docs.reference -->\n",
+    "<!-- end of methods -->\n",
+)
 HELP_WIDTH = 92
 
 
@@ -44,7 +51,16 @@ def written() -> dict[Path, str]:
     for page, below in pages.items():
         above, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
         found[page] = f"{above}{mark}\n{below()}"
+    above, _, rest = CONCEPTS.read_text(encoding="utf-8").partition(METHODS_BEGIN)
+    below = rest.partition(METHODS_END)[2]
+    found[CONCEPTS] = f"{above}{METHODS_BEGIN}\n{methods()}\n{METHODS_END}{below}"
     return found
+
+
+def methods() -> str:
+    """Return the descriptions of the planning methods, as a Markdown table."""
+    rows = [f"| `{name}` | {method.about} |\n" for name, method in METHODS.items()]
+    return "".join(["| method | does |\n", "| --- | --- |\n", *rows])
 
 
 def configuration(kind: type = Config) -> str:

@@ -98,64 +98,6 @@ def train_by(
     return parameters, losses
 
 
-def train_apart(
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
-    stages: Sequence[Sequence[int]],
-    microbatches: Sequence[Sequence[int]],
-    iterations: Sequence[Sequence[Batch]],
-    seed: int,
-    steps: int,
-    every: int,
-) -> tuple[list[Any], list[float]]:
-    """Local updates: parameters of every node after the iterations, and the losses.
-
-    `stages[s]` are the nodes of stage s, each of which has parameters of its own, `microbatches[m]`
-    is the path of microbatch m over nodes. Every so many iterations the nodes of a stage average.
-    """
-    layers, key = model.stage_partition(len(stages)), jax.random.key(seed)
-    modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
-    stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
-    nodes = range(len(stage_of))
-    structures = [nnx.graphdef(module) for module in modules]
-    gradient = jax.grad(_loss(structures, stage_of, optimizer), has_aux=True)
-    parameters: list[Any] = [nnx.to_pure_dict(nnx.state(modules[stage_of[n]])) for n in nodes]
-    transformation = update_rule(optimizer, steps)
-    update = jax.jit(transformation.update)
-    states = [transformation.init(own) for own in parameters]
-    losses = []
-    for iteration, batches in enumerate(iterations, start=1):
-        gradients, value = gradient(parameters, batches, microbatches)
-        losses.append(float(value))
-        replicas = [len(stages[stage_of[node]]) for node in nodes]
-        local = [
-            jax.tree.map(lambda leaf, n=n: n * leaf, own)
-            for own, n in zip(gradients, replicas, strict=True)
-        ]
-        squares = [float(optax.tree.norm(own)) ** 2 for own in local]
-        norm = sum(np.mean([squares[node] for node in of_stage]) for of_stage in stages) ** 0.5
-        if optimizer.skip_above_norm is None or norm <= optimizer.skip_above_norm:
-            bound = norm if optimizer.clip_norm is None else optimizer.clip_norm
-            scale = min(1.0, bound / norm)
-            for node in nodes:
-                clipped = jax.tree.map(lambda leaf: scale * leaf, local[node])  # noqa: B023
-                updates, states[node] = update(clipped, states[node], parameters[node])
-                parameters[node] = optax.apply_updates(parameters[node], updates)
-        if iteration % every == 0:
-            for of_stage in stages:
-                own = [(parameters[node], states[node]) for node in of_stage]
-                mean = jax.tree.map(_mean, *own)
-                for node in of_stage:
-                    parameters[node], states[node] = mean
-    return parameters, losses
-
-
-def _mean(*leaves: jax.Array) -> jax.Array:
-    """The mean of parameters or moments; counters are the same everywhere."""
-    is_counter = jnp.issubdtype(leaves[0].dtype, jnp.integer)
-    return leaves[0] if is_counter else sum(leaves[1:], start=leaves[0]) / len(leaves)
-
-
 def cut(tree: Any, layers: Sequence[int]) -> Any:
     """A tree in which each list holds the stages of one model, cut into stages of other sizes."""
     return jax.tree.map(

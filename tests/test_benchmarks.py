@@ -16,17 +16,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import (
-    churn,
-    churn_host,
-    churn_records,
-    gpu,
-    lost_stages,
-    overhead_causes,
-    regions,
-)
-from experiments.benchmarks.churn_faults import KINDS, PHASES, draw, links_between
-from experiments.benchmarks.turns import (
+from experiments.benchmarks import overhead
+from experiments.benchmarks.churn import __main__ as churn
+from experiments.benchmarks.churn import host as churn_host
+from experiments.benchmarks.churn import lost_stages, records
+from experiments.benchmarks.churn.faults import KINDS, PHASES, draw, links_between
+from experiments.benchmarks.gpu import __main__ as gpu
+from experiments.benchmarks.harness.turns import (
     Iteration,
     OutOfMemory,
     Taken,
@@ -34,11 +30,14 @@ from experiments.benchmarks.turns import (
     require_alike,
     within_memory,
 )
+from experiments.benchmarks.network import regions, wan
 from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.parsing import load_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import SMALL_CASE, virtual_devices
+
+QUICK_SEARCH = ("--seeds", "1", "--budget", "0.1")
 
 
 @pytest.fixture
@@ -65,18 +64,17 @@ def test_overhead(processes: Processes):
     quickest = result["programs"][result["ratio_to"]]
     assert result["ratio"] == quickest["pipeline_takes_times"] > 0
     assert pipeline["pipeline_takes_times"] == 1
-    tokens = 2 * 16
-    assert abs(pipeline["tokens_per_second"] * pipeline["seconds_per_iteration"] / tokens - 1) < 0.1
     assert report["machine"]["jax"]
 
 
 @pytest.mark.nightly
 def test_causes_of_overhead_add_up_to_an_iteration(processes: Processes):
-    sizes = ["--replicas", "4", "--sequence-length", "16", "--turns", "1", "--records", "1"]
-    results = last_line_of(processes, "overhead_causes", *sizes)["results"]
+    sizes = ["--microbatches-per-data-node", "2", "--sequence-length", "16", "--warmup", "1"]
+    given = ["--causes", *sizes, "--turns", "1", "--records", "1"]
+    results = last_line_of(processes, "overhead", *given)["results"]
     assert results["ratio"] > 0
     for by_kind in results["seconds_by_kind"].values():
-        assert list(by_kind) == [*overhead_causes.KINDS, overhead_causes.BETWEEN]
+        assert list(by_kind) == [*overhead.KINDS, overhead.BETWEEN]
         assert all(seconds > 0 for seconds in by_kind.values())
 
 
@@ -90,7 +88,7 @@ def test_operations_are_of_the_kinds_that_their_names_say():
         "wrapped_broadcast": "number by number",
         "while.17": None,
     }
-    assert {name: overhead_causes.kind_of(name) for name in kinds} == kinds
+    assert {name: overhead.kind_of(name) for name in kinds} == kinds
 
 
 @pytest.mark.nightly
@@ -135,16 +133,10 @@ def test_gpu_on_any_machine(processes: Processes):
 
 
 def test_gpu_measures_a_replica_of_the_recipe():
-    given = gpu._parser().parse_args([])
+    given = gpu.Sizes()
     recipe = load_config(Path("experiments/paper/configs/1.5b.yaml"))
-    shape = PRESETS[given.preset] | {"layers": given.layers}
-    assert recipe.model == ModelConfig(
-        **(shape | {"layers": 6 * given.layers}),
-        preset=given.preset,
-        compute_dtype=given.compute_dtype,
-        recompute=given.recompute,
-        attention=given.attention,
-    )
+    shape = PRESETS[given.preset] | {"layers": 6 * given.layers, "preset": given.preset}
+    assert recipe.model == given.model_of(shape)
     assert recipe.data.microbatch_size == given.microbatch_size
     assert recipe.data.sequence_length == given.sequence_length
     case = recipe.plan.case
@@ -199,7 +191,7 @@ def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
 
 @pytest.mark.nightly
 def test_attention(processes: Processes):
-    given = "--lengths", "300", "--width", "32", "--turns", "2"
+    given = "--lengths", "300", "--turns", "2"
     one, packed = last_line_of(processes, "attention", *given)["results"]
     assert [one["packed"], packed["packed"]] == [False, True]
     for ways in (one["ways"], packed["ways"]):
@@ -227,12 +219,12 @@ def test_planner_bounds(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_hop_bytes(processes: Processes):
-    settings = ["--settings", "given", "more-in-flight", "--dtypes", "float32", "int8"]
-    report = last_line_of(processes, "hop_bytes", *settings, "--seeds", "1", "--budget", "0.1")
-    found = {(own["setting"], own["dtype"]): own for own in report["results"]}
+def test_settings_of_hops_and_memory(processes: Processes):
+    given = ["--cases", "gcp20", "--settings", "exact", "more-in-flight", *QUICK_SEARCH]
+    report = last_line_of(processes, "planner.settings", *given)
+    found = {(own["setting"], own["hops"]): own for own in report["results"]}
     assert len(found) == 4
-    for setting in ("given", "more-in-flight"):
+    for setting in ("exact", "more-in-flight"):
         whole, quarter = (found[setting, dtype] for dtype in ("float32", "int8"))
         # A byte a channel, and of every 128 of them a scale of two.
         assert quarter["activation_bytes"] / whole["activation_bytes"] == (1 + 1 / 64) / 4
@@ -243,9 +235,9 @@ def test_hop_bytes(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_outer_plans(processes: Processes):
+def test_outer_settings(processes: Processes):
     settings = ["--cases", "8b", "--settings", "outer-free", "outer"]
-    report = last_line_of(processes, "outer_plans", *settings, "--seeds", "1", "--budget", "0.1")
+    report = last_line_of(processes, "planner.settings", *settings, *QUICK_SEARCH)
     free, outer = (own["runs"][0] for own in report["results"])
     assert free["iteration_s"] == free["pipeline_s"]
     assert free["late_s"] == 0
@@ -259,25 +251,11 @@ def test_outer_plans(processes: Processes):
 
 @pytest.mark.nightly
 def test_late(processes: Processes):
-    report = last_line_of(processes, "late", "--iterations", "2")
+    report = last_line_of(processes, "network.late", "--iterations", "2")
     strict, ready_first = report["results"]
     assert report["ratio"] == pytest.approx(ready_first["median_s"] / strict["median_s"], abs=0.01)
     assert len(strict["losses"]) == 2
     assert report["largest_difference_of_losses"] < 1e-5
-
-
-@pytest.mark.nightly
-def test_wire(processes: Processes):
-    small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
-    settings = [*(f"model.{setting}" for setting in small), "data.sequence_length=32"]
-    settings.append(f"plan.case={json.dumps(SMALL_CASE)}")
-    overrides = [word for setting in settings for word in ("--set", setting)]
-    results = last_line_of(processes, "wire", "--iterations", "3", *overrides)["results"]
-    nothing, activations, averaging, both = (own["bytes_per_iteration"] for own in results)
-    assert both == pytest.approx(nothing / 2, abs=9)
-    assert activations + averaging == pytest.approx(1.5 * nothing, abs=9)
-    assert all(abs(own["difference"]) < 0.01 for own in results)
-    assert len({tuple(own["losses"]) for own in results}) == 4
 
 
 @pytest.mark.nightly
@@ -287,7 +265,7 @@ def test_packing(processes: Processes):
     words.append(f"plan.case={json.dumps(SMALL_CASE)}")
     overrides = [word for setting in words for word in ("--set", setting)]
     few = ["--iterations", "2", "--width", "256", "--dtypes", "int8"]
-    report = last_line_of(processes, "packing", *few, *overrides)
+    report = last_line_of(processes, "network.packing", *few, *overrides)
     kernels, [sent] = report["kernels"], report["sockets"]
     assert kernels["hops_each_way"] == 4
     for own in kernels["formats"]:
@@ -302,7 +280,7 @@ def test_packing(processes: Processes):
 @pytest.mark.nightly
 def test_many_requests(processes: Processes):
     sizes = ["--slots", "3", "--requests", "4", "--turns", "1"]
-    results = last_line_of(processes, "many_requests", *sizes)["results"]
+    results = last_line_of(processes, "serving.many_requests", *sizes)["results"]
     assert list(results) == ["generate_until", "loglikelihood", "loglikelihood_rolling"]
     for own in results.values():
         one, many = own["seconds"]["1"], own["seconds"]["3"]
@@ -316,12 +294,9 @@ def test_data(processes: Processes):
     overrides = [word for setting in model for word in ("--set", f"model.{setting}")]
     report = last_line_of(processes, "data", *small, "--files", "40", *overrides)
     loading, tokenizing = report["loading"], report["tokenizing"]
-    trained = loading["trainer_tokens_per_second"]
     assert {(own["source"], own["packing"]) for own in loading["results"]} == {
         (source, packing) for source in ("python", "tokens") for packing in ("windows", "documents")
     }
-    for own in loading["results"]:
-        assert own["ratio"] == pytest.approx(own["tokens_per_second"] / trained, rel=0.01)
     assert tokenizing["ratio"] == pytest.approx(
         tokenizing["ours_MB_per_s"] / tokenizing["encode_batch_MB_per_s"], abs=0.01
     )
@@ -342,6 +317,12 @@ def test_churn_draws_faults_of_all_kinds_at_all_phases_a_third_of_them_on_the_le
             assert len(set(cut)) == 2 * len(struck) * (6 - len(struck))
 
 
+def curves(svg: str) -> list[tuple[str | None, int]]:
+    """The class of each curve of a picture, and the number of its corners."""
+    lines = [one for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("polyline")]
+    return [(one.get("class"), len((one.get("points") or "").split()) // 2) for one in lines]
+
+
 def counted(generation: int, step: int, host: int, digest: str) -> dict[str, Any]:
     digests = {"0": digest}
     return {"what": "counted", "at": step, "by": host, "generation": generation, "step": step} | {
@@ -355,51 +336,51 @@ def read(generation: int, step: int, *microbatches: int) -> dict[str, Any]:
 
 def test_churn_sees_replicas_that_differ_and_microbatches_that_are_left_out():
     notes = [counted(1, 1, 0, "a"), counted(1, 1, 1, "a"), counted(1, 2, 0, "b")]
-    assert not churn_records.differing_replicas([*notes, counted(2, 2, 1, "c")])
-    [told] = churn_records.differing_replicas([*notes, counted(1, 2, 1, "c")])
+    assert not records.differing_replicas([*notes, counted(2, 2, 1, "c")])
+    [told] = records.differing_replicas([*notes, counted(1, 2, 1, "c")])
     assert told == "replicas of stage 0 differ after step 2 in generation 1"
     notes += [read(1, 1, 0, 1), read(1, 1, 2, 3), read(1, 2, 4, 5)]
-    assert not churn_records.wrongly_read([*notes, read(1, 2, 6, 7)], 4)
-    assert len(churn_records.wrongly_read([*notes, read(2, 2, 6, 7)], 4)) == 1
-    assert len(churn_records.wrongly_read([*notes, read(1, 2, 5, 6, 7)], 4)) == 1
+    assert not records.wrongly_read([*notes, read(1, 2, 6, 7)], 4)
+    assert len(records.wrongly_read([*notes, read(2, 2, 6, 7)], 4)) == 1
+    assert len(records.wrongly_read([*notes, read(1, 2, 5, 6, 7)], 4)) == 1
 
 
 def test_churn_sees_what_replicas_that_go_apart_have_read_twice_or_not_learnt():
     notes = [counted(1, step, 0, "a") for step in (1, 2)] + [read(1, 1, 0, 2), read(1, 1, 1, 3)]
     # After a loss a step may read later text, but none that was read for one before.
-    assert not churn_records.wrongly_read_apart([*notes, read(1, 2, 8, 9, 10, 11)], 4)
+    assert not records.wrongly_read_apart([*notes, read(1, 2, 8, 9, 10, 11)], 4)
     for wrong in ((3, 4, 5, 6), (8, 9, 10), (8, 9, 10, 12)):
-        [told] = churn_records.wrongly_read_apart([*notes, read(1, 2, *wrong)], 4)
+        [told] = records.wrongly_read_apart([*notes, read(1, 2, *wrong)], 4)
         assert told == f"step 2 of generation 1 read {[*wrong]}, after 3"
     # All have gone back to step 1: what counts is what was made after that.
     again = [*notes, read(1, 2, 4, 5, 6, 7), counted(3, 2, 0, "a"), read(3, 2, 4, 5, 6, 7)]
-    assert not churn_records.wrongly_read_apart(again, 4)
+    assert not records.wrongly_read_apart(again, 4)
     lines = [{"step": step, "loss": 5.0 - step / 10} for step in range(1, 9)]
-    assert not churn_records.badly_trained(lines)
-    assert churn_records.badly_trained([{**line, "loss": 5.0} for line in lines])
-    assert churn_records.badly_trained([*lines[:-1], {"step": 8, "loss": float("nan")}])
-    assert "from step 3 to 5" in churn_records.badly_trained(lines[:3] + lines[4:])[0]
+    assert not records.badly_trained(lines)
+    assert records.badly_trained([{**line, "loss": 5.0} for line in lines])
+    assert records.badly_trained([*lines[:-1], {"step": 8, "loss": float("nan")}])
+    assert "from step 3 to 5" in records.badly_trained(lines[:3] + lines[4:])[0]
 
 
 def test_churn_sees_a_step_that_was_trained_otherwise_or_is_not_there():
     lines = [{"step": step, "loss": 5.0, "tokens": 8, "gradient_norm": 1.0} for step in (1, 2)]
-    assert not churn_records.otherwise_trained(lines, lines)
+    assert not records.otherwise_trained(lines, lines)
     other = [lines[0], lines[1] | {"gradient_norm": 1.001}]
-    assert churn_records.otherwise_trained(other, lines) == [
+    assert records.otherwise_trained(other, lines) == [
         "gradient_norm of step 2 is 1.001, undisturbed 1.0"
     ]
-    [told] = churn_records.otherwise_trained([*lines, lines[1]], lines)
+    [told] = records.otherwise_trained([*lines, lines[1]], lines)
     assert told == "metrics.jsonl goes from step 2 to 2"
-    assert churn_records.otherwise_trained(lines, lines[:1])
+    assert records.otherwise_trained(lines, lines[:1])
 
 
 def test_churn_measures_from_when_a_loss_is_noticed():
     missed = {"what": "missed", "at": 12.0, "by": 1, "host": 0}
     notes = [counted(1, 9, 1, "a"), missed, counted(1, 13, 1, "a"), counted(2, 14, 1, "a")]
-    found = churn_records.recovery(notes, 10.0, 1)
+    found = records.recovery(notes, 10.0, 1)
     assert found == {"detected_s": 2.0, "recovered_s": 2.0}
-    assert churn_records.recovery(notes[2:], 10.0, 1)["recovered_s"] is None
-    assert churn_records.percentile([3.0, 1.0, 2.0], 0.95) == 3.0
+    assert records.recovery(notes[2:], 10.0, 1)["recovered_s"] is None
+    assert records.percentile([3.0, 1.0, 2.0], 0.95) == 3.0
 
 
 def test_lost_stages_counts_steps_until_the_loss_is_as_low_as_before():
@@ -433,47 +414,39 @@ def test_lost_stages_shows_each_policy_beside_the_undisturbed_run():
     assert rows[1] == ["undisturbed", *"-----", "3.2000", *"--"]
     assert rows[2][:7] == ["average", "rewind", "5", "4.0000", "4.5000", "never", "3.2000"]
     assert rows[2][7:] == ["+0.0250", "-0.0125"]
-    drawn = ElementTree.fromstring(lost_stages.picture(report))
-    lines = [one for one in drawn.iter() if one.tag.endswith("polyline")]
-    assert [one.get("class") for one in lines] == [*results]
-    corners = [len((one.get("points") or "").split()) for one in lines]
+    drawn = curves(lost_stages.picture(report))
+    assert [name for name, _ in drawn] == [*results]
+    corners = [count for _, count in drawn]
     assert corners[0] == corners[1] > corners[2] > 0
 
 
-def test_lost_stages_says_what_is_wrong_with_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for words, field in (
-        (["--at", "195"], "--at"),
-        (["--steps", "1"], "--steps"),
-        (["--set", "recovery.buddy_evry=3"], "recovery.buddy_evry"),
-    ):
-        monkeypatch.setattr("sys.argv", ["lost_stages", *words])
-        assert lost_stages.main() == 2
-        assert field in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("words", "field"),
+    ("benchmark", "words", "field"),
     [
-        (["--hosts", "2"], "--hosts"),
-        (["--faults", "0"], "--faults"),
-        (["--heartbeat-timeout-s", "0"], "--heartbeat-timeout-s"),
-        (["--kinds", "kill", "--set", "model.wdth=3"], "model.wdth"),
-        (["--kinds", "cut"], "--kinds"),
-        (["--every-s", "0"], "--every-s"),
-        (["--restart"], "--restart"),
+        (churn, ["--hosts", "2"], "--hosts"),
+        (churn, ["--faults", "0"], "--faults"),
+        (churn, ["--heartbeat-timeout-s", "0"], "--heartbeat-timeout-s"),
+        (churn, ["--kinds", "kill", "--set", "model.wdth=3"], "model.wdth"),
+        (churn, ["--kinds", "cut"], "--kinds"),
+        (churn, ["--every-s", "0"], "--every-s"),
+        (churn, ["--restart"], "--restart"),
+        (lost_stages, ["--at", "195"], "--at"),
+        (lost_stages, ["--steps", "1"], "--steps"),
+        (lost_stages, ["--set", "recovery.buddy_evry=3"], "recovery.buddy_evry"),
+        (regions, ["--iterations", "1"], "--iterations"),
+        (wan, ["--hosts", "4", "--links", "none.csv"], "none.csv"),
     ],
 )
-def test_churn_says_what_is_wrong_with_its_arguments(
+def test_a_benchmark_says_what_is_wrong_with_its_arguments(
+    benchmark: Any,
     words: list[str],
     field: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("sys.argv", ["churn", *words])
+    monkeypatch.setattr("sys.argv", ["benchmark", *words])
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert churn.main() == 2
+    assert benchmark.main() == 2
     assert field in capsys.readouterr().err
 
 
@@ -521,15 +494,5 @@ def test_regions_holds_each_generation_against_its_plan():
     rows = [line.split() for line in regions.table(results).splitlines()[1:]]
     assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"---"]
     assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "19.0", "2"]
-    drawn = ElementTree.fromstring(regions.picture(results, "lost"))
-    curves = [one for one in drawn.iter() if one.get("class") == "measured"]
-    assert [len((one.get("points") or "").split()) for one in curves] == [16, 12, 8]
-
-
-def test_regions_says_what_is_wrong_with_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for words, field in ((["--lose", "Iova"], "--lose"), (["--iterations", "1"], "--iterations")):
-        monkeypatch.setattr("sys.argv", ["regions", *words])
-        assert regions.main() == 2
-        assert field in capsys.readouterr().err
+    drawn = curves(regions.picture(results, "lost"))
+    assert drawn == [("measured", corners) for corners in (8, 6, 4)]

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from experiments.benchmarks import churn_config, churn_measures, churn_picture, churn_process
-from experiments.benchmarks.churn_faults import KINDS, WHILE_JOINING, Fault, draw, moments
-from experiments.benchmarks.churn_hosts import Hosts
-from experiments.benchmarks.churn_restart import Restarted
+from experiments.benchmarks.churn import config, records, report
+from experiments.benchmarks.churn.faults import KINDS, WHILE_JOINING, Fault, draw, moments
+from experiments.benchmarks.churn.hosts import Hosts
+from experiments.benchmarks.churn.restart import Restarted
+from experiments.benchmarks.harness import launching
+from tests.test_benchmarks import curves
 
 CALM = {"descriptors": 30, "threads": 40, "resident_bytes": 400_000_000}
 
@@ -48,23 +49,23 @@ def test_moments_come_so_often_on_average():
 
 
 def test_what_grows_in_a_spared_host_is_told():
-    assert not churn_measures.grown([CALM] * 100)
-    assert not churn_measures.grown([CALM] * 9)
+    assert not records.grown([CALM] * 100)
+    assert not records.grown([CALM] * 9)
     more = {"descriptors": 4, "threads": 4, "resident_bytes": 49_000_000}
-    assert not churn_measures.grown([*[CALM] * 99, {k: v + more[k] for k, v in CALM.items()}])
+    assert not records.grown([*[CALM] * 99, {k: v + more[k] for k, v in CALM.items()}])
     for key, by, word in (
         ("descriptors", 5, "descriptors"),
         ("threads", 5, "threads"),
         ("resident_bytes", 51_000_000, "memory"),
     ):
-        [told] = churn_measures.grown([*[CALM] * 99, CALM | {key: CALM[key] + by}])
+        [told] = records.grown([*[CALM] * 99, CALM | {key: CALM[key] + by}])
         assert word in told
     grows = [CALM | {"threads": 40 + 2 * number} for number in range(20)]
-    assert churn_measures.slopes(grows) == {"descriptors": 0, "threads": 2, "resident_bytes": 0}
+    assert records.slopes(grows) == {"descriptors": 0, "threads": 2, "resident_bytes": 0}
 
 
 def test_goodput_is_what_counts_in_the_end_over_what_a_calm_run_makes():
-    found = churn_measures.goodput((0.0, 10), (60.0, 70), (3660.0, 2770), 4)
+    found = records.goodput((0.0, 10), (60.0, 70), (3660.0, 2770), 4)
     assert found["goodput"] == 0.75
     assert found["calm_iteration_s"] == 1.0
     assert found["microbatches_per_hour"] == 4 * 2700
@@ -74,15 +75,15 @@ def test_goodput_is_what_counts_in_the_end_over_what_a_calm_run_makes():
     ]
     # Then all have gone back to a checkpoint.
     notes += [{"what": "counted", "at": 3.0, "step": 6}, {"what": "missed", "at": 3.5}]
-    assert [churn_measures.step_at(notes, at_s) for at_s in (0.5, 2.5, 9.0)] == [0, 8, 6]
+    assert [records.step_at(notes, at_s) for at_s in (0.5, 2.5, 9.0)] == [0, 8, 6]
 
 
 def test_goodput_below_what_is_asked_is_told():
-    report = {"goodput": 0.8, "microbatches_per_hour": 1600.0}
-    assert not churn_measures.too_little(report)
-    assert not churn_measures.too_little(report | {"restarted": {"microbatches_per_hour": 1000.0}})
-    assert churn_measures.too_little(report | {"goodput": 0.79})
-    assert churn_measures.too_little(report | {"restarted": {"microbatches_per_hour": 1001.0}})
+    own = {"goodput": 0.8, "microbatches_per_hour": 1600.0}
+    assert not records.too_little(own)
+    assert not records.too_little(own | {"restarted": {"microbatches_per_hour": 1000.0}})
+    assert records.too_little(own | {"goodput": 0.79})
+    assert records.too_little(own | {"restarted": {"microbatches_per_hour": 1001.0}})
 
 
 def test_the_picture_has_a_place_for_each_fault():
@@ -90,16 +91,15 @@ def test_the_picture_has_a_place_for_each_fault():
     noticed = fault | {"detected_s": 3.0, "recovered_s": 2.0}
     unnoticed = fault | {"detected_s": None, "recovered_s": None}
     for count in (1, 2, 100):
-        report = {
+        own = {
             "faults": [*[noticed] * (count - 1), unnoticed],
             "spared": {"host": 5, "after_each_fault": [CALM] * count},
             "goodput": 0.85,
             "restarted": {"goodput": 0.4},
         }
-        drawn = ElementTree.fromstring(churn_picture.picture(report))
-        lines = [one for one in drawn.iter() if one.tag.endswith("polyline")]
-        assert [len((one.get("points") or "").split()) for one in lines] == [2 * count] * 3
-        assert sum(one.tag.endswith("circle") for one in drawn.iter()) == 2 * count - 1
+        drawn = report.picture(own)
+        assert [corners for _, corners in curves(drawn)] == [count] * 3
+        assert drawn.count("<circle") == 2 * count - 1
 
 
 class Hurried:
@@ -153,7 +153,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         Hurried.all.append(Hurried(output.parent / "run", own[-1] == "0"))
         return Hurried.all[-1]
 
-    monkeypatch.setattr(churn_process, "started", started)
+    monkeypatch.setattr(launching, "started", started)
     return words
 
 
@@ -172,8 +172,7 @@ def test_a_run_that_is_restarted_counts_no_step_twice(tmp_path: Path, hurried: l
 def test_a_host_comes_back_by_join_where_no_place_but_its_own_is_free(
     tmp_path: Path, hurried: list[list[str]]
 ):
-    config = churn_config.write_config(tmp_path, 4, 1.0, [])
-    hosts = Hosts(tmp_path, config, 4, 1.0, None)
+    hosts = Hosts(tmp_path, config.write_config(tmp_path, 4, 1.0, []), 4, 1.0, None)
     assert hosts.start_again(1, by_join=True) == "join"
     assert hurried[-1][4] == "join"
     Hurried.all[2].code = -9

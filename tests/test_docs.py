@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from types import ModuleType
 from typing import get_args
 from urllib.parse import urlsplit
 
@@ -23,7 +24,7 @@ from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.serving import case as serving
 
-from docs import reference
+from docs import reference, rooms
 from docs.follow import (
     DOCS,
     ROOT,
@@ -53,6 +54,7 @@ from skippipe_jax.connections.status import (
 )
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.storage.run_dir import MEMBERSHIP
 from tests.fork_server import fork_server
 
@@ -73,15 +75,14 @@ MEASURED_PICTURES = {
     "tutorial/shares.svg",
     "watch/00000004.svg",
 }
-WRITTEN = reference.written()
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIELD = re.compile(r"`(\w+)`")
 # Whose commands are started for real; those of others are forked.
 FOLLOWED_REALLY = {"timing.md"}
-# What a reader does first; the other pages take minutes.
-FOLLOWED_BY_DEFAULT = {"configuration.md", "tutorial.md", "formats.md", "trouble.md"}
+# The other pages, the tutorial and those that go on in its folder among them, take minutes.
+FOLLOWED_BY_DEFAULT = {"configuration.md", "formats.md"}
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +135,14 @@ def answer_to(command: str, found: Followed) -> Answer:
     return answer
 
 
+@pytest.mark.nightly
 def test_the_tutorial_trains_a_model(followed: Callable[[str], Followed]):
     lines = Run(followed("tutorial.md").folder / "runs" / "first").metrics
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert lines[-1]["validation_loss"] < 0.7 * lines[0]["loss"]
 
 
+@pytest.mark.nightly
 def test_the_number_of_hosts_does_not_change_the_losses(followed: Callable[[str], Followed]):
     runs = followed("tutorial.md").folder / "runs"
     one, two = Run(runs / "first").metrics, Run(runs / "two").metrics
@@ -163,11 +166,10 @@ def test_the_tutorial_shows_what_stages_are_good_for():
     assert f"{three:.2f} with three, on average, and {never['perplexity']:.2f} with all" in page
 
 
-def test_every_metric_is_told_of(followed: Callable[[str], Followed]):
+def test_every_metric_is_told_of():
     rows = re.findall(r"^\| (`.*?) \|", read("metrics.md"), re.M)
     told = {name for row in rows for name in FIELD.findall(row)}
-    line = Run(followed("tutorial.md").folder / "runs" / "first").metrics[0]
-    assert told == line.keys()
+    assert told == {*StepMetrics.__struct_fields__}
 
 
 @pytest.mark.nightly
@@ -276,12 +278,12 @@ def test_every_command_of_a_page_is_one_that_the_reference_tells_of():
 # What is written from the code.
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "commands.md", "config.schema.json"])
-def test_what_is_written_from_the_code_is_up_to_date(name: str):
-    if name == "commands.md" and sys.version_info >= (3, 13):
-        pytest.skip("argparse of this Python words --help otherwise than the one that wrote it")
-    [(path, text)] = [(path, text) for path, text in WRITTEN.items() if path.name == name]
-    assert path.read_text(encoding="utf-8") == text, "stale: run python -m docs.reference"
+@pytest.mark.parametrize("module", [reference, rooms])
+def test_what_is_written_from_the_code_is_up_to_date(module: ModuleType):
+    for path, text in module.written().items():
+        # argparse of later Pythons words --help otherwise than the one that wrote it.
+        if path.name != "commands.md" or sys.version_info < (3, 13):
+            assert path.read_text(encoding="utf-8") == text, f"run python -m {module.__name__}"
 
 
 def test_every_key_of_the_configuration_is_told_of():
@@ -376,6 +378,7 @@ def test_links_lead_somewhere(page: str):
             assert (ROOT / page).parent.joinpath(parts.path).is_file(), link
 
 
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_warning(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],

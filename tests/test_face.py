@@ -36,6 +36,14 @@ def config_in(folder: Path, *overrides: str, **sections: Any) -> sp.Config:
 
 
 @pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without validation."""
+    folder = tmp_path_factory.mktemp("whole")
+    sp.Trainer(config_in(folder)).run()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the examples of the page leave behind, run one after the other."""
     names: dict[str, Any] = {}
@@ -156,9 +164,11 @@ class Told(sp.Callback):
         self.told.append("close")
 
 
-def test_callbacks_are_told_in_order(tmp_path: Path):
+def test_callbacks_are_told_in_order_and_signals_are_the_callers_again(tmp_path: Path):
     callback = Told()
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     sp.Trainer(config_in(tmp_path, validation={"every": 2, "sequences": 2}), [callback]).run()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     # A step is told of when the next one is under way, or something else is about to come.
     assert callback.told == [
         ("begin", 0),
@@ -231,16 +241,12 @@ def test_what_is_open_is_closed_where_validation_cannot_be_opened(
 # Step by step.
 
 
-def test_steps_one_by_one_are_a_run(tmp_path: Path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-    sp.Trainer(config_in(whole)).run()
-    with sp.Trainer(config_in(parts)) as trainer:
+def test_steps_one_by_one_are_a_run(whole: Path, tmp_path: Path):
+    with sp.Trainer(config_in(tmp_path)) as trainer:
         assert [trainer.train_step(), trainer.train_step()] == [1, 2]
     with pytest.raises(RuntimeError, match="resume=True"):
         trainer.train_step()
-    with sp.Trainer(config_in(parts), resume=True) as trainer:
+    with sp.Trainer(config_in(tmp_path), resume=True) as trainer:
         assert trainer.membership.phase is Phase.SETUP
         trainer.setup()
         assert trainer.membership.phase is Phase.TRAINING
@@ -248,12 +254,12 @@ def test_steps_one_by_one_are_a_run(tmp_path: Path):
         while not trainer.finished:
             trainer.train_step()
     for found, expected in zip(
-        arrays_of_checkpoint(parts / "run", STEPS),
-        arrays_of_checkpoint(whole / "run", STEPS),
+        arrays_of_checkpoint(tmp_path / "run", STEPS),
+        arrays_of_checkpoint(whole, STEPS),
         strict=True,
     ):
         assert_same_bits(found, expected)
-    lines, others = (sp.Run(folder / "run").metrics for folder in (parts, whole))
+    lines, others = (sp.Run(folder).metrics for folder in (tmp_path / "run", whole))
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
 
 
@@ -267,12 +273,6 @@ def test_a_trainer_that_is_closed_saves_nothing_more_and_lets_the_folder_go(tmp_
     with sp.Trainer(config_in(tmp_path), resume=True) as again:
         again.setup()
         assert again.step == 0
-
-
-def test_signals_are_those_of_the_caller_again_after_a_run(tmp_path: Path):
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    sp.Trainer(config_in(tmp_path)).run()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 # What is loaded.
@@ -322,7 +322,7 @@ def test_values_tell_of_themselves_in_short(page: dict[str, Any]):
         run.plot("speed")
 
 
-def test_the_best_checkpoint_is_read_by_its_name(page: dict[str, Any], tmp_path: Path):
+def test_the_best_checkpoint_is_read_by_its_name(page: dict[str, Any], whole: Path):
     run, tokens = page["run"], [5, 9, 200]
     best = json.loads((run.folder / "best.json").read_text())["step"]
     assert run.best == best
@@ -331,7 +331,5 @@ def test_the_best_checkpoint_is_read_by_its_name(page: dict[str, Any], tmp_path:
     np.testing.assert_array_equal(found, run.model("best").logits(tokens))
     with pytest.raises(sp.InputError, match="step = 'newest'"):
         sp.load_model(run.folder, "newest")
-    run_dir = tmp_path / "run"
-    sp.Trainer(config_in(tmp_path)).run()
     with pytest.raises(sp.InputError, match="was never computed"):
-        sp.load_model(run_dir, "best")
+        sp.load_model(whole, "best")

@@ -45,22 +45,21 @@ class Started:
         return 0
 
 
-def test_a_job_is_prepared_trained_and_summed_up_once(
+def test_a_job_is_trained_and_summed_up_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(running.subprocess, "Popen", Started)
     monkeypatch.setattr(running, "POLL_S", 0.0)
     monkeypatch.setattr(Started, "commands", [])
     monkeypatch.setattr(Started, "flags", [])
-    first = ("experiments.paper.first_weights", "CONFIG")
     config = Campaign(tmp_path, quick=True).config(Run("full", 0))
     job = jobs.Job(
-        name="one", digest="1", config=config, results=tmp_path, command="", first=first,
+        name="one", digest="1", config=config, results=tmp_path, command="",
         flags="--xla_cpu_max_isa=AVX2",
     )  # fmt: skip
     jobs.train([job], tmp_path)
     names = [command[0] for command in Started.commands]
-    assert names == [first[0], "skippipe_jax.train", "experiments.paper.summary"]
+    assert names == ["skippipe_jax.train", "experiments.paper.summary"]
     assert all(flags.split()[-1] == job.flags for flags in Started.flags)
     assert jobs.ONE_THREAD["XLA_FLAGS"] in Started.flags[0]
     found = job.summary()
@@ -68,7 +67,7 @@ def test_a_job_is_prepared_trained_and_summed_up_once(
     assert found.loss == 1.5
     assert "one: held-out loss 1.5000" in capsys.readouterr().out
     jobs.train([job], tmp_path)
-    assert len(Started.commands) == 3
+    assert len(Started.commands) == 2
     assert replace(job, digest="2").summary() is None
 
 
@@ -130,12 +129,10 @@ def test_the_study_repeats_the_campaigns_runs(tmp_path: Path):
         run = Run(arm, 0)
         assert repetitions[0].digest == study.campaign.digest(run)
         assert repetitions[0].config == study.campaign.config(run)
-        assert not repetitions[0].first
         for job in repetitions[1:]:
             differing = dict(job.config)
-            weights = differing.pop("init_from").removeprefix("hf:")
+            assert differing.pop("init_from").startswith("hf:")
             assert differing == study.campaign.config(run)
-            assert weights in job.first
     for job in former:
         model = dict(control[0].config["model"])
         assert job.config["model"] == model | {"initial_deviation": 0.02}
@@ -144,13 +141,23 @@ def test_the_study_repeats_the_campaigns_runs(tmp_path: Path):
     assert flags == ["--xla_cpu_max_isa=AVX2", "--xla_cpu_max_isa=SSE4_2"]
 
 
-def test_first_weights_that_are_there_are_not_written_again(tmp_path: Path):
+def test_first_weights_that_are_there_are_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     study = calm.Study(tmp_path, quick=True, instructions=[])
-    job = study.repetitions(calm.REPEATED[0])[1]
-    Path(job.config["init_from"].removeprefix("hf:")).mkdir(parents=True)
-    again = study.repetitions(calm.REPEATED[0])[1]
-    assert again.first == ()
-    assert again.digest == job.digest
+    drawn: list[int] = []
+
+    def write(*given: Any) -> None:
+        *_, draw, target = given
+        target.mkdir()
+        drawn.append(draw)
+
+    monkeypatch.setattr(first_weights, "write", write)
+    monkeypatch.setattr(jobs, "train", lambda *_: None)
+    monkeypatch.setattr(study, "figures", dict)
+    for _ in range(2):
+        study.train()
+    assert drawn == [1] * len(calm.REPEATED)
 
 
 def test_the_spread_of_repetitions():
@@ -184,8 +191,9 @@ def test_instructions_are_those_that_the_processor_has(tmp_path: Path):
 
 
 def test_the_committed_study_says_that_the_recipe_is_calm(tmp_path: Path):
-    committed = json.loads(calm.RESULT.read_text())
-    assert committed["digest"] == calm.Study(tmp_path, quick=False).digest()
+    study = calm.Study(tmp_path, quick=False)
+    committed = json.loads(study.result.read_text())
+    assert committed["digest"] == study.digest()
     repeated = committed["repetitions"]
     assert {name: len(own["loss"]) for name, own in repeated.items()} == {
         own.name: own.times for own in calm.REPEATED

@@ -14,15 +14,17 @@ from experiments.paper.campaign import RESULTS as CAMPAIGN
 from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.outer_averaging import (
-    RESULT,
+    EXACT,
+    PLANNED_EVERY,
     SEEDS,
+    TRIED,
     OuterRun,
+    Setting,
     Study,
     clock_s,
     iteration_s,
     table,
 )
-from experiments.paper.outer_settings import EXACT, PLANNED_EVERY, TRIED, Setting
 from experiments.paper.summary import Summary
 from skippipe_jax.config import parse_config
 
@@ -148,8 +150,8 @@ def test_a_run_that_the_campaign_lacks_is_named(tmp_path: Path):
 
 
 def test_the_committed_study_is_of_these_runs(tmp_path: Path):
-    committed = json.loads(RESULT.read_text())
     study = Study(tmp_path, quick=False)
+    committed = json.loads(study.result.read_text())
     assert committed["digest"] == study.digest()
     assert committed.items() >= json.loads(json.dumps(study.figures())).items()
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.mailboxes import Mailboxes
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig, load_config
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView

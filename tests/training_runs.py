@@ -10,10 +10,15 @@ import jax
 import numpy as np
 import yaml
 
+from skippipe_jax import Run
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import Config
 from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.storage.run_dir import METRICS, RunDir
+from skippipe_jax.training.trainer import Trainer
 
 Arrays = dict[str, np.ndarray]
 
@@ -72,6 +77,11 @@ def settings(**values: Any) -> list[str]:
     return [word for setting in words for word in ("--set", setting)]
 
 
+def train_alone(config: Config, *, resume: bool = False) -> None:
+    """Train as the only host, with the compilation cache of the tests."""
+    Trainer(config, host=Membership(config.cluster, 0, 1), resume=resume).run()
+
+
 def virtual_devices(count: int) -> dict[str, str]:
     """The environment of a process that has so many devices."""
     # The last of two flags counts.
@@ -99,6 +109,28 @@ def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
         shapes = {"parameters": parameters, "optimizer_state": optimizer_state}
         arrays.append(by_name(load_stage(checkpoint, cut, stage, shapes)))
     return arrays
+
+
+def assert_same_run(run_dir: Path, expected: Path, steps: int) -> None:
+    """Two runs have trained through the same steps, to the same bits."""
+    for arrays, others in zip(
+        arrays_of_checkpoint(run_dir, steps), arrays_of_checkpoint(expected, steps), strict=True
+    ):
+        assert_same_bits(arrays, others)
+    found, told = (
+        [(line["step"], line["loss"], line["learning_rate"]) for line in Run(each).metrics]
+        for each in (run_dir, expected)
+    )
+    assert found == told
+    assert [step for step, *_ in found] == list(range(1, steps + 1))
+
+
+def arrays_in(folder: Path) -> Arrays:
+    """All arrays that a folder of a checkpoint holds."""
+    with ArrayFiles(folder) as files:
+        shapes = files.described().items()
+        found = files.read({k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes})
+    return {name: np.asarray(array) for name, array in found.items()}
 
 
 def by_name(tree: Any) -> Arrays:

@@ -23,15 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import reporting
-from experiments.benchmarks.turns import Taken, ratio
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.turns import Taken, ratio
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.config.choices import DTYPES
 from skippipe_jax.config.model import BLOCKWISE, PLATFORM_OF, XLA
 from skippipe_jax.models.attention import attend
 
+MODEL = ModelConfig(width=512, heads=8, kv_heads=4)
 DOCUMENT = 300
 BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 ARRAYS = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]+)\]")
@@ -129,27 +128,16 @@ def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     parser = reporting.parser("attention", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
-    arguments = parser.parse_args()
-    return run_command(lambda: _run(arguments))
+    reporting.add_numbers(parser, {"turns": (7, "counted turns")})
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     begun = reporting.begun("attention")
-    model = ModelConfig(
-        width=arguments.width,
-        heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        compute_dtype=arguments.compute_dtype,
-    )
     results = []
     for length in arguments.lengths:
         for is_packed in (False, True):
-            own = measured(model, length, is_packed, arguments.turns)
+            own = measured(MODEL, length, is_packed, arguments.turns)
             results.append({"length": length, "packed": is_packed, "ways": own})
             ratios = ", ".join(f"{way} {of['of_xla']}" for way, of in own.items() if way != XLA)
             kind = "packed documents" if is_packed else "one document"

@@ -21,17 +21,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import reporting
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.launching import QUICKSTART
+from experiments.benchmarks.harness.turns import in_turns
 from skippipe_jax import Run
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
 from skippipe_jax.config.data import BYTES
 from skippipe_jax.data.batches import TrainingBatches
@@ -41,7 +41,6 @@ from skippipe_jax.data.tokenizing import train_bpe, write_tokens
 from skippipe_jax.storage.files import new_directory
 from skippipe_jax.training.trainer import Trainer
 
-QUICKSTART = Path("experiments/quickstart.yaml")
 PYTHON = DocumentSource("python")
 
 
@@ -50,8 +49,7 @@ def trainer_speed(config: Config, iterations: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         steps = replace(config.train, steps=1 + iterations)
         config = replace(config, run_dir=f"{folder}/run", train=steps)
-        alone = Membership(config.cluster, 0, 1)
-        Trainer(config, host=alone, config_folder=QUICKSTART.parent).run()
+        Trainer(config, config_folder=QUICKSTART.parent).run()
         lines = Run(config.run_dir).metrics[1:]
     return statistics.median(line["tokens_per_second"] for line in lines)
 
@@ -106,34 +104,27 @@ def tokenizing(copies: int, files: int, vocabulary_size: int, turns: int) -> dic
         texts = [[one.decoded(PYTHON) for one in group] for group in groups(documents)]
         processes = os.cpu_count() or 1
 
-        def ours(turn: int) -> None:
+        def ours(turn: int) -> float:
             with new_directory(folder / f"tokens{turn}", "--output") as partial:
                 source = DocumentSource("jsonl", str(text))
                 write_tokens(partial, [source], str(folder / "bpe"), 0.05, 0, processes)
+            return 0.0
 
-        def theirs(_: int) -> None:
+        def theirs(_: int) -> float:
             for group in texts:
                 library.encode_batch(group, add_special_tokens=False)
+            return 0.0
 
-        seconds: dict[str, list[float]] = {"ours": [], "encode_batch": []}
-        for turn in range(turns):
-            seconds["ours"].append(_seconds(ours, turn))
-            seconds["encode_batch"].append(_seconds(theirs, turn))
-    rates = {name: size / statistics.median(own) for name, own in seconds.items()}
+        taken = in_turns({"ours": ours, "encode_batch": theirs}, range(turns), 0)
+    rates = {name: size / own.median for name, own in taken.items()}
     return {
         "text_MB": round(size, 1),
         "processes": processes,
         "tokenizers": tokenizers.__version__,
         **{f"{name}_MB_per_s": round(rate, 3) for name, rate in rates.items()},
         "ratio": round(rates["ours"] / rates["encode_batch"], 3),
-        "seconds": {name: [round(one, 3) for one in own] for name, own in seconds.items()},
+        "seconds": {name: [round(one, 3) for one in own.seconds] for name, own in taken.items()},
     }
-
-
-def _seconds(work: Callable[[int], None], turn: int) -> float:
-    start = time.perf_counter()
-    work(turn)
-    return time.perf_counter() - start
 
 
 def table(report: dict[str, Any]) -> str:
@@ -155,8 +146,17 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    parser = reporting.parser("data", __doc__)
+    numbers = {
+        "iterations": (10, "iterations of training"),
+        "copies": (3, "copies of the text to tokenize"),
+        "vocabulary_size": (8192, "vocabulary of the BPE"),
+        "turns": (3, "turns of tokenizing"),
+    }
+    reporting.add_numbers(parser, numbers)
+    parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
+    add_overrides(parser, "override one key of training")
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -170,25 +170,6 @@ def _run(arguments: argparse.Namespace) -> int:
         "loading": loading(config, arguments.iterations),
     }
     return reporting.finish(report, table(report), arguments.json)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("data", __doc__)
-    parser.add_argument("--iterations", type=int, default=10, help="iterations of training (10)")
-    parser.add_argument("--copies", type=int, default=3, help="copies of the text to tokenize (3)")
-    parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
-    parser.add_argument(
-        "--vocabulary-size", type=int, default=8192, help="vocabulary of the BPE (8192)"
-    )
-    parser.add_argument("--turns", type=int, default=3, help="turns of tokenizing (3)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY.SUB=VALUE",
-        help="override one key of training",
-    )
-    return parser
 
 
 if __name__ == "__main__":

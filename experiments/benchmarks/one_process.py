@@ -21,7 +21,8 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.search.budget import Search
 
-from experiments.benchmarks.turns import Iteration
+from experiments.benchmarks.harness.launching import alike_nodes
+from experiments.benchmarks.harness.turns import Iteration
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from skippipe_jax.data.batches import Batch
@@ -77,20 +78,14 @@ class Workload:
 def runtime_of(workload: Workload) -> Runtime:
     """The runtime of a host that serves all nodes on one device."""
     nodes = workload.stages * workload.replicas
-    case = parse_case(
-        {
-            "nodes": nodes,
-            "locations": ["here"],
-            "links": [],
-            "activation_bytes": 0,
-            "stage_bytes": 0,
-            "forward_s": 1,
-            "stages": [workload.replicas] * workload.stages,
-            "path_length": workload.stages,
-            "microbatches_per_data_node": workload.microbatches_per_data_node,
-            "memory": workload.stages,
-        }
+    alike = alike_nodes(
+        [workload.replicas] * workload.stages,
+        activation_bytes=0,
+        stage_bytes=0,
+        microbatches_per_data_node=workload.microbatches_per_data_node,
+        memory=workload.stages,
     )
+    case = parse_case(alike)
     plan = make_plan(case, "full", Search(SEED))
     host_of = (0,) * nodes
     [program] = compile_plan(plan, host_of)

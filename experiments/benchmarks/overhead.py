@@ -1,6 +1,7 @@
 """How much longer an iteration takes through a pipeline than in a plain one-device program.
 
-    python -m experiments.benchmarks.overhead --json experiments/results/overhead_MACHINE.json
+    python -m experiments.benchmarks.overhead --json FILE
+    python -m experiments.benchmarks.overhead --causes --json FILE
 
 The pipeline is what training runs: a `Runtime` in one process, all nodes on one device, and full
 paths, so that both sides do the same work. Against it run one-device programs as one would write
@@ -15,43 +16,63 @@ is the median of (seconds of the pipeline / seconds of that program) over the tu
 the last line is the one to the quickest plain step. Peak memory comes from two iterations of each
 program in a process of its own, which finds it compiled: the device's own count, or on a CPU the
 resident memory, less that of a process which only starts JAX.
+
+With --causes the pipeline and the accumulating step, stage after stage in both, run on one thread
+of a processor, where operations run one after another and their seconds add up. First they take
+turns, which gives the ratio. Then JAX's profiler records an iteration of each, and the seconds of
+XLA's operations are added up by kind: the products of matrices, arrays that are only copied or
+transposed, and all that is computed number by number or summed up. What is left of an iteration
+passes between the programs: dispatch, and arrays that are made and given back.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gzip
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from skippipe_sched.errors import run_command
 
-from experiments.benchmarks import machine, reporting
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
-from experiments.benchmarks.turns import Iteration, in_turns, ratio, require_alike
 from skippipe_jax.config import PRESETS, ModelConfig
-from skippipe_jax.config.choices import DTYPES
-from skippipe_jax.config.model import ATTENTION, RECOMPUTE
+from skippipe_jax.config.model import RECOMPUTE
 
 TIMES, NOTHING = "times", "nothing"
 PIPELINE = "pipeline"
 PLAIN = ("plain, scanned", "plain, in turn")
+ACCUMULATING = "accumulating, in turn"
 PROGRAMS: dict[str, Callable[[Workload], Iteration]] = {
     PIPELINE: pipeline,
     PLAIN[0]: functools.partial(one_device, scanned=True, accumulating=False),
     PLAIN[1]: functools.partial(one_device, scanned=False, accumulating=False),
     "accumulating, scanned": functools.partial(one_device, scanned=True, accumulating=True),
-    "accumulating, in turn": functools.partial(one_device, scanned=False, accumulating=True),
+    ACCUMULATING: functools.partial(one_device, scanned=False, accumulating=True),
 }
+ONE_THREAD = {
+    "JAX_PLATFORMS": "cpu",
+    "PJRT_NPROC": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+}
+PRODUCTS, COPIES, NUMBERS = "products", "copies", "number by number"
+KINDS: Sequence[str] = (PRODUCTS, COPIES, NUMBERS)
+BETWEEN = "between programs"
+MOVING = {"copy", "transpose", "bitcast", "wrapped", "fusion", "slice", "dynamic-slice"}
+"""What the name of an operation is made of that moves numbers and computes none."""
+HOLDS_OTHERS = ("while", "call", "conditional")
 
 
 def time_in_turns(workload: Workload, warmup: int, turns: int) -> dict[str, list[float]]:
@@ -97,7 +118,7 @@ def peak_memory_of(name: str, workload: Workload) -> int:
         iteration, random = PROGRAMS[name](workload), np.random.default_rng(SEED)
         for _ in range(2):
             iteration(workload.random_batches(random))
-    return machine.peak_memory_bytes(device)
+    return reporting.peak_memory_bytes(device)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -115,16 +136,96 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{ratio} ({result['ratio_to']})"])
 
 
+def kind_of(operation: str) -> str | None:
+    """Of an operation, by the name that XLA gives it; None if it is made of others."""
+    name = operation.split(".")[0]
+    if name.startswith(HOLDS_OTHERS):
+        return None
+    if name.startswith(("dot", "ynn", "custom-call")):
+        # XLA's library for products also has the sums of some fusions.
+        return PRODUCTS
+    return COPIES if MOVING.issuperset(name.split("_")) else NUMBERS
+
+
+def seconds_by_kind(iteration: Iteration, batches: Any) -> dict[str, float]:
+    """Of one iteration, as JAX's profiler records it."""
+    options = jax.profiler.ProfileOptions()
+    # Every operation of a processor, and no line of Python.
+    options.host_tracer_level, options.python_tracer_level = 3, 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            start = time.perf_counter()
+            iteration(batches)
+            whole = time.perf_counter() - start
+        [path] = Path(folder).rglob("*.trace.json.gz")
+        with gzip.open(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+    spent = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        if event.get("ph") == "X" and "hlo_op" in event.get("args", {}):
+            kind = kind_of(event["args"]["hlo_op"])
+            if kind is not None:
+                spent[kind] += event["dur"] / 1e6
+    return {**spent, BETWEEN: whole - sum(spent.values())}
+
+
+def causes_of(workload: Workload, warmup: int, turns: int, records: int) -> dict[str, Any]:
+    """The ratio, and the seconds of both by kind: the medians of so many `records`."""
+    programs = {name: PROGRAMS[name](workload) for name in (PIPELINE, ACCUMULATING)}
+    random = np.random.default_rng(SEED)
+    batches = [workload.random_batches(random) for _ in range(warmup + turns + records)]
+    taken = in_turns(programs, batches[: warmup + turns], warmup)
+    require_alike(taken, workload.model.compute_dtype)
+    recorded: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
+    for own in batches[warmup + turns :]:
+        for name, iteration in programs.items():
+            recorded[name].append(seconds_by_kind(iteration, own))
+    return {
+        "ratio": round(ratio(taken[PIPELINE].seconds, taken[ACCUMULATING].seconds), 4),
+        "seconds_per_iteration": {name: round(own.median, 4) for name, own in taken.items()},
+        "seconds_by_kind": {
+            name: {
+                kind: round(statistics.median(record[kind] for record in own), 4) for kind in own[0]
+            }
+            for name, own in recorded.items()
+        },
+    }
+
+
+def table_of_causes(results: Mapping[str, Any]) -> str:
+    """A line for each kind: the seconds of both, and the difference as a share of the plain one."""
+    by_kind = results["seconds_by_kind"]
+    plain = by_kind[ACCUMULATING]
+    whole = sum(plain.values())
+    lines = [f"{'seconds of an iteration':<24}{PIPELINE:>9}{'plain':>9}  more, of the plain step"]
+    for kind, seconds in by_kind[PIPELINE].items():
+        more = (seconds - plain[kind]) / whole
+        lines.append(f"{kind:<24}{seconds:>9.3f}{plain[kind]:>9.3f}{more:>+9.3f}")
+    lines.append(f"in turns, not recorded, the pipeline takes {results['ratio']:.3f} times as long")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    arguments = _parser().parse_args()
-    return run_command(lambda: _run(arguments))
+    parser = _parser()
+    has_one_thread = all(os.environ.get(name) == value for name, value in ONE_THREAD.items())
+    if parser.parse_args().causes and not has_one_thread:
+        # XLA reads them once, before anything else.
+        command = [sys.executable, "-m", "experiments.benchmarks.overhead", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | ONE_THREAD)
+    return reporting.run(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.part is not None:
         print(json.dumps(_part(arguments)))
         return 0
+    if arguments.causes:
+        report = reporting.begun("overhead")
+        workload = _workload(arguments, ModelConfig(**PRESETS["tiny"]))
+        results = causes_of(workload, arguments.warmup, arguments.turns, arguments.records)
+        report |= {"results": results}
+        return reporting.finish(report, table_of_causes(results), arguments.json)
     described, results = {}, []
     with tempfile.TemporaryDirectory() as cache:
         for recompute in arguments.recompute:
@@ -143,7 +244,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, part: str) -> Any:
     """What a process of its own finds for one part; the parts share their compiled programs."""
     own = ["--recompute", recompute, "--part", part]
-    for name in ("preset", "compute_dtype", "attention", *WORKLOAD, *TURNS):
+    for name in (*WORKLOAD, *TURNS):
         own += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     finished = subprocess.run(
         [sys.executable, "-m", "experiments.benchmarks.overhead", *own],
@@ -161,18 +262,17 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
 
 def _part(arguments: argparse.Namespace) -> Any:
     [recompute] = arguments.recompute
-    model = ModelConfig(
-        **PRESETS[arguments.preset],
-        compute_dtype=arguments.compute_dtype,
-        attention=arguments.attention,
-        recompute=recompute,
-    )
-    workload = Workload(model, **{name: getattr(arguments, name) for name in WORKLOAD})
+    model = ModelConfig(**PRESETS["tiny"], recompute=recompute)
+    workload = _workload(arguments, model)
     if arguments.part != TIMES:
         return peak_memory_of(arguments.part, workload)
-    before = machine.describe()
+    before = reporting.describe_machine()
     seconds = time_in_turns(workload, **{name: getattr(arguments, name) for name in TURNS})
     return summary(workload, seconds) | {"machine": before}
+
+
+def _workload(arguments: argparse.Namespace, model: ModelConfig) -> Workload:
+    return Workload(model, **{name: getattr(arguments, name) for name in WORKLOAD})
 
 
 WORKLOAD = {
@@ -190,9 +290,6 @@ TURNS = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = reporting.parser("overhead", __doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--compute-dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--attention", choices=ATTENTION, default="auto")
     parser.add_argument(
         "--recompute",
         choices=RECOMPUTE,
@@ -200,10 +297,9 @@ def _parser() -> argparse.ArgumentParser:
         default=RECOMPUTE,
         help="modes to measure (all)",
     )
-    for name, (default, text) in (WORKLOAD | TURNS).items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} ({default})"
-        )
+    reporting.add_numbers(parser, WORKLOAD | TURNS)
+    parser.add_argument("--causes", action="store_true", help="what XLA spends on what")
+    reporting.add_numbers(parser, {"records": (3, "records of --causes by the profiler")})
     # What one of this program's own processes measures.
     parser.add_argument("--part", choices=(TIMES, NOTHING, *PROGRAMS), help=argparse.SUPPRESS)
     return parser

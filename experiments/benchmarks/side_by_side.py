@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import run_command
 from skippipe_sched.figures.tables import aligned
 
-from experiments.benchmarks import reporting
+from experiments.benchmarks.harness import reporting
 from skippipe_jax import Run
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
@@ -72,8 +71,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, train and report; returns the exit code."""
-    arguments = reporting.parser("side_by_side", __doc__).parse_args()
-    return run_command(lambda: _run(arguments))
+    return reporting.run(reporting.parser("side_by_side", __doc__), _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from skippipe_sched.errors import run_command
 
-from experiments.paper import intervals, provenance
+from experiments.benchmarks.harness import reporting
+from experiments.paper import intervals
 from skippipe_jax.campaign.running import digest_of
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
@@ -43,35 +44,26 @@ FAR = ("dense_inference", "averaged")
 MAIN = "posterior, cached prior"
 HOMOGENEOUS = "homogeneous"
 MEANS = ("mean", "inside", "outside")
-# What is compared: an arm minus another, and in which way each mixes its experts.
-COMPARED: dict[str, tuple[str, str, str, str]] = {
-    "heterogeneous steps minus homogeneous": (
-        "heterogeneous_steps", MAIN, HOMOGENEOUS, MAIN,
-    ),
-    "heterogeneous sizes minus homogeneous": (
-        "heterogeneous_sizes", MAIN, HOMOGENEOUS, MAIN,
-    ),
-    "steps by measured difficulty minus homogeneous": ("by_difficulty", MAIN, HOMOGENEOUS, MAIN),
-    "measured minus random lanes, steps": (
-        "heterogeneous_steps", MAIN, "random_lanes_steps", MAIN,
-    ),
-    "measured minus random lanes, sizes": (
-        "heterogeneous_sizes", MAIN, "random_lanes_sizes", MAIN,
-    ),
-    "homogeneous minus dense of equal training compute": (
-        HOMOGENEOUS, MAIN, "dense_training", MAIN,
-    ),
-    "homogeneous minus dense of equal inference compute": (
-        HOMOGENEOUS, MAIN, "dense_inference", MAIN,
-    ),
-    "homogeneous minus its averaged parameters": (HOMOGENEOUS, MAIN, "averaged", MAIN),
-    "homogeneous minus its top-1": (HOMOGENEOUS, MAIN, HOMOGENEOUS, "top-1, cached prior"),
-    "cached minus uniform prior": (HOMOGENEOUS, MAIN, HOMOGENEOUS, "posterior, uniform prior"),
-    "posterior minus simple average": (HOMOGENEOUS, MAIN, HOMOGENEOUS, "simple average"),
-    "homogeneous minus each domain's own expert": (
-        HOMOGENEOUS, MAIN, HOMOGENEOUS, "the domain's own expert",
-    ),
-}  # fmt: skip
+# What is compared: an arm minus another; and ways in which the same experts are mixed.
+ARMS = {
+    "heterogeneous steps minus homogeneous": ("heterogeneous_steps", HOMOGENEOUS),
+    "heterogeneous sizes minus homogeneous": ("heterogeneous_sizes", HOMOGENEOUS),
+    "steps by measured difficulty minus homogeneous": ("by_difficulty", HOMOGENEOUS),
+    "measured minus random lanes, steps": ("heterogeneous_steps", "random_lanes_steps"),
+    "measured minus random lanes, sizes": ("heterogeneous_sizes", "random_lanes_sizes"),
+    "homogeneous minus dense of equal training compute": (HOMOGENEOUS, "dense_training"),
+    "homogeneous minus dense of equal inference compute": (HOMOGENEOUS, "dense_inference"),
+    "homogeneous minus its averaged parameters": (HOMOGENEOUS, "averaged"),
+}
+WAYS = {
+    "homogeneous minus its top-1": "top-1, cached prior",
+    "cached minus uniform prior": "posterior, uniform prior",
+    "posterior minus simple average": "simple average",
+    "homogeneous minus each domain's own expert": "the domain's own expert",
+}
+COMPARED = {name: (arm, MAIN, other, MAIN) for name, (arm, other) in ARMS.items()} | {
+    name: (HOMOGENEOUS, MAIN, HOMOGENEOUS, way) for name, way in WAYS.items()
+}
 
 
 def digest() -> str:
@@ -184,13 +176,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, train, print and write; returns the exit code."""
-    description, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog=COMMAND,
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.documented_parser(COMMAND, __doc__)
     parser.add_argument(
         "--seeds", type=int, nargs="+", choices=SEEDS, default=list(SEEDS), help="(all)"
     )
@@ -201,7 +187,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     results = [trained(seed) for seed in arguments.seeds]
-    figures: dict[str, Any] = provenance.of(COMMAND) | {"digest": digest()} | figures_of(results)
+    figures: dict[str, Any] = reporting.origin(COMMAND) | {"digest": digest()} | figures_of(results)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(arguments.output, json.dumps(figures, indent=1) + "\n")
     inside, outside = (domains_of(results[0], outside=where) for where in (False, True))

@@ -10,7 +10,6 @@ many documents as are enough, chosen by their own hashes.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import json
@@ -24,6 +23,7 @@ import numpy as np
 import scipy
 from skippipe_sched.errors import run_command
 
+from experiments.benchmarks.harness import reporting
 from skippipe_jax.storage.files import atomic_write
 
 LONGEST, SHORTEST = 20_000, 400
@@ -172,9 +172,7 @@ def write(folder: Path) -> dict[str, int]:
 
 def main() -> int:
     """Parse the command line and write; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.experts.text", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = reporting.documented_parser("python -m experiments.experts.text", __doc__)
     parser.add_argument("folder", type=Path, help="output folder of DOMAIN.jsonl")
     arguments = parser.parse_args()
     return run_command(lambda: _run(arguments.folder))

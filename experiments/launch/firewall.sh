@@ -12,16 +12,20 @@
 # It ends with the machine, or by: nft delete table inet skippipe-run
 set -euo pipefail
 
+# Ends the script because of a wrong input: its name and value, the problem, and the remedy.
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
 port=${PORT:-8476}
 hosts_file=${1:-}
 transfer_port=${2:-}
 if [[ ! -r $hosts_file || -d $hosts_file ]]; then
-    echo "error: HOSTS = '$hosts_file': no file to read. Write firewall.sh HOSTS TRANSFER_PORT" >&2
-    exit 2
+    fail "HOSTS = '$hosts_file': is not a readable file. Write firewall.sh HOSTS TRANSFER_PORT."
 fi
 if [[ ! $transfer_port =~ ^[1-9][0-9]{0,4}$ ]]; then
-    echo "error: TRANSFER_PORT = '$transfer_port': is no port. Write that of the configuration" >&2
-    exit 2
+    fail "TRANSFER_PORT = '$transfer_port': is not a port. Write cluster.transfer_port of the run."
 fi
 addresses_4=()
 addresses_6=()
@@ -29,10 +33,7 @@ while read -r name address _; do
     case $address in
         *:*) addresses_6+=("$address") ;;
         *.*) addresses_4+=("$address") ;;
-        *)
-            echo "error: HOSTS = '$hosts_file': '$name' has no address. Write NAME ADDRESS" >&2
-            exit 2
-            ;;
+        *) fail "HOSTS = '$hosts_file': '$name' has no address. Write a line NAME ADDRESS." ;;
     esac
 done < <(grep -Ev '^[[:space:]]*(#|$)' "$hosts_file")
 count=$((${#addresses_4[@]} + ${#addresses_6[@]}))

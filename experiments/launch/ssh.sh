@@ -49,21 +49,24 @@ most_faults=5
 # The exit code of a host that has stopped as it was told.
 stopped=143
 
+# Ends the script because of a wrong input: its name and value, the problem, and the remedy.
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
 hosts_file=${1:-}
 if [[ ! -r $hosts_file || -d $hosts_file ]]; then
-    echo "error: HOSTS = '$hosts_file': no file to read. Write ssh.sh HOSTS --config FILE" >&2
-    exit 2
+    fail "HOSTS = '$hosts_file': is not a readable file. Write ssh.sh HOSTS --config FILE."
 fi
 shift
 mapfile -t hosts < <(grep -Ev '^[[:space:]]*(#|$)' "$hosts_file")
 if ((${#hosts[@]} == 0)); then
-    echo "error: HOSTS = '$hosts_file': holds no host. Write a line for each: NAME ADDRESS" >&2
-    exit 2
+    fail "HOSTS = '$hosts_file': lists no host. Write a line NAME ADDRESS for each host."
 fi
 for line in "${hosts[@]}"; do
     if [[ ! $line =~ ^[[:space:]]*[^[:space:]-][^[:space:]]*[[:space:]]+[0-9a-fA-F.:]+[[:space:]]*$ ]]; then
-        echo "error: HOSTS = '$hosts_file': '$line' is not NAME ADDRESS. Write such a line" >&2
-        exit 2
+        fail "HOSTS = '$hosts_file': the line '$line' is not NAME ADDRESS. Correct this line."
     fi
 done
 read -r _ address_of_host_0 <<< "${hosts[0]}"
@@ -74,13 +77,11 @@ fi
 
 join=${JOIN:-}
 if [[ -n $join && -z ${SECRET:-} ]]; then
-    echo "error: SECRET = '': JOIN asks for that of the run. Name the file that holds it" >&2
-    exit 2
+    fail "SECRET = '': is required with JOIN. Set the file with the secret of the run."
 fi
 if [[ -n ${SECRET:-} ]]; then
     if ! secret=$(head -n 1 "$SECRET" 2> /dev/null); then
-        echo "error: SECRET = '$SECRET': cannot be read. Make it by skippipe keygen, or name none" >&2
-        exit 2
+        fail "SECRET = '$SECRET': cannot be read. Create it by skippipe keygen, or unset SECRET."
     fi
 else
     secret=$(head -c 32 /dev/urandom | base64)
@@ -239,7 +240,7 @@ while ((running > 0)); do
     index=${index_of[$ended]}
     lived=$((SECONDS - began[index]))
     if comes_again "$index" "$status" "$lived"; then
-        echo "host $index ended with exit code $status: it is started again in ${pauses[index]} s"
+        echo "host $index ended with exit code $status: restart in ${pauses[index]} s"
         start "$index" "${pauses[index]}"
         continue
     fi

@@ -12,15 +12,22 @@
 # share, such as a mounted Filestore instance.
 set -euo pipefail
 
-: "${NAME:?is the name of the TPU slice}" "${ZONE:?is the zone of the TPU slice}"
+# Ends the script because of a wrong input: its name and value, the problem, and the remedy.
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+[[ -n ${NAME:-} ]] || fail "NAME = '': is missing. Export the name of the TPU slice."
+[[ -n ${ZONE:-} ]] || fail "ZONE = '': is missing. Export the zone of the TPU slice."
 cd "$(dirname "$0")/../.."
 
 on_all_workers() {
     gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="$1"
 }
 
-action=${1:?install, train or stop}
-shift
+action=${1:-}
+shift || true
 case $action in
     install)
         git archive --prefix=skippipe-jax/ --output=/tmp/skippipe-jax.tar HEAD
@@ -42,8 +49,5 @@ case $action in
         # The brackets keep the pattern from matching the shell that looks for it.
         on_all_workers "pkill -TERM -f '[s]kippipe_jax.train'"
         ;;
-    *)
-        echo "$action is none of install, train and stop" >&2
-        exit 2
-        ;;
+    *) fail "ACTION = '$action': is unknown. Write tpu_pod.sh install, train or stop." ;;
 esac

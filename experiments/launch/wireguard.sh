@@ -15,21 +15,24 @@
 set -euo pipefail
 umask 077
 
+# Ends the script because of a wrong input: its name and value, the problem, and the remedy.
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
 folder=${1:-}
 if [[ -z $folder ]]; then
-    echo "error: FOLDER = '': is missing. Write wireguard.sh FOLDER HOST:PORT HOST:PORT..." >&2
-    exit 2
+    fail "FOLDER = '': is missing. Write wireguard.sh FOLDER HOST:PORT HOST:PORT..."
 fi
 shift
 endpoints=("$@")
 network=${NETWORK:-10.88.0}
 if ((${#endpoints[@]} < 2 || ${#endpoints[@]} > 254)); then
-    echo "a network has 2 to 254 sites, not ${#endpoints[@]}" >&2
-    exit 2
+    fail "HOST:PORT = '$*': must be 2 to 254 sites. Write HOST:PORT for each site."
 fi
 if [[ -e $folder ]]; then
-    echo "$folder is there already; its keys may be in use" >&2
-    exit 2
+    fail "FOLDER = '$folder': already exists, and its keys may be in use. Name a new folder."
 fi
 
 # Rules for nft, where wg-quick writes wg0 for %i; those that a start left that failed come again.

@@ -8,8 +8,6 @@ from first weights that differ by 1e-6, which is what rounding comes to. The con
 each set of instructions that XLA may take, too, as if on other processors. Beside that stands the
 control as it was before, when the first weights scattered less: what starts with a plateau ends
 where chance has it. Repetition 0 is the campaign's own run, with nothing changed.
-
-All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -17,19 +15,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from experiments.paper import jobs, study_command
-from experiments.paper.campaign import Campaign, Run
+from experiments.paper import first_weights, jobs, study_command
+from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
+from skippipe_jax.config import parse_config
 
-COMMAND = "python -m experiments.paper.calm"
-RESULT = Path(__file__).parent / "results" / "calm.json"
 CHANGED_BY = 1e-6
 SEED = 0
 # What `model.initial_deviation` was by default.
@@ -58,15 +55,15 @@ ON_INSTRUCTIONS = REPEATED[0]
 QUICK_TIMES = 2
 
 
-class Study:
+class Study(study_command.Study):
     """The runs that are repeated, and what they have come to."""
+
+    NAME = "calm"
 
     def __init__(self, folder: Path, quick: bool, instructions: Sequence[str] | None = None):
         """`folder` is worked in; `instructions` are by default those that the processor has."""
-        self.campaign = Campaign(folder, quick)
-        self.folder = self.campaign.folder / "calm"
+        super().__init__(folder, quick)
         self.instructions = available() if instructions is None else instructions
-        self.result = self.folder / RESULT.name if quick else RESULT
 
     def repetitions(self, repeated: Repeated) -> list[Job]:
         """The same run again and again."""
@@ -80,30 +77,24 @@ class Study:
     def jobs(self) -> list[Job]:
         """All runs: first repetitions first."""
         each = [self.repetitions(repeated) for repeated in REPEATED]
-        ordered = [
-            own[draw] for draw in range(max(map(len, each))) for own in each if draw < len(own)
-        ]
+        ordered = [job for one_each in zip_longest(*each) for job in one_each if job is not None]
         return [*ordered, *self.on_instructions().values()]
 
     def train(self) -> dict[str, Any]:
         """Train what is missing; returns the figures of all."""
-        for job in self.jobs():
-            if job.first:
-                self._write_unchanged(job)
+        for repeated in REPEATED:
+            for draw, job in enumerate(self.repetitions(repeated)):
+                if draw and job.summary() is None:
+                    _write_first_weights(job, draw)
         jobs.train(self.jobs(), self.folder)
         return self.figures()
 
     def figures(self) -> dict[str, Any]:
         """What is written, of runs that have been trained."""
-        found: dict[str, Summary] = {}
-        for job in self.jobs():
-            summary = job.summary()
-            assert summary is not None, job.name
-            found[job.name] = summary
         arms = [own.arm for own in REPEATED if not own.former]
         figures = figures_of(
-            {own.name: [found[job.name] for job in self.repetitions(own)] for own in REPEATED},
-            {name: found[job.name] for name, job in self.on_instructions().items()},
+            {own.name: [job.trained() for job in self.repetitions(own)] for own in REPEATED},
+            {name: job.trained() for name, job in self.on_instructions().items()},
             {arm: self.campaign.summary(Run(arm, SEED)) for arm in arms},
         )
         return figures | {"digest": self.digest()}
@@ -122,33 +113,29 @@ class Study:
         whole = [config, plan] + [part for part in (changed, instructions) if part]
         former = "former-" if repeated.former else ""
         name = "-".join([former + run.name, f"changed_{draw}", *filter(None, [instructions])])
-        first: tuple[str, ...] = ()
         if draw:
             weights = self.folder / "first_weights" / f"{name}-{jobs.digest_of(whole)}"
             config = config | {"init_from": f"hf:{weights}"}
-            first = (
-                "experiments.paper.first_weights", str(weights.with_suffix(".yaml")),
-                "--changed-by", str(CHANGED_BY), "--draw", str(draw), "--output", str(weights),
-            )  # fmt: skip
-            if weights.exists():
-                first = ()
         return Job(
             name=name,
             digest=jobs.digest_of(whole),
             config=config,
             results=self.folder / "results",
-            command=COMMAND,
+            command=self.command,
             quick=self.campaign.quick,
-            first=first,
             flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
         )
 
-    def _write_unchanged(self, job: Job) -> None:
-        """Write the configuration whose first weights are changed for a job."""
-        path = Path(job.first[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        config = {key: value for key, value in job.config.items() if key != "init_from"}
-        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+def _write_first_weights(job: Job, draw: int) -> None:
+    """Write the weights from which a job begins, unless they are there."""
+    config = dict(job.config)
+    target = Path(config.pop("init_from").removeprefix("hf:"))
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        parsed, stages = parse_config(config), len(jobs.plan_of(config).stages)
+        weights = first_weights.drawn(parsed, stages)
+        first_weights.write(parsed.model, stages, weights, CHANGED_BY, draw, target)
 
 
 def available(processor: Path = PROCESSOR) -> list[str]:
@@ -232,7 +219,7 @@ def _line(name: str, losses: Sequence[float], spread: Mapping[str, float | None]
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(COMMAND, __doc__ or "", "small models, two repetitions", Study, table)
+    return study_command.run(Study, __doc__, table, "small models, two repetitions")
 
 
 if __name__ == "__main__":

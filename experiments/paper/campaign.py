@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
+from skippipe_sched.errors import InputError
 
+from experiments.benchmarks.harness import reporting
 from experiments.paper import jobs
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
@@ -110,12 +112,23 @@ class Campaign:
 
     def job_of(self, name: str, config: dict[str, Any], results: Path, command: str) -> Job:
         """A run that comes from its configuration and its plan alone, of a study too."""
-        digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
-        return Job(name, digest, config, results, command, self.quick)
+        return jobs.job_of(name, config, results, command, self.quick)
 
     def summary(self, run: Run) -> Summary | None:
         """What has been found by a run, if it has been trained as its configuration says now."""
         return self.job(run).summary()
+
+    def trained(self, run: Run) -> Summary:
+        """Return what has been found by a run.
+
+        Raises:
+            InputError: if it has not been trained.
+        """
+        summary = self.summary(run)
+        if summary is None:
+            remedy = f"Run python -m experiments.paper.campaign --only {run.arm}"
+            raise InputError("run", run.name, "has not been trained by the campaign", remedy)
+        return summary
 
     def finished(self, runs: Iterable[Run]) -> dict[str, list[Summary]]:
         """The summaries that are there, by arm, of the first seeds up to one that is missing.
@@ -155,9 +168,7 @@ def shrunken(tree: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line and train; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.campaign", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = reporting.documented_parser("python -m experiments.paper.campaign", __doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="(%(default)s)")
     parser.add_argument("--only", nargs="+", choices=SEEDS, default=list(SEEDS), help="arms (all)")
     parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")

@@ -1,25 +1,19 @@
 """Writes the weights that a run begins with, each changed by a little, as a model to begin from.
 
-    python -m experiments.paper.first_weights CONFIG --changed-by 1e-6 --draw 1 --output DIR
-
 Each weight is multiplied by one plus so much times a number from the standard normal distribution.
 A run with `init_from: hf:DIR` then begins as the run of the configuration does, but for that.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
-from skippipe_sched.errors import run_command
-from skippipe_sched.problem.plan import load_plan
 
-from skippipe_jax.config import Config, ModelConfig, load_config
+from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.interop import huggingface
 from skippipe_jax.runtime.stage_functions import Parameters, functions_of_stages
@@ -64,31 +58,3 @@ def write(
         companions = folder / TOKENIZER_FOLDER
         described = huggingface.config_json(model, model.parameter_dtype, companions)
         (folder / huggingface.CONFIG).write_text(json.dumps(described), encoding="utf-8")
-
-
-def main() -> int:
-    """Parse the command line and write; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.first_weights",
-        description=(__doc__ or "").split("\n")[0],
-    )
-    parser.add_argument("config", type=Path, help="configuration of a run, with its seed")
-    parser.add_argument(
-        "--changed-by", type=float, default=0.0, help="relative change of the weights (%(default)g)"
-    )
-    parser.add_argument("--draw", type=int, default=0, help="seed of the changes (%(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="output folder of the model")
-    arguments = parser.parse_args()
-    return run_command(lambda: _run(arguments))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config)
-    stages = len(load_plan(Path(config.plan.file or "")).stages)
-    weights = drawn(config, stages)
-    write(config.model, stages, weights, arguments.changed_by, arguments.draw, arguments.output)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

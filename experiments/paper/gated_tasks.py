@@ -114,3 +114,10 @@ def train(tasks: Sequence[GatedTask], folder: Path, at_once: int = AT_ONCE) -> N
     for text in {task.text for task in tasks}:
         study_text.read(folder / "text", text)
     run_all(tasks, folder / "logs", at_once, Path(__file__).parents[2])
+
+
+def show(tasks: Sequence[GatedTask]) -> int:
+    """Print what each task has found, if it has been trained; returns the exit code."""
+    for task in tasks:
+        print(f"{task.name:60s}", task.found() if task.is_done() else "not trained")
+    return 0

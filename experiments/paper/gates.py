@@ -30,7 +30,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from skippipe_sched.errors import run_command
 
-from experiments.paper import provenance, study_text
+from experiments.benchmarks.harness import reporting
+from experiments.paper import study_text
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.config.model import BLOCKWISE
 from skippipe_jax.models.llama import DataStage, parameter_count
@@ -464,9 +465,7 @@ def train(
 
 def main() -> int:
     """Parse the command line, train and write the result; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.gates", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = reporting.documented_parser("python -m experiments.paper.gates", __doc__)
     parser.add_argument("run", type=Path, help="definition of the run, as JSON")
     parser.add_argument("--work", type=Path, required=True, help="folder for texts and states")
     parser.add_argument("--output", type=Path, required=True, help="output file of the result")
@@ -479,7 +478,7 @@ def _run(arguments: argparse.Namespace) -> int:
     run = GatedRun.from_json(given["run"])
     of_text = {key: given[key] for key in ("text", "start") if key in given}
     found = train(run, arguments.work, arguments.output.stem, **of_text)
-    result = given | {"run": asdict(run)} | found | provenance.of(given["command"])
+    result = given | {"run": asdict(run)} | found | reporting.origin(given["command"])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(arguments.output, json.dumps(result, indent=1) + "\n")
     return 0

@@ -92,3 +92,10 @@ def with_ends(found: Mapping[str, Any]) -> str:
     """A mean as a table shows it, with the ends of its interval if it has one, from `figures`."""
     ends = "" if found["low"] is None else f" ({found['low']:+.4f} to {found['high']:+.4f})"
     return f"{found['mean']:+.4f}{ends}"
+
+
+def line(
+    name: str, arm: Sequence[float], control: Sequence[float], found: Mapping[str, Any]
+) -> str:
+    """Write the line of an arm in a table: its differences from a control, and their interval."""
+    return f"{name:8s} {by_seed(paired(arm, control))}: {with_ends(found)}"

@@ -11,8 +11,8 @@ correlation      of seconds with bytes between locations, and with the time that
 in_flight        how many microbatches a node may hold, a limit that full pipelines suffer from more
 search           what a longer search brings, and how many iterations repay it
 
-Measured on a network shaped by `tc`, by `experiments.benchmarks.wan`, whose committed figures are
-taken as they are:
+Measured on a network shaped by `tc`, by
+`experiments.benchmarks.network.wan`, whose committed figures are taken as they are:
 
 shaped_network   predicted and measured seconds by method
 """
@@ -24,9 +24,9 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     # Compiles what is not yet compiled, so that no search counts it.
     make_plan(cases.load(YARDSTICK), SEARCHING, Search(budget_s=0.01))
-    parts = (list(_comparison(scope)), list(_in_flight(scope)), list(_searches(scope)))
+    parts = jobs_of(scope)
     row_of = {job: _row(job, folder) for job in dict.fromkeys(chain(*parts))}
     rows, in_flight, searches = ([row_of[job] for job in part] for part in parts)
     medians = {case: _medians(_of_case(rows, case)) for case in scope.cases}
@@ -152,7 +152,7 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
         "search": _search_costs(searches, rows),
         "shaped_network": {
             "source": "experiments/results/wan_epyc_2_cores.json, measured before by "
-            "python -m experiments.benchmarks.wan",
+            "python -m experiments.benchmarks.network.wan",
             "machine": shaped["machine"],
             "methods": [
                 {key: row[key] for key in ("method", "predicted_s", "measured_s", "bytes_sent")}
@@ -163,25 +163,18 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
     }
 
 
-def _comparison(scope: Scope) -> Iterator[Job]:
-    for case in scope.cases:
-        for method in COLOURS:
-            for seed in range(scope.seeds):
-                yield Job(case, method, seed, scope.budget_s)
-
-
-def _in_flight(scope: Scope) -> Iterator[Job]:
-    for case in scope.in_flight_cases:
-        for memory in scope.in_flight:
-            for method in IN_FLIGHT_METHODS:
-                for seed in range(scope.in_flight_seeds):
-                    yield Job(case, method, seed, scope.budget_s, memory)
-
-
-def _searches(scope: Scope) -> Iterator[Job]:
-    for budget_s in scope.budgets_s:
-        for seed in range(scope.seeds):
-            yield Job(YARDSTICK, SEARCHING, seed, budget_s)
+def jobs_of(scope: Scope) -> tuple[list[Job], list[Job], list[Job]]:
+    """List the plans of the comparison, those of limits in flight, and those of longer searches."""
+    compared = product(scope.cases, COLOURS, range(scope.seeds))
+    limited = product(
+        scope.in_flight_cases, scope.in_flight, IN_FLIGHT_METHODS, range(scope.in_flight_seeds)
+    )
+    searches = product(scope.budgets_s, range(scope.seeds))
+    return (
+        [Job(*own, scope.budget_s) for own in compared],
+        [Job(case, method, seed, scope.budget_s, memory) for case, memory, method, seed in limited],
+        [Job(YARDSTICK, SEARCHING, seed, budget_s) for budget_s, seed in searches],
+    )
 
 
 def case_of(job: Job) -> Case:

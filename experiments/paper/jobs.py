@@ -24,7 +24,7 @@ from skippipe_jax.campaign import running
 from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, digest_of
 from skippipe_jax.storage.run_dir import RunDir
 
-__all__ = ["Job", "digest_of", "plan_of", "slug", "stoppable", "train"]
+__all__ = ["Job", "digest_of", "job_of", "plan_of", "slug", "stoppable", "train"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,7 +53,6 @@ class Job:
         results: the folder of its summary.
         command: what makes the summary, as the summary says.
         quick: whether it is summed up on little text.
-        first: a command before the training: a module and its arguments.
         flags: of XLA, beside those for one thread.
     """
 
@@ -63,7 +62,6 @@ class Job:
     results: Path
     command: str
     quick: bool = False
-    first: tuple[str, ...] = ()
     flags: str = ""
 
     @property
@@ -77,6 +75,20 @@ class Job:
             return None
         found = Summary(**fields.load_json(self.output, str(self.output)))
         return found if found.digest == self.digest else None
+
+    def trained(self) -> Summary:
+        """Return what it has found, once it has been trained."""
+        found = self.summary()
+        assert found is not None, self.name
+        return found
+
+
+def job_of(
+    name: str, config: Mapping[str, Any], results: Path, command: str, quick: bool = False
+) -> Job:
+    """Describe a run that comes from its configuration and its plan alone."""
+    digest = digest_of([config, plan_of(config).to_json()])
+    return Job(name, digest, config, results, command, quick)
 
 
 def train(jobs: Sequence[Job], folder: Path) -> None:
@@ -121,14 +133,12 @@ class AtWork:
         return ONE_THREAD | {"XLA_FLAGS": f"{ONE_THREAD['XLA_FLAGS']} {self.job.flags}".strip()}
 
     def commands(self) -> list[Callable[[], Sequence[str]]]:
-        """What comes first, the training, and its summary."""
-        first = [lambda: self.job.first] if self.job.first else []
-        return [*first, self._training, self._summing_up]
+        """The training and its summary."""
+        return [self._training, self._summing_up]
 
     def found(self) -> str:
         """Its held-out loss."""
-        summary = self.job.summary()
-        assert summary is not None, self.name
+        summary = self.job.trained()
         return f"held-out loss {summary.loss:.4f} after {summary.steps} steps"
 
     @property

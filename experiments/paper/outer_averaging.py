@@ -3,28 +3,28 @@
     python -m experiments.paper.outer_averaging              trains what is missing, and prints it
     python -m experiments.paper.outer_averaging --quick      small, in minutes
 
-First settings of `averaging: {mode: outer}` are tried on other text (see `outer_settings`). Then
+First settings of `averaging: {mode: outer}` are tried, with one seed and one arm, on the tests of
+Python's standard library, which the campaign's source leaves out: so nothing is chosen by the text
+that is reported. Beside them stands the same run with gradients averaged in every iteration. Then
 the control and the arm with a third of the stages skipped are trained once more for each seed with
 those that were chosen, the same in all but that: for as many iterations as the campaign's own run
 of that seed, which averages gradients in every iteration, and for as many as take the time of the
 control by the planner's clock. Summaries are committed, so each run is trained once, and figures
 are of the seeds that are there. (The seconds in summaries are those of exact averaging, for which
 the arms' plans were made; those of the figures are not.)
-
-All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import parse_averaging
 from skippipe_sched.timing.simulate import simulate_plan
 
@@ -32,16 +32,137 @@ from experiments.paper import jobs, plans, study_command
 from experiments.paper.campaign import Campaign, Run
 from experiments.paper.intervals import HOW, by_seed, intervals, paired, with_ends
 from experiments.paper.jobs import Job
-from experiments.paper.outer_settings import SENT, Setting, Trials
 from experiments.paper.summary import Summary
 
-COMMAND = "python -m experiments.paper.outer_averaging"
-RESULT = Path(__file__).parent / "results" / "outer_averaging.json"
-SUMMARIES = RESULT.with_suffix("")
+# A fragment is whole blocks of every stage, and the campaign's stages have two.
+SENT = {"fragments": 2, "delay": 1, "dtype": "int8"}
+EXACT = "exact"
 CONTROL = "full"
 # Arms of the campaign, and what it calls the same in the time of the control.
 EQUAL_TIME = {"full": "full", "skip33": "skip33_equal_time"}
 SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of the section `averaging` is tried.
+
+    Attributes:
+        every: iterations in which everything is averaged once.
+        exact_steps: first iterations, which average gradients.
+        rate, momentum: of the outer optimizer.
+    """
+
+    every: int
+    exact_steps: int
+    rate: float
+    momentum: float
+
+    @property
+    def name(self) -> str:
+        """How its figures and files are called."""
+        return f"every{self.every}-exact{self.exact_steps}-{self.rate:g}-{self.momentum:g}"
+
+    def section(self, steps: int) -> dict[str, Any]:
+        """The section `averaging` of a run of so many iterations.
+
+        Few iterations are for trying the command: at most half of them are exact, and in the rest
+        everything is averaged twice at least.
+        """
+        exact_steps = min(self.exact_steps, steps // 2)
+        every = min(self.every, max(SENT["delay"] + 1, (steps - exact_steps) // 2))
+        own = {"rate": self.rate, "momentum": self.momentum, "exact_steps": exact_steps}
+        return {"mode": "outer", "every": every, **SENT, **own}
+
+
+# After 99 exact iterations of 300, and cycles of 20 or 5, the last fragment is sent at the end of
+# iteration 299, and applied as the run ends. After 150 of them it is sent after iteration 290: what
+# replicas learn by themselves in the nine that are left does not count.
+TRIED = (
+    Setting(20, 99, 1.0, 0.0),
+    Setting(2, 0, 1.0, 0.5),
+    Setting(20, 99, 1.0, 0.5),
+    Setting(20, 99, 1.0, 0.7),
+    Setting(20, 99, 0.7, 0.9),
+    Setting(5, 99, 1.0, 0.5),
+    Setting(20, 150, 1.0, 0.5),
+    Setting(20, 99, 1.0, 0.9),
+    Setting(20, 150, 1.0, 0.7),
+    Setting(20, 150, 1.0, 0.6),
+)
+QUICK_TRIED = 2
+# The cycle of the planner's figures.
+PLANNED_EVERY = 20
+OTHER_TEXT = "test/*.py"
+SEED, SEQUENCES = 5, 512
+# Skipping leaves each replica fewer microbatches of its own, so it is the harder of the two.
+ARM = "skip33"
+
+
+class Trials:
+    """The runs by which a setting is chosen."""
+
+    def __init__(self, campaign: Campaign, results: Path):
+        """Their summaries are in `results`."""
+        self.campaign, self.results = campaign, results
+        self.tried = TRIED[:QUICK_TRIED] if campaign.quick else TRIED
+
+    def jobs(self) -> dict[str, Job]:
+        """All of them by name; the exact one first."""
+        return {EXACT: self._job(EXACT, None)} | {
+            setting.name: self._job(setting.name, setting) for setting in self.tried
+        }
+
+    def losses(self) -> dict[str, float]:
+        """The held-out losses at the end, on the other text, of those that have been trained."""
+        found = {name: job.summary() for name, job in self.jobs().items()}
+        return {name: own.curve[-1][-1] for name, own in found.items() if own is not None}
+
+    def chosen(self) -> tuple[Setting, ...]:
+        """The best of those that have been trained, and the best with the planner's cycle.
+
+        They may be the same one.
+        """
+        losses = self.losses()
+        best_first = sorted(
+            (setting for setting in self.tried if setting.name in losses),
+            key=lambda setting: losses[setting.name],
+        )
+        planned = [setting for setting in best_first if setting.every == PLANNED_EVERY]
+        return tuple(dict.fromkeys(best_first[:1] + planned[:1]))
+
+    def figures(self) -> dict[str, Any]:
+        """What is written of them."""
+        losses = self.losses()
+        return {
+            "text": OTHER_TEXT,
+            "arm": ARM,
+            "seed": SEED,
+            "loss": losses,
+            "minus_exact": {
+                name: round(loss - losses[EXACT], 4)
+                for name, loss in losses.items()
+                if EXACT in losses and name != EXACT
+            },
+        }
+
+    def _job(self, name: str, setting: Setting | None) -> Job:
+        config: Mapping[str, Any] = self.campaign.config(Run(ARM, SEED))
+        if not self.campaign.quick:
+            config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
+        if setting is not None:
+            config = config | {"averaging": setting.section(config["train"]["steps"])}
+        other = {"source": "text", "path": str(Path(sysconfig.get_path("stdlib"), OTHER_TEXT))}
+        return Job(
+            name=f"{ARM}-{name}",
+            # Without the path of the text: where the library lies differs by machine.
+            digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
+            config=config | {"data": config["data"] | other},
+            results=self.results,
+            command="python -m experiments.paper.outer_averaging",
+            # Their losses are those of validation; nothing else of the summary is of use here.
+            quick=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,15 +217,14 @@ def steps_within(arm: str, section: Mapping[str, Any], limit_s: float) -> int:
     return exact_steps + cycles * every + SENT["delay"]
 
 
-class Study:
+class Study(study_command.Study):
     """The runs with outer averaging, beside those of the campaign."""
 
+    NAME = "outer_averaging"
+
     def __init__(self, folder: Path, quick: bool):
-        """`folder` is worked in; summaries of a quick study stay there."""
-        self.campaign = Campaign(folder, quick)
-        self.folder = self.campaign.folder / "outer_averaging"
-        self.result = self.folder / RESULT.name if quick else RESULT
-        self.summaries = self.folder / "summaries" if quick else SUMMARIES
+        """`folder` is worked in."""
+        super().__init__(folder, quick)
         self.trials = Trials(self.campaign, self.summaries / "trials")
 
     def runs(self) -> list[OuterRun]:
@@ -133,7 +253,7 @@ class Study:
 
     def job(self, run: OuterRun) -> Job:
         """A run as it is trained."""
-        return self.campaign.job_of(run.name, self.config(run), self.summaries, COMMAND)
+        return self.campaign.job_of(run.name, self.config(run), self.summaries, self.command)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -200,36 +320,15 @@ class Study:
         steps, section = config["train"]["steps"], config["averaging"]
         seeds = [run for run in found if replace(run, seed=0) == first]
         done = list(takewhile(lambda run: found[run] is not None, seeds))
-        return {
-            "steps": steps,
-            "averaging": section,
-            "hours": round(clock_s(first.arm, section, steps) / 3600, 2),
-            "loss": {
-                "outer": [own.loss for run in done if (own := found[run]) is not None],
-                "exact": [self._loss(run.exact) for run in done],
-            }
-            | (
-                {"full_exact": [self._loss(Run(CONTROL, run.seed)) for run in done]}
-                if first.equal_time
-                else {}
-            ),
+        losses = {
+            "outer": [own.loss for run in done if (own := found[run]) is not None],
+            "exact": [self.campaign.trained(run.exact).loss for run in done],
         }
-
-    def _loss(self, run: Run) -> float:
-        """What the campaign has found by a run.
-
-        Raises:
-            InputError: if it has not been trained.
-        """
-        summary = self.campaign.summary(run)
-        if summary is None:
-            raise InputError(
-                "run",
-                run.name,
-                "has not been trained by the campaign",
-                f"Run python -m experiments.paper.campaign --only {run.arm}",
-            )
-        return summary.loss
+        if first.equal_time:
+            controls = (Run(CONTROL, run.seed) for run in done)
+            losses["full_exact"] = [self.campaign.trained(run).loss for run in controls]
+        hours = round(clock_s(first.arm, section, steps) / 3600, 2)
+        return {"steps": steps, "averaging": section, "hours": hours, "loss": losses}
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -258,7 +357,7 @@ def _line(setting: str, arm: str, own: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(COMMAND, __doc__ or "", "small models, one seed", Study, table)
+    return study_command.run(Study, __doc__, table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Plan, load_plan
 from skippipe_sched.search.budget import Search
+
+from experiments.benchmarks.harness import reporting
 
 PAPER = Path(__file__).parent
 PLANS = PAPER / "plans"
@@ -76,30 +78,23 @@ KINDS = {
 }
 
 
-def _wide_area() -> dict[str, Any]:
-    return dict(fields.load_yaml(PAPER / "gcp20.yaml", "case"))
-
-
-def _one_datacentre() -> dict[str, Any]:
-    return dict(fields.load_yaml(PAPER / "cluster1.yaml", "case"))
-
-
-def _without_limits() -> dict[str, Any]:
-    """Where the full pipeline loses least: no overhead, and room for every microbatch in flight."""
-    return _one_datacentre() | {"hop_overhead_s": 0.0, "memory": 30}
-
-
-NETWORKS: dict[str, Callable[[], dict[str, Any]]] = {
-    "12 regions": _wide_area,
-    "one datacentre": _one_datacentre,
-    "one datacentre without overhead and memory limits": _without_limits,
+# The case of each network, and what is changed in it.
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "12 regions": ("gcp20", {}),
+    "one datacentre": ("cluster1", {}),
+    # Where the full pipeline loses least.
+    "one datacentre without overhead and memory limits": (
+        "cluster1",
+        {"hop_overhead_s": 0.0, "memory": 30},
+    ),
 }
 WIDE_AREA = next(iter(NETWORKS))
 
 
 def case_of(name: str, network: str = WIDE_AREA) -> Case:
     """The case of one of `KINDS` on one of `NETWORKS`."""
-    kind, source = KINDS[name], NETWORKS[network]()
+    kind, (case, changes) = KINDS[name], NETWORKS[network]
+    source = {**fields.load_yaml(PAPER / f"{case}.yaml", "case"), **changes}
     blocks_of_stage = kind.changes.get("stage_cost", 1.0)
     source["stage_bytes"] = round(blocks_of_stage * source["stage_bytes"])
     source["rules"] = source["rules"] | {"max_swaps": kind.max_swaps}
@@ -129,10 +124,7 @@ def planned(name: str, network: str, budget_s: float) -> Plan:
 
 def main() -> int:
     """Parse the command line and plan; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.plans",
-        description="Make the plans of the paper's runs.",
-    )
+    parser = reporting.documented_parser("python -m experiments.paper.plans", __doc__)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
     parser.add_argument(
         "--budget", type=float, default=BUDGET_S, help="seconds of each search (%(default)g)"

@@ -24,15 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.paper import (
-    drawing,
-    gated_tasks,
-    intervals,
-    jobs,
-    plans,
-    provenance,
-    study_command,
-)
+from experiments.benchmarks.harness import reporting
+from experiments.paper import drawing, gated_tasks, intervals, jobs, plans
 from experiments.paper.drawing import BLACK, BLUE
 from experiments.paper.gated_tasks import GatedTask
 from experiments.paper.gates import TOKENS, GatedRun, Phase
@@ -382,7 +375,7 @@ def draw(figures: Mapping[str, Any]) -> Figure:
 
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
-    parser = study_command.parser_of(COMMAND, __doc__ or "")
+    parser = reporting.documented_parser(COMMAND, __doc__)
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="settings (all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds (%(default)s)")
@@ -403,9 +396,7 @@ def _run(arguments: argparse.Namespace) -> int:
         tasks += [task for *_, task in study.options()]
     unique = list({task.name: task for task in tasks}.values())
     if arguments.list:
-        for task in unique:
-            print(f"{task.name:60s}", task.found() if task.is_done() else "not trained")
-        return 0
+        return gated_tasks.show(unique)
     gated_tasks.train(unique, study.folder)
     write_figures(study)
     return 0
@@ -433,7 +424,7 @@ def write_figures(study: Study) -> None:
             of_options[option] = found
             print(f"\n{option}", table(found, first), sep="\n")
     figures = {"settings": by_setting, "options": of_options}
-    write(sys.modules[__name__], provenance.of(COMMAND) | figures, study.results.parent)
+    write(sys.modules[__name__], reporting.origin(COMMAND) | figures, study.results.parent)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.paper import gated_tasks, jobs, provenance, study_command
+from experiments.benchmarks.harness import reporting
+from experiments.paper import gated_tasks, jobs
 from experiments.paper.gated_tasks import GatedTask, Pretraining
 from experiments.paper.gates import GatedRun
 from experiments.paper.recipe import (
@@ -123,7 +124,7 @@ def tables(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
-    parser = study_command.parser_of(COMMAND, __doc__ or "")
+    parser = reporting.documented_parser(COMMAND, __doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, one seed")
     parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
     parser.add_argument("--folder", type=Path, help=f"working folder (runs/{NAME}, with _quick)")
@@ -134,13 +135,11 @@ def main() -> int:
 
 def _run(study: Study, lists: bool) -> int:
     if lists:
-        for *_, task in study.tasks():
-            print(f"{task.name:50s}", task.found() if task.is_done() else "not trained")
-        return 0
+        return gated_tasks.show([task for *_, task in study.tasks()])
     study.train()
     figures = study.figures()
     path = study.results.parent / f"{NAME}.json"
-    written = json.dumps(provenance.of(COMMAND) | {"domains": figures}, indent=1) + "\n"
+    written = json.dumps(reporting.origin(COMMAND) | {"domains": figures}, indent=1) + "\n"
     path.write_text(written, encoding="utf-8")
     print(tables(figures), path, sep="\n")
     return 0

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.paper import gated_tasks, jobs, provenance, study_command, study_text
+from experiments.benchmarks.harness import reporting
+from experiments.paper import gated_tasks, jobs, study_text
 from experiments.paper.gated_tasks import GatedTask
 from experiments.paper.gates import AT_ONCE, LENGTH, SEQUENCES, GatedRun, losses, optimizer_config
 from experiments.paper.recipe import FULL, Setting, arms
@@ -76,7 +77,7 @@ def losses_of_run(folder: Path, texts: Mapping[str, np.ndarray]) -> dict[str, fl
 
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
-    parser = study_command.parser_of(COMMAND, __doc__ or "")
+    parser = reporting.documented_parser(COMMAND, __doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="working folder")
     folder = parser.parse_args().folder.resolve()
     return jobs.stoppable(lambda: _run(folder))
@@ -92,11 +93,10 @@ def _run(folder: Path) -> int:
         for arm in ARMS
     }
     gated_tasks.train([task for tasks in gated.values() for task in tasks], folder)
-    of_paths: dict[str, jobs.Job] = {}
-    for arm in ARMS:
-        config = config_of(arm, folder / "text")
-        digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
-        of_paths[arm] = jobs.Job(f"paths-{arm}", digest, config, results, COMMAND, quick=True)
+    of_paths = {
+        arm: jobs.job_of(f"paths-{arm}", config_of(arm, folder / "text"), results, COMMAND, True)
+        for arm in ARMS
+    }
     jobs.train(list(of_paths.values()), folder)
     found: dict[str, Any] = {}
     for arm, job in of_paths.items():
@@ -113,7 +113,7 @@ def _run(folder: Path) -> int:
                 f"deviation of seeds {deviation:.4f}"
             )
     figures = {"steps": SETTING.steps, "arms": found}
-    RESULT.write_text(json.dumps(provenance.of(COMMAND) | figures, indent=1) + "\n", "utf-8")
+    RESULT.write_text(json.dumps(reporting.origin(COMMAND) | figures, indent=1) + "\n", "utf-8")
     print(RESULT)
     return 0
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from skippipe_sched import fields
 
-from experiments.paper import drawing, jobs, provenance, study_command
+from experiments.benchmarks.harness import reporting
+from experiments.paper import drawing, jobs
 from experiments.paper.drawing import BLACK, BLUE, VERMILION
 from experiments.paper.reproduce import write
 
@@ -44,8 +45,7 @@ def job_of(arm: str, results: Path) -> jobs.Job:
     """Describe the run of an arm."""
     config = dict(fields.load_yaml(CONFIG, "config")) | ARMS[arm]
     del config["run_dir"]
-    digest = jobs.digest_of([config, jobs.plan_of(config).to_json()])
-    return jobs.Job(jobs.slug(arm), digest, config, results, COMMAND)
+    return jobs.job_of(jobs.slug(arm), config, results, COMMAND)
 
 
 def draw(curves: dict[str, Any]) -> Figure:
@@ -76,7 +76,7 @@ def curves_of(found: dict[str, Summary]) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, train and draw; returns the exit code."""
-    parser = study_command.parser_of(COMMAND, __doc__ or "")
+    parser = reporting.documented_parser(COMMAND, __doc__)
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/recipe_quick"), help="working folder"
     )
@@ -94,7 +94,7 @@ def _run(folder: Path, lists: bool) -> int:
     jobs.train(list(of_arms.values()), folder)
     found = {arm: own for arm, job in of_arms.items() if (own := job.summary()) is not None}
     curves = curves_of(found)
-    write(sys.modules[__name__], provenance.of(COMMAND) | {"curves": curves}, folder)
+    write(sys.modules[__name__], reporting.origin(COMMAND) | {"curves": curves}, folder)
     for arm, own in found.items():
         half = curves[arm]["loss_of_half_of_the_stages"]
         print(

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from experiments.paper import drawing, provenance, study_command
+from experiments.benchmarks.harness import reporting
+from experiments.paper import drawing
 from experiments.paper.jobs import stoppable
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,7 +33,15 @@ HOURS = 3
 
 def main() -> int:
     """Parse the command line, measure and draw; returns the exit code."""
-    arguments = _parser().parse_args()
+    parser = reporting.documented_parser("python -m experiments.paper.reproduce", __doc__)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--quick", action="store_true", help="small settings, one seed: minutes")
+    how.add_argument(
+        "--full", action="store_true", help=f"everything: about {HOURS} hours on 2 quiet cores"
+    )
+    parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="(all)")
+    parser.add_argument("--folder", type=Path, help="working folder (runs/paper, runs/paper_quick)")
+    arguments = parser.parse_args()
     return stoppable(lambda: _run(arguments))
 
 
@@ -52,7 +61,7 @@ def reproduce(names: Sequence[str], *, quick: bool, folder: Path, results: Path)
         module = importlib.import_module(f"experiments.paper.{name}")
         figures = module.measure(quick, folder)
         command = f"python -m experiments.paper.reproduce --{'quick' if quick else 'full'}"
-        write(module, provenance.of(f"{command} --only {name}") | figures, results)
+        write(module, reporting.origin(f"{command} --only {name}") | figures, results)
         minutes = (time.monotonic() - begun_s) / 60
         print(f"[{number}/{len(names)}] {results / name}.png after {minutes:.1f} min", flush=True)
 
@@ -66,18 +75,6 @@ def write(module: ModuleType, figures: dict[str, Any], results: Path) -> None:
     # Without a date, the same figures are the same file.
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".png"), dpi=drawing.DPI)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = study_command.parser_of("python -m experiments.paper.reproduce", __doc__ or "")
-    how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--quick", action="store_true", help="small settings, one seed: minutes")
-    how.add_argument(
-        "--full", action="store_true", help=f"everything: about {HOURS} hours on 2 quiet cores"
-    )
-    parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="(all)")
-    parser.add_argument("--folder", type=Path, help="working folder (runs/paper, runs/paper_quick)")
-    return parser
 
 
 if __name__ == "__main__":

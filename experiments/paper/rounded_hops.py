@@ -6,8 +6,6 @@
 The control and the arm with a third of the stages skipped are trained once more for each seed, the
 same in all but `network.activation_dtype: int8`, which rounds both what goes forward and what comes
 back. Beside each stands the campaign's own run of that seed, whose hops carry float32.
-
-All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -17,36 +15,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched.errors import InputError
-
 from experiments.paper import intervals, jobs, study_command
-from experiments.paper.campaign import Campaign, Run, runs_of
-from experiments.paper.intervals import HOW, by_seed, paired, with_ends
+from experiments.paper.campaign import Run, runs_of
+from experiments.paper.intervals import HOW, line, paired
 from experiments.paper.jobs import Job
 
-COMMAND = "python -m experiments.paper.rounded_hops"
-RESULT = Path(__file__).parent / "results" / "rounded_hops.json"
 ARMS = ("full", "skip33")
 ROUNDED = {"activation_dtype": "int8"}
 Losses = dict[str, list[float]]
 """Of each arm, the held-out losses of its seeds [nats per byte]."""
 
 
-class Study:
+class Study(study_command.Study):
     """The runs with rounded hops, beside those of the campaign."""
+
+    NAME = "rounded_hops"
 
     def __init__(self, folder: Path, quick: bool):
         """`folder` is worked in."""
-        self.campaign = Campaign(folder, quick)
-        self.folder = self.campaign.folder / "rounded_hops"
-        self.result = self.folder / RESULT.name if quick else RESULT
+        super().__init__(folder, quick)
         self.runs = runs_of(ARMS, quick)
 
     def job(self, run: Run) -> Job:
         """A run of the campaign with rounded hops."""
         config = self.campaign.config(run)
         config = config | {"network": config["network"] | ROUNDED}
-        return self.campaign.job_of(f"{run.name}-int8", config, self.folder / "results", COMMAND)
+        name, results = f"{run.name}-int8", self.folder / "results"
+        return self.campaign.job_of(name, config, results, self.command)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -65,17 +60,8 @@ class Study:
         rounded: Losses = {arm: [] for arm in ARMS}
         control: Losses = {arm: [] for arm in ARMS}
         for run in self.runs:
-            own, other = self.job(run).summary(), self.campaign.summary(run)
-            assert own is not None, run.name
-            if other is None:
-                raise InputError(
-                    "run",
-                    run.name,
-                    "has not been trained by the campaign",
-                    f"Run python -m experiments.paper.campaign --only {run.arm}",
-                )
-            rounded[run.arm].append(own.loss)
-            control[run.arm].append(other.loss)
+            rounded[run.arm].append(self.job(run).trained().loss)
+            control[run.arm].append(self.campaign.trained(run).loss)
         return {"digest": self.digest()} | figures_of(rounded, control)
 
 
@@ -93,15 +79,15 @@ def figures_of(rounded: Losses, control: Losses) -> dict[str, Any]:
 def table(figures: Mapping[str, Any]) -> str:
     """The figures for a reader: a line for each arm."""
     lines = ["held-out loss [nats per byte] with hops of int8, minus that with float32, by seed:"]
+    losses = figures["loss"]
     for arm, found in figures["difference"].items():
-        each = by_seed(paired(*(figures["loss"][kind][arm] for kind in ("int8", "float32"))))
-        lines.append(f"{arm:8s} {each}: {with_ends(found)}")
+        lines.append(line(arm, losses["int8"][arm], losses["float32"][arm], found))
     return "\n".join(lines)
 
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(COMMAND, __doc__ or "", "small models, one seed", Study, table)
+    return study_command.run(Study, __doc__, table)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@
 The campaign's control is trained for 500 iterations, for each seed with parameters and moments in
 float32, and with both in bfloat16. All else is the same, and the loss of a run is on text that
 nothing was chosen by.
-
-All of it is trained as the campaign's runs are: Ctrl-C stops, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paper import intervals, jobs, study_command
-from experiments.paper.campaign import Campaign, Run
-from experiments.paper.intervals import HOW, by_seed, paired, with_ends
+from experiments.paper.campaign import Run
+from experiments.paper.intervals import HOW, line, paired
 from experiments.paper.jobs import Job
 
-COMMAND = "python -m experiments.paper.rounded_state"
-RESULT = Path(__file__).parent / "results" / "rounded_state.json"
-SUMMARIES = RESULT.with_suffix("")
 ARM, STEPS, SEEDS = "full", 500, 5
 EXACT = "float32"
 HELD: dict[str, dict[str, dict[str, str]]] = {
@@ -51,15 +46,14 @@ class HeldRun:
         return f"{self.held}-{self.seed}"
 
 
-class Study:
+class Study(study_command.Study):
     """The runs, which differ in how state is held and in nothing else."""
 
+    NAME = "rounded_state"
+
     def __init__(self, folder: Path, quick: bool):
-        """`folder` is worked in; summaries of a quick study stay there."""
-        self.campaign = Campaign(folder, quick)
-        self.folder = self.campaign.folder / "rounded_state"
-        self.result = self.folder / RESULT.name if quick else RESULT
-        self.summaries = self.folder / "summaries" if quick else SUMMARIES
+        """`folder` is worked in."""
+        super().__init__(folder, quick)
         seeds = range(1 if quick else SEEDS)
         self.runs = [HeldRun(held, seed) for held in HELD for seed in seeds]
 
@@ -74,7 +68,7 @@ class Study:
 
     def job(self, run: HeldRun) -> Job:
         """A run as it is trained."""
-        return self.campaign.job_of(run.name, self.config(run), self.summaries, COMMAND)
+        return self.campaign.job_of(run.name, self.config(run), self.summaries, self.command)
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -85,9 +79,7 @@ class Study:
         jobs.train([self.job(run) for run in self.runs], self.folder)
         losses: dict[str, list[float]] = {held: [] for held in HELD}
         for run in self.runs:
-            found = self.job(run).summary()
-            assert found is not None, run.name
-            losses[run.held].append(found.loss)
+            losses[run.held].append(self.job(run).trained().loss)
         return {"digest": self.digest(), "steps": STEPS} | figures_of(losses)
 
 
@@ -106,15 +98,15 @@ def figures_of(losses: Mapping[str, list[float]]) -> dict[str, Any]:
 def table(figures: Mapping[str, Any]) -> str:
     """The figures for a reader: a line for each way that state is held."""
     lines = [f"held-out loss [nats per byte], minus that with {EXACT}, by seed:"]
+    losses = figures["loss"]
     for held, found in figures["difference"].items():
-        each = by_seed(paired(figures["loss"][held], figures["loss"][EXACT]))
-        lines.append(f"{held:8s} {each}: {with_ends(found)}")
+        lines.append(line(held, losses[held], losses[EXACT], found))
     return "\n".join(lines)
 
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(COMMAND, __doc__ or "", "small models, one seed", Study, table)
+    return study_command.run(Study, __doc__, table)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 from skippipe_sched.errors import run_command
 
-from experiments.paper import provenance
+from experiments.benchmarks.harness import reporting
 from skippipe_jax import Run
 from skippipe_jax.inference.evaluation import Answer, evaluate
 from skippipe_jax.inference.model_source import read_run
@@ -105,7 +105,7 @@ def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
         early_exit=[round(loss, 5) for loss in early_exit.losses],
         swaps=_spread(swaps),
         minutes=round(sum(line["seconds_per_iteration"] for line in lines) / 60, 2),
-        **provenance.of(command),
+        **reporting.origin(command),
     )
 
 
@@ -122,9 +122,7 @@ def _spread(answer: Answer) -> dict[str, float]:
 
 def main() -> int:
     """Parse the command line and sum up; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper.summary", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = reporting.documented_parser("python -m experiments.paper.summary", __doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--command", required=True, help="command that trains the run")
     parser.add_argument("--digest", required=True, help="digest of the configuration and the plan")

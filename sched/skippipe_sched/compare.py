@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_line,
     add_rect,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -135,47 +136,32 @@ def to_json(rows: Sequence[Row | PlanningFailure]) -> list[dict[str, Any]]:
     ]
 
 
-HEADINGS = (
-    "method",
-    "iteration",
-    "pipeline",
-    "averaging",
-    "of full",
-    "wide area",
-    "link busy",
-    "idle",
-    "search",
-    "gap",
-    "busiest link",
-)
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": lambda row: row.method,
+    "iteration": lambda row: f"{row.iteration_s:.2f} s",
+    "pipeline": lambda row: f"{row.pipeline_s:.2f} s",
+    "averaging": lambda row: f"{row.averaging_s:.2f} s",
+    "of full": lambda row: "-" if row.ratio_to_full is None else f"{row.ratio_to_full:.3f}",
+    "wide area": lambda row: size_text(row.wide_area_bytes),
+    "link busy": lambda row: f"{row.busiest_link_s:.2f} s",
+    "idle": lambda row: f"{row.idle_share:z.0%}",
+    "search": lambda row: f"{row.search_s:.1f} s",
+    "gap": lambda row: f"{row.gap:z.1%}",
+    "busiest link": lambda row: row.busiest_link or "-",
+}
 
 
 def table(rows: Sequence[Row | PlanningFailure]) -> str:
     """Format the rows as aligned text, a line each, followed by late rings and refusals."""
-    lines = [HEADINGS, *(_cells(row) for row in rows if isinstance(row, Row))]
+    planned = [row for row in rows if isinstance(row, Row)]
     refused = [f"{row.method}: {row.reason}" for row in rows if isinstance(row, PlanningFailure)]
     late = [
         f"{row.method}: a ring exceeds its delay by {row.late_s:.2f} s"
-        for row in rows
-        if isinstance(row, Row) and row.late_s
+        for row in planned
+        if row.late_s
     ]
-    return "\n".join([aligned(lines, (0, len(HEADINGS) - 1)), *late, *refused])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.method,
-        f"{row.iteration_s:.2f} s",
-        f"{row.pipeline_s:.2f} s",
-        f"{row.averaging_s:.2f} s",
-        "-" if row.ratio_to_full is None else f"{row.ratio_to_full:.3f}",
-        size_text(row.wide_area_bytes),
-        f"{row.busiest_link_s:.2f} s",
-        f"{row.idle_share:z.0%}",
-        f"{row.search_s:.1f} s",
-        f"{row.gap:z.1%}",
-        row.busiest_link or "-",
-    )
+    lines = [[*COLUMNS], *([cell(row) for cell in COLUMNS.values()] for row in planned)]
+    return "\n".join([aligned(lines, (0, len(COLUMNS) - 1)), *late, *refused])
 
 
 # Pixels.
@@ -210,10 +196,8 @@ def picture(rows: Sequence[Row | PlanningFailure], case_name: str) -> str:
     )
     add_title(svg, case_name, "seconds of one iteration, by method")
     _draw_legend(svg)
-    for tick_s in round_ticks(longest_s) if longest_s else ():
-        x = left + scale * tick_s
-        add_line(svg, "grid", (x, PLOT_TOP), (x, bottom + 4))
-        add_text(svg, "middle", x, bottom + 17, f"{tick_s:g}")
+    ticks = round_ticks(longest_s) if longest_s else []
+    add_ticks(svg, {left + scale * s: f"{s:g}" for s in ticks}, PLOT_TOP, bottom)
     for index, row in enumerate(rows):
         top = PLOT_TOP + ROW * index
         add_text(svg, "stage", MARGIN, top + BAR_TOP + 12, row.method)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 INPUT_ERROR_EXIT_CODE = 2
@@ -199,14 +199,6 @@ def raise_terminated(*_: Any) -> NoReturn:
     raise Terminated("by SIGTERM")
 
 
-def loading() -> AbstractContextManager[None]:
-    """Let signals end a command without a traceback while it imports its libraries.
-
-    That takes seconds, and some packages treat a KeyboardInterrupt as a failed import.
-    """
-    return exit_on_signals()
-
-
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM end the process at once with one line, where they would raise.
@@ -220,6 +212,11 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number in replaced:
             signal.signal(number, raising[number])
+
+
+# For a command that imports its libraries, which takes seconds: some packages treat a
+# KeyboardInterrupt as a failed import.
+loading = exit_on_signals
 
 
 def end_quietly_on_interrupt() -> None:

@@ -51,9 +51,8 @@ def parse_yaml(text: str, field: str, origin: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise InputError(
-            field, origin, f"is not valid YAML{position}: {problem}", "Correct the syntax"
-        ) from error
+        problem = f"is not valid YAML{position}: {problem}"
+        raise InputError(field, origin, problem, "Correct the syntax") from error
 
 
 def load_json(path: Path, field: str) -> Any:
@@ -62,12 +61,8 @@ def load_json(path: Path, field: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            field,
-            str(path),
-            f"is not valid JSON: {error}",
-            "Correct the file, or write it again",
-        ) from error
+        problem, remedy = f"is not valid JSON: {error}", "Correct the file, or write it again"
+        raise InputError(field, str(path), problem, remedy) from error
 
 
 def mapping(
@@ -137,13 +132,11 @@ def integer(value: Any, field: str, minimum: int | None = None, maximum: int = I
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(field, value, "must be a whole number", "Write a number without fraction")
     if minimum is not None and value < minimum:
-        raise InputError(
-            field, value, f"must be at least {minimum}", f"Write {minimum} or a greater number"
-        )
+        problem = f"must be at least {minimum}"
+        raise InputError(field, value, problem, f"Write {minimum} or a greater number")
     if value > maximum:
-        raise InputError(
-            field, value, f"must be at most {maximum}", f"Write {maximum} or a smaller number"
-        )
+        problem = f"must be at most {maximum}"
+        raise InputError(field, value, problem, f"Write {maximum} or a smaller number")
     return value
 
 
@@ -164,7 +157,6 @@ def sequence(value: Any, field: str, *, minimum_length: int = 1) -> list:
     if not isinstance(value, list | tuple):
         raise InputError(field, value, "must be a list", "Write [first, second, ...]")
     if len(value) < minimum_length:
-        raise InputError(
-            field, value, f"must have at least {minimum_length} entries", "Add the missing ones"
-        )
+        problem = f"must have at least {minimum_length} entries"
+        raise InputError(field, value, problem, "Add the missing ones")
     return list(value)

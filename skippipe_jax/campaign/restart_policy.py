@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from skippipe_sched.errors import (
-    INPUT_ERROR_EXIT_CODE,
-    INTERRUPTED_EXIT_CODE,
-    TEMPORARY_EXIT_CODE,
-)
+from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, TEMPORARY_EXIT_CODE
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pauses in seconds before restarts: the first, doubled each time, up to the longest."""

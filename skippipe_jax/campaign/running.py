@@ -106,16 +106,16 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
         if unknown:
             problem = f"does not exist, but {task.name} needs it"
             raise InputError("needs", unknown[0], problem, "Add this task, or change the needs")
-    found: dict[str, Task] = {}
+    ordered: dict[str, Task] = {}
     remaining = list(tasks)
     while remaining:
-        ready = [task for task in remaining if all(name in found for name in task.needs)]
+        ready = [task for task in remaining if all(name in ordered for name in task.needs)]
         if not ready:
             cycle = ", ".join(task.name for task in remaining)
             raise InputError("needs", cycle, "these tasks need each other", "Remove the cycle")
-        found |= {task.name: task for task in ready}
-        remaining = [task for task in remaining if task.name not in found]
-    return list(found.values())
+        ordered |= {task.name: task for task in ready}
+        remaining = [task for task in remaining if task.name not in ordered]
+    return list(ordered.values())
 
 
 class _Process:
@@ -173,12 +173,10 @@ class _Process:
             self.is_done = not self.waiting
             if self.waiting:
                 self._start()
-        elif code is not None:
+        runs = not self.is_done and code in (None, 0)
+        if not runs:
             self.log.close()
-            return False
-        if self.is_done:
-            self.log.close()
-        return not self.is_done
+        return runs
 
     def _tries_again(self) -> bool:
         """Restart the same command after a pause; return whether an attempt is left."""
@@ -226,7 +224,7 @@ class _Running:
                 while self.live or self._ready():
                     self._start_ready()
                     time.sleep(POLL_S)
-                    for process in [own for own in self.live if not own.poll()]:
+                    for process in [process for process in self.live if not process.poll()]:
                         self.live.remove(process)
                         bar.update()
                         if process.is_done:
@@ -257,17 +255,14 @@ class _Running:
 
     def _print_result(self, process: _Process) -> None:
         """Print the result of a task, and the estimated time of the remaining tasks."""
-        task = process.task
+        task, now_s = process.task, time.monotonic()
         self.work_done += self.remaining.pop(task.name)
-        hours = sum(self.remaining.values()) / self.work_done * self._elapsed_s() / 3600
+        hours = sum(self.remaining.values()) / self.work_done * (now_s - self.begun_s) / 3600
         tqdm.write(
-            f"{task.name}: {task.found()}; {(time.monotonic() - process.begun_s) / 60:.1f} min; "
+            f"{task.name}: {task.found()}; {(now_s - process.begun_s) / 60:.1f} min; "
             f"{len(self.remaining)} runs left, about {hours:.1f} h"
         )
         sys.stdout.flush()
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self.begun_s
 
 
 def _last_error(log: str) -> str:

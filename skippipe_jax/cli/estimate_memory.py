@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", help="model preset, such as 8b, or hf:DIR, a Hugging Face model folder"
     )
     parser.add_argument(
-        "--devices",
-        help="devices with their memory, as 3x24GB or 2x80GB,24GB, or a case file",
+        "--devices", help="devices with their memory, as 3x24GB or 2x80GB,24GB, or a case file"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

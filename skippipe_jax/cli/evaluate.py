@@ -1,4 +1,4 @@
-"""The command that computes held-out loss and perplexity of a model, in full and in part."""
+"""The command that computes validation loss and perplexity of a model, in full and in part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_SUBSETS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Compute held-out loss and perplexity of the full model (all stages in order) and of "
+        "Compute validation loss and perplexity of the full model (all stages in order) and of "
         "partial models on the same text: the held-out split of data.source and data.path, which "
         "--set can change. For several models, compute the loss of each model and of the mixture, "
         "by domain, on part of the held-out text of the first model."
@@ -190,27 +190,19 @@ def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
 
 def _fractions(arguments: argparse.Namespace) -> list[float]:
     """Return the shares of --keep-fraction, after the checks of --plot."""
-    if arguments.plot is not None:
-        if arguments.keep_fraction is None:
-            raise InputError(
-                "--plot",
-                str(arguments.plot),
-                "requires --keep-fraction",
-                "Add --keep-fraction 1.0,0.75,0.5",
-            )
-        if not arguments.plot.parent.is_dir():
-            raise InputError(
-                "--plot", str(arguments.plot), "its folder does not exist", "Create it"
-            )
-        if arguments.plot.suffix != ".svg":
-            raise InputError(
-                "--plot", str(arguments.plot), "must end in .svg", "Write a name such as plot.svg"
-            )
-        if arguments.plot.is_dir():
-            raise InputError("--plot", str(arguments.plot), "is a folder", "Give a file")
-    if arguments.keep_fraction is None:
+    shares, plot = arguments.keep_fraction, arguments.plot
+    if plot is not None:
+        for is_wrong, problem, remedy in (
+            (shares is None, "requires --keep-fraction", "Add --keep-fraction 1.0,0.75,0.5"),
+            (not plot.parent.is_dir(), "its folder does not exist", "Create it"),
+            (plot.suffix != ".svg", "must end in .svg", "Write a name such as plot.svg"),
+            (plot.is_dir(), "is a folder", "Give a file"),
+        ):
+            if is_wrong:
+                raise InputError("--plot", str(plot), problem, remedy)
+    if shares is None:
         return []
-    return [fields.number(share, "--keep-fraction") for share in arguments.keep_fraction.split(",")]
+    return [fields.number(share, "--keep-fraction") for share in shares.split(",")]
 
 
 def _questions(

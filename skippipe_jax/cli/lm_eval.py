@@ -8,11 +8,7 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.cli.arguments import (
-    ModelSpec,
-    add_language_model_arguments,
-    open_language_model,
-)
+from skippipe_jax.cli.arguments import ModelSpec, add_language_model_arguments, open_language_model
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 

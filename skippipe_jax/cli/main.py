@@ -27,7 +27,7 @@ COMMANDS = {
     "keygen": "generate the secret with which the hosts of a run authenticate each other",
     "measure": "measure a cluster and write a case for the planner",
     "estimate-memory": "estimate the memory of each node and the traffic on links",
-    "evaluate": "compute the held-out loss of a model, full and with skipped or swapped stages",
+    "evaluate": "compute the validation loss of a model, full and with skipped or swapped stages",
     "generate": "sample text from a model, or from some of its stages",
     "serve": "serve a model through an OpenAI-compatible API",
     "lm-eval": "run tasks of lm-evaluation-harness on a model, or on some of its stages",

@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = fields.integer(arguments.hosts, "--hosts", 1)
     with loading():
         for module in ("starlette", "uvicorn", "prometheus_client"):
-            require(module, "serve", "serve", arguments.port)
+            require(module, "serve", "command", "serve")
         from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.serving.model import open_engine
         from skippipe_jax.serving.server import Server, ServerSettings, listen
@@ -193,7 +193,8 @@ def run(arguments: argparse.Namespace) -> int:
         if hosts == 1:
             given = source.config.data, slots, arguments.max_model_len, scales
             served, engine = open_engine(name, source.model(), *given)
-            engines, status = [engine], lambda: [_single_host(source)]
+            alone = {"host": 0, "name": socket.gethostname(), "stages": [*range(source.stages)]}
+            engines, status = [engine], lambda: [alone]
         else:
             opened = stack.enter_context(_open_hosts(arguments, name, source, slots, scales))
             served, engines, status = opened
@@ -204,10 +205,6 @@ def run(arguments: argparse.Namespace) -> int:
         server.answer(listening)
     log.info("service stopped")
     return 0
-
-
-def _single_host(source: ModelSource) -> dict[str, Any]:
-    return {"host": 0, "name": socket.gethostname(), "stages": [*range(source.stages)]}
 
 
 @contextlib.contextmanager

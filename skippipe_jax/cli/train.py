@@ -141,13 +141,14 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.runtime.topology import require_meshes
         from skippipe_jax.storage.checkpoint import latest_step
         from skippipe_jax.storage.run_dir import RunDir
+        from skippipe_jax.training.initial_weights import open_initial_weights
         from skippipe_jax.training.planning import (
             check_deadline,
             log_planned_time,
             make_plans,
             with_plan,
         )
-        from skippipe_jax.training.setup import require_inputs
+        from skippipe_jax.training.setup import require_text
 
     run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
     hosts = arguments.hosts or max(host_of_node or [0]) + 1
@@ -162,7 +163,8 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         if config.plan.measure:
             check_template(config, hosts)
             if hosts == 1:
-                require_inputs(config)
+                require_text(config)
+                open_initial_weights(config, anew=True)
             log.output("# the run measures the cluster and makes a plan when it starts")
             return
         schedule = make_plans(config, arguments.config.parent, None)

@@ -1,4 +1,4 @@
-"""Collective operations on small values: gather, broadcast, barrier and agreement.
+"""Collective operations on small values: gather, broadcast and barrier.
 
 Each operation takes a name, which a run uses once, and JSON values; every host, the sender too,
 gets them as decoded from JSON. A host that fails to make its value sends the error and raises it;
@@ -72,30 +72,6 @@ def gather(
     if host.index in hosts:
         tell(host, name, make)
     return hear(host, name, hosts, timeout_s)
-
-
-def agree(
-    host: Host,
-    name: str,
-    value: Any,
-    timeout_s: float,
-    differing: Callable[[int], Exception],
-    hosts: Iterable[int] | None = None,
-) -> None:
-    """Require that all `hosts` (default: every host) have the same value as the first of them.
-
-    These hosts call this together. The first does not wait for the others.
-
-    Raises:
-        Exception: `differing(first)`, on a host whose value is not that of host `first`.
-        TimeoutError: the value of the first host has not arrived within `timeout_s`.
-    """
-    first = min(range(host.count) if hosts is None else hosts)
-    if host.index == first:
-        tell(host, name, lambda: value)
-    # JSON turns tuples into lists, and numeric keys into strings.
-    elif hear(host, name, [first], timeout_s)[first] != json.loads(json.dumps(value)):
-        raise differing(first)
 
 
 def barrier(host: Host, name: str, timeout_s: float) -> None:

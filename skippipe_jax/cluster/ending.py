@@ -155,6 +155,9 @@ def exit_at_once(code: int) -> NoReturn:
         os._exit(code)
 
 
+_OF_TRANSFERS = jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | PeerFailed
+"""Errors that a transfer or an exchange with another host raises."""
+
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """Beginnings of JAX errors that another host cannot cause."""
 
@@ -173,12 +176,7 @@ def may_be_caused_by_peer(error: BaseException) -> bool:
     while chain is not None:
         text = str(chain)
         # gloo's errors surface as ValueError.
-        if (
-            isinstance(
-                chain, jax.errors.JaxRuntimeError | ConnectionError | TimeoutError | PeerFailed
-            )
-            or "Gloo" in text
-        ):
+        if isinstance(chain, _OF_TRANSFERS) or "Gloo" in text:
             of_device = _LOCAL_DEVICE.search(text) and not _BETWEEN_DEVICES.search(text)
             return not (text.startswith(_LOCAL_ERRORS) or of_device)
         chain = chain.__cause__ or chain.__context__

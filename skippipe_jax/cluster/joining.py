@@ -12,11 +12,7 @@ from dataclasses import replace
 from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
 
 from skippipe_jax import log
-from skippipe_jax.cluster.ending import (
-    exit_at_once,
-    exit_decision,
-    resume_hint_in_time,
-)
+from skippipe_jax.cluster.ending import exit_at_once, exit_decision, resume_hint_in_time
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.place import Place, chosen_runtime, find_place, require_same_runtime
 from skippipe_jax.config import ClusterConfig, Config

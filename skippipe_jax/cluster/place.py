@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import Host, agree
+from skippipe_jax.cluster.agreement import Host, from_host_0
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, DISTRIBUTED, INDEPENDENT
 from skippipe_jax.connections import jax_runtime
@@ -63,16 +63,14 @@ def require_same_runtime(host: Host, config: ClusterConfig, runtime: str) -> Non
         InputError: on a host whose runtime differs.
         TimeoutError: the runtime of host 0 has not arrived within ``connect_timeout_s``.
     """
-
-    def differing(_: int) -> InputError:
-        return InputError(
+    timeout_s = config.connect_timeout_s
+    if runtime != from_host_0(host, "cluster.runtime", lambda: runtime, timeout_s):
+        raise InputError(
             "cluster.runtime",
             config.runtime,
             f"selects {runtime} on host {host.index}, and not on host 0",
             f"Set it to {INDEPENDENT} or {DISTRIBUTED} on all hosts",
         )
-
-    agree(host, "cluster.runtime", runtime, config.connect_timeout_s, differing)
 
 
 def _place_from_arguments(

@@ -140,7 +140,7 @@ def kind_of(path: str) -> str:
     if (folder / TOKENS_INDEX).is_file():
         return "tokens"
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    files = files or [Path(found) for found in sorted(glob.glob(str(folder)))]
+    files = files or [Path(name) for name in sorted(glob.glob(str(folder)))]
     names = [file.name for file in files] or [folder.name]
     if all(".parquet" in name for name in names):
         return "parquet"

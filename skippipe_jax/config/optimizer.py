@@ -106,7 +106,7 @@ class AveragingConfig(Section, name="averaging"):
         return {"averaging": {key: getattr(self, key) for key in ("mode", *DEFAULTS)}}
 
     @property
-    def iterations_apart(self) -> int:
+    def max_lag(self) -> int:
         """Maximum number of iterations between two hosts of a run: 1 in `exact` mode.
 
         In `outer` mode the totals of an iteration are sent in the background, as outer gradients

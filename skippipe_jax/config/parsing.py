@@ -83,10 +83,11 @@ def without_former_keys(content: Any, section: str, *, ignore_values: bool = Fal
         key: FORMER_KEYS[path] for key in content if (path := f"{section}.{key}") in FORMER_KEYS
     }
     for key, former_key in former.items():
-        if content[key] not in (None, former_key.neutral) and not ignore_values:
-            raise InputError(
-                f"{section}.{key}", content[key], former_key.problem, former_key.remedy
-            )
+        value, neutral = content[key], former_key.neutral
+        # True equals 1, but only True was a value of the key.
+        is_neutral = type(value) is type(neutral) and value == neutral
+        if value is not None and not is_neutral and not ignore_values:
+            raise InputError(f"{section}.{key}", value, former_key.problem, former_key.remedy)
     return {key: entry for key, entry in content.items() if key not in former}
 
 

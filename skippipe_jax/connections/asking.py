@@ -6,8 +6,16 @@ was disconnected continues where it was, and one that waits for a place requests
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from skippipe_sched.errors import InputError, TemporaryError
@@ -74,48 +82,56 @@ async def asking(
 
     `question` is the kind of guest that this machine is, and its versions. `answer` is the kind of
     the expected message, and the function that parses its content. Errors have the field `field`.
+    Errors of the block are not changed; `valid_answers` is for those of later answers.
 
     Raises:
         InputError: if the host refuses this machine permanently.
         NoListener: if the machine there refuses the connection.
-        TemporaryError: if no host answers within `timeout_s`, or the answer or a later one is not
-            valid.
+        TemporaryError: if no host answers within `timeout_s`, or the answer is not valid.
     """
-
-    def unanswered(why: str) -> TemporaryError:
-        return TemporaryError(
-            field, address, f"no host of a run answered at this address ({why})", GIVE_ANOTHER
-        )
-
     try:
         link = await open_link(parse_address("ADDRESS", address), keys=keys)
     except ConnectionRefusedError as error:
         problem = "connection refused: no process listens at this address"
         raise NoListener(field, address, problem, GIVE_ANOTHER) from error
     except OSError as error:
-        raise unanswered(why_unreachable(error)) from error
+        raise _unanswered(field, address, why_unreachable(error)) from error
     except InputError as error:
         raise _with_own_remedy(error, keys) from error
     (who, versions), (kind, read) = question, answer
     try:
-        link.send(who, PROTOCOL, dict(versions))
-        message = await link.heard(timeout_s)
-        if (refusal := refusal_in(message)) is not None:
-            raise refusal
-        match message:
-            case [name, content] if name == kind:
-                yield link, read(content)
-            case None if link.ending == REQUIRES_SECRET:
-                error = keys.is_one_sided(parse_address("ADDRESS", address))
-                raise _with_own_remedy(error, keys)
-            case _:
-                raise ValueError(link.ending if message is None else INVALID_MESSAGE)
+        with valid_answers(field, address):
+            link.send(who, PROTOCOL, dict(versions))
+            message = await link.heard(timeout_s)
+            if (refusal := refusal_in(message)) is not None:
+                raise refusal
+            match message:
+                case [name, content] if name == kind:
+                    parsed = read(content)
+                case None if link.ending == REQUIRES_SECRET:
+                    error = keys.is_one_sided(parse_address("ADDRESS", address))
+                    raise _with_own_remedy(error, keys)
+                case _:
+                    raise ValueError(link.ending if message is None else INVALID_MESSAGE)
+        yield link, parsed
+    finally:
+        link.writer.close()
+
+
+@contextmanager
+def valid_answers(field: str, address: str) -> Iterator[None]:
+    """Raise errors of a host's answers in a block as `TemporaryError`; others are not changed."""
+    try:
+        yield
     except InputError:
         raise
     except (ValueError, OSError) as error:
-        raise unanswered(str(error)) from error
-    finally:
-        link.writer.close()
+        raise _unanswered(field, address, str(error)) from error
+
+
+def _unanswered(field: str, address: str, why: str) -> TemporaryError:
+    problem = f"no host of a run answered at this address ({why})"
+    return TemporaryError(field, address, problem, GIVE_ANOTHER)
 
 
 def _with_own_remedy(error: InputError, keys: Keys) -> InputError:
@@ -173,7 +189,8 @@ class JoinClient:
 
         async def ask(address: str) -> JoinOffer:
             async with self._invited(address) as (link, offer):
-                await self._fetch(link, offer.files, wanted)
+                with valid_answers(JOINING, address):
+                    await self._fetch(link, offer.files, wanted)
             return offer
 
         return await first_answer(addresses, ask)
@@ -184,7 +201,8 @@ class JoinClient:
         for host, address in addresses.items():
             with suppress(TemporaryError):  # A lost host; others will detect it soon.
                 async with self._invited(address) as (link, _):
-                    ways[host] = await measured(link, most_s / len(addresses))
+                    with valid_answers(JOINING, address):
+                        ways[host] = await measured(link, most_s / len(addresses))
         return ways
 
     def _invited(self, address: str) -> AbstractAsyncContextManager[tuple[Link, JoinOffer]]:

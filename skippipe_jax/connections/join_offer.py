@@ -128,11 +128,7 @@ class JoinOffer(msgspec.Struct, frozen=True):
         offer = msgspec.convert(raw, cls, str_keys=True)
         places = (place.host for place in offer.places)
         require_below(
-            offer.hosts + offer.spare,
-            offer.host,
-            *offer.addresses,
-            *places,
-            *offer.members,
+            offer.hosts + offer.spare, offer.host, *offer.addresses, *places, *offer.members
         )
         for address in offer.addresses.values():
             require_numeric(address)

@@ -20,7 +20,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, texts
 from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
-from skippipe_jax.connections.link_probe import MOST_BYTES, MOST_QUESTIONS, answer
+from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
 from skippipe_jax.connections.threads import DaemonThreads
@@ -177,15 +177,7 @@ async def _serve_newcomer(
     text = inviting.text
     members, placement = inviting.standing
     offer = JoinOffer(
-        own.host,
-        own.hosts,
-        addresses,
-        places,
-        files.told,
-        text,
-        own.spare,
-        members,
-        placement,
+        own.host, own.hosts, addresses, places, files.told, text, own.spare, members, placement
     )
     link.send("offer", offer.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
@@ -197,7 +189,7 @@ async def _serve_newcomer(
                     return None
                 link.send("piece", file, number, piece)
                 await link.drained(ASKS_S)
-            case ["take" | "give" as direction, int(size)] if 0 <= size <= MOST_BYTES:
+            case ["take" | "give" as direction, int(size)] if 0 <= size <= SIZES[-1]:
                 if not await answer(link, direction, size):
                     return None
             case _:

@@ -305,9 +305,7 @@ def derived(secret: Secret) -> tuple[bytes, bytes]:
         .sign(key, None)
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return private, certificate.public_bytes(serialization.Encoding.PEM)
 

@@ -1,30 +1,78 @@
-"""Measurement of the link between a joiner and a host, before the joiner joins.
+"""Measurement of links by transfers of growing size, and of those of a joiner before it joins.
 
-The joiner uses the connection of its join offer. It sends `["take", size]` and `size` bytes, and
-the host answers `["taken", size]`; the answer to `["give", size]` is `size` bytes. Each takes a
-round trip plus the transfer time of the bytes. The host trains meanwhile, so a link is measured
-for a part of a second only.
+A joiner uses the connection of its join offer. It sends `["take", size]` and `size` bytes, and the
+host answers `["taken", size]`; the answer to `["give", size]` is `size` bytes. Each takes a round
+trip plus the transfer time of the bytes. The host trains meanwhile, so a link is measured for a
+part of a second only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from skippipe_jax.connections.links import Link
 
-LEAST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 8
-ROUND_TRIPS = 4
+ROUND_TRIPS = 5
+"""Transfers of no bytes, of which the shortest counts as the round trip."""
+
+SIZES = tuple(1 << power for power in (14, 16, 18, 20, 22))
+"""Sizes of the transfers that measure a bandwidth, in bytes."""
+
+MOST_OF_A_SIZE = 4
+"""Most transfers of one size. TCP's window grows during the first, which therefore take longer."""
+
+ENOUGH_S = 0.05
+"""Transfer time in seconds from which no larger size follows, if it is also two round trips.
+
+TCP needs some round trips to reach the full bandwidth, and short times are inexact. As the next
+size is four times as large, a message behind it, such as a heartbeat, waits at most about 0.2 s or
+ten round trips, whichever is longer; below 80 kB/s, as long as the smallest size takes.
+"""
+
 MOST_QUESTIONS = 64
-"""Maximum number of measurements for a joiner."""
+"""Maximum number of transfers for a joiner."""
 
 PATIENCE_S = 10.0
 """Seconds that either end waits for the other."""
 
 _PIECE_BYTES = 1 << 20
 _LEAST_S = 1e-6
+
+Transfer = Callable[[int], Awaitable[float]]
+"""Function that transfers some bytes, and returns the seconds until they are known to be there."""
+
+
+async def shortest_round_trip_s(transfer: Transfer) -> float:
+    """Measure the round trip of a link in seconds."""
+    return min([await transfer(0) for _ in range(ROUND_TRIPS)])
+
+
+async def measured_bandwidth(
+    transfer: Transfer, round_trip_s: float, most_s: float = math.inf
+) -> float:
+    """Measure the bandwidth of a link in bytes per second, by transfers that include a round trip.
+
+    Sizes grow until a transfer takes long enough, or the next one would exceed `most_s` seconds.
+    """
+    spent_s, size, transfer_s = 0.0, 0, _LEAST_S
+    for size in SIZES:
+        shortest_s = math.inf
+        for _ in range(MOST_OF_A_SIZE):
+            before_s, taken_s = shortest_s, await transfer(size)
+            spent_s, shortest_s = spent_s + taken_s, min(before_s, taken_s)
+            if shortest_s > 0.9 * before_s:
+                break
+        transfer_s = max(_LEAST_S, shortest_s - round_trip_s)
+        next_s = round_trip_s + SIZES[1] / SIZES[0] * transfer_s
+        if transfer_s > max(ENOUGH_S, 2 * round_trip_s) or spent_s + next_s > most_s:
+            break
+    return size / transfer_s
 
 
 @dataclass(frozen=True)
@@ -48,20 +96,9 @@ async def measured(link: Link, most_s: float) -> MeasuredLink:
     Raises:
         ValueError: if the host's answers are not valid, or late.
     """
-    # The first one is dropped: the host may be busy.
-    round_trips = [await _asked(link, "take", 0) for _ in range(1 + ROUND_TRIPS)][1:]
-    round_trip_s = min(round_trips)
-    rates = []
-    for direction in ("take", "give"):
-        size, until_s = LEAST_BYTES, time.monotonic() + most_s / 2
-        while True:
-            seconds = max(_LEAST_S, await _asked(link, direction, size) - round_trip_s)
-            # The next size would take `GROWTH` times as long.
-            is_last = time.monotonic() + GROWTH * seconds > until_s
-            if is_last or size == MOST_BYTES:
-                break
-            size = min(MOST_BYTES, GROWTH * size)
-        rates.append(max(1.0, size / seconds))
+    take, give = (partial(_asked, link, direction) for direction in ("take", "give"))
+    round_trip_s = await shortest_round_trip_s(take)
+    rates = [await measured_bandwidth(way, round_trip_s, most_s / 2) for way in (take, give)]
     return MeasuredLink(round_trip_s / 2, *rates)
 
 

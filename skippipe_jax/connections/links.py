@@ -423,9 +423,7 @@ class Tasks:
 Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
-def each_in_a_task(
-    attend: Attend,
-) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+def each_in_a_task(attend: Attend) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
     """Return a connection callback that runs `attend` in a task which may be cancelled.
 
     asyncio logs an error when its own connection tasks are cancelled. The connection is closed

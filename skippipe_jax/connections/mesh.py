@@ -214,8 +214,10 @@ class Mesh:
             InputError: if the peer belongs to this run and refuses this host.
         """
         self.directory.come_back()
+        # Unknown if the peer has already closed the connection.
+        address = (link.writer.get_extra_info("peername") or ("", 0))[:2]
         try:
-            await self._shake_hands(None, link, ("the run", 0), self._heartbeat_timeout_s)
+            await self._shake_hands(None, link, address, self._heartbeat_timeout_s)
         except InputError as error:
             if not self.directory.is_another_run(error):
                 raise

@@ -4,7 +4,7 @@ A *generation* is a set of hosts that train together, its members. When a member
 joins, the hosts enter the next generation together. They choose it by single-decree Paxos (Lamport,
 "Paxos Made Simple", 2001) among the members of the last one, a majority of which has to live. One
 of two members is not a majority: there, the first to create a file in storage that both reach
-decides. `diskless` has the rules for members that do not reach it.
+decides. `next_generation` has the rules for members that do not reach it.
 
 A step is *committed* as follows. A host that holds the averaged gradients of all its stages sends
 its totals to the leader. Once the leader has the totals of all members, all of them hold their
@@ -26,8 +26,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from skippipe_jax.consensus.complaints import after_beat
-from skippipe_jax.consensus.diskless import asks_store, can_decide, reading_without_text
 from skippipe_jax.consensus.generations import (
     NO_BALLOT,
     Abandoned,
@@ -61,10 +59,18 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Told,
     Writes,
+    after_beat,
 )
-from skippipe_jax.consensus.holders import entered_with, served
-from skippipe_jax.consensus.lost_stages import is_valid_bypass
-from skippipe_jax.consensus.next_generation import going, next_generation
+from skippipe_jax.consensus.next_generation import (
+    asks_store,
+    can_decide,
+    entered_with,
+    going,
+    is_valid_bypass,
+    next_generation,
+    reading_without_text,
+    served,
+)
 
 
 def first_state(host: int, rules: Rules, generation: Generation, saved: int) -> State:
@@ -172,14 +178,9 @@ def _presence(state: State, host: int, *, is_there: bool) -> State:
 
 def _tick(state: State) -> tuple[State, list[Effect]]:
     """Send a beat and messages that may have been lost; propose if it is this host's turn."""
-    missed = tuple(sorted(state.suspected))
-    leaves = state.host in state.leaving
-    if leaves:
+    if state.host in state.leaving:
         state = _count_leaving_beat(state, state.host)
-    is_apart = state.rules.is_apart
-    lacks_text = state.host in state.textless
-    beat = Beat(state.number, state.process, state.promised, missed, leaves, is_apart, lacks_text)
-    effects = state.to_others(beat, state.rules.hosts)
+    effects = state.to_others(_own_beat(state), state.rules.hosts)
     if state.takes_part and state.totals is not None:
         state, more = _contribute(state)
         effects += more
@@ -195,6 +196,18 @@ def _tick(state: State) -> tuple[State, list[Effect]]:
         state, more = _propose(state)
         effects += more
     return state, effects
+
+
+def _own_beat(state: State) -> Beat:
+    return Beat(
+        state.number,
+        state.process,
+        state.promised,
+        missed=tuple(sorted(state.suspected)),
+        leaves=state.host in state.leaving,
+        is_apart=state.rules.is_apart,
+        lacks_text=state.host in state.textless,
+    )
 
 
 def _beat(state: State, source: int, beat: Beat) -> tuple[State, list[Effect]]:
@@ -321,10 +334,7 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
     if source not in state.members or source != ask.ballot[1]:
         return state, []
     if ask.ballot < state.promised:
-        leaves, lacks_text = (state.host in hosts for hosts in (state.leaving, state.textless))
-        own = state.number, state.process, state.promised
-        beat = Beat(*own, leaves=leaves, lacks_text=lacks_text)
-        return state, [Send(source, beat)]
+        return state, [Send(source, _own_beat(state))]
     state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
         promise = Promise(ask.number, ask.ballot, state.standing, state.accepted)

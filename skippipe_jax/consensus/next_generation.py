@@ -1,38 +1,347 @@
-"""Construction of the next generation, once enough members of the last one have promised.
+"""Choice of the next generation, once enough members of the last one have promised.
 
-A host may be asked to leave. Preemption notices may reach one host or all of them, at different
-times. So a host leaves only when its notice is some beats old, after a committed step. If by then
-so many hosts were asked to leave that the rest could not continue, none of them leaves, and the run
-ends.
+**Leaving.** A host may be asked to leave. Preemption notices may reach one host or all of them, at
+different times. So a host leaves only when its notice is some beats old, after a committed step. If
+by then so many hosts were asked to leave that the rest could not continue, none of them leaves, and
+the run ends.
+
+**Diskless hosts** are members that are `apart`, without access to the shared run directory. They
+train like all others, with three exceptions. They do not lead, since the leader writes to the run
+directory. They read no checkpoint, so in a rollback they get their states from others. They do not
+continue alone: if all remaining members are apart, the run ends. They may also lack the training
+text, so none of them newly serves the data stage. A host that is to serve that stage, but has no
+text or another one, reports this; no step is committed until it serves another stage.
+
+**Placement.** Under a new placement, a host keeps the states of stages that it still serves, and
+gets the others from a member that holds them. It counts as holding those once it has contributed to
+a step. It drops the states of stages that it no longer serves when a step is applied, as they are
+outdated then. So a generation that ends before its first step loses nothing.
+
+**Lost stages**, whose state no host holds any more, may be recovered without a rollback. One kind
+of policy rebuilds them (`buddy`, `average`). Every host that serves such a stage makes its state
+from data of some members: copies of the stage, or its neighbor stages. The sources are decided with
+the generation, so all hosts make the same state. All other stages keep their states, and the last
+committed step stays committed. Stages are rebuilt when all members enter the generation. A host
+counts as holding a rebuilt stage once it has contributed to a step; if the generation ends before,
+the stage is rebuilt again.
+
+The other policy (`skip`) leaves them out until a host serves them again. No node moves to such a
+stage, and no path visits it: its nodes belong to lost hosts, and it returns with one of these. Its
+state is then the one of the last checkpoint, to which it was carried over from its last save. One
+member reads it and sends it to the others, as for a rebuilt stage. Only the first stage has the
+embedding and the head, so it is never left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-from skippipe_jax.consensus import lost_stages
-from skippipe_jax.consensus.diskless import apart_of, leader_of, reading_without_text
-from skippipe_jax.consensus.generations import Generation, Promise, State
-from skippipe_jax.consensus.holders import (
-    chosen,
-    covering,
-    held_after,
-    holders_of,
-    lost,
-    serving_under,
+from skippipe_jax.config.cluster import SKIP
+from skippipe_jax.consensus.generations import (
+    Generation,
+    PlanRequest,
+    Promise,
+    RebuiltStage,
+    Rules,
+    Standing,
+    State,
 )
 from skippipe_jax.errors import RebuildImpossible
 
-ENOUGH = 4
+DATA_STAGE = 0
+"""Stage whose hosts read the training text."""
+
+BEATS_BEFORE_LEAVING = 4
 """Beats with its notice that a leaving host has to send before the others continue without it."""
+
+Held = Mapping[int, Collection[int]]
+"""Stages whose state each host holds, by host."""
+
+
+def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
+    """Return True if these members can decide on the next generation: a majority of the last.
+
+    Of two members of which one is apart, the other decides alone: the run needs it anyway.
+    """
+    if last is None:
+        return False
+    some, reaching = set(hosts) & set(last.members), set(last.members) - set(last.apart)
+    if len(last.members) == 2 and len(reaching) == 1:
+        return some >= reaching
+    return 2 * len(some) > len(last.members)
+
+
+def asks_store(state: State) -> bool:
+    """Return True if storage decides on the next generation: for two members that reach it."""
+    last = state.generation
+    return last is not None and len(last.members) == 2 and not last.apart
+
+
+def apart_of(state: State, members: Iterable[int], new: Collection[int]) -> tuple[int, ...]:
+    """Return the members of the next generation that are apart; `new` ones have reported it."""
+    before = () if state.generation is None else state.generation.apart
+    return tuple(host for host in members if host in (state.apart if host in new else before))
+
+
+def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[int]) -> int:
+    """Choose the leader: preferably not apart and holding its state, with the smallest id."""
+    everybody, with_state = frozenset(members), frozenset(holding)
+    choices = (with_state.difference(apart), everybody.difference(apart), with_state, everybody)
+    return min(next(some for some in choices if some))
+
+
+def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> frozenset[int]:
+    """Return the hosts that serve the data stage under a placement and lack the text."""
+    serves = state.rules.serves
+    return frozenset(
+        host for host in state.textless.intersection(hosts) if DATA_STAGE in serves(placement, host)
+    )
+
+
+def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int]) -> bool:
+    """Return True if hosts that are `apart` serve the data stage only where they did `before`.
+
+    The other hosts reach the training text.
+    """
+    return all(
+        DATA_STAGE in rules.serves(before, host)
+        for host in apart
+        if DATA_STAGE in rules.serves(placement, host)
+    )
+
+
+# Placement and holders of states.
+
+
+class Choice(NamedTuple):
+    """Next placement, its members, and the digest of its plan; empty for a repair plan."""
+
+    placement: Any
+    members: frozenset[int]
+    plan: str
+
+
+def chosen(
+    rules: Rules,
+    last: Generation,
+    held: Held,
+    members: frozenset[int],
+    going: frozenset[int],
+    apart: Collection[int],
+    wish: PlanRequest | None,
+    left_out: Collection[int] = (),
+) -> Choice | None:
+    """Choose the placement and members of the next generation; return None if a stage is lost.
+
+    Hosts that are `going` stay members and serve their stages until the others hold the states of
+    all stages. A `wish` is followed only if no host joins or leaves. Hosts that are `apart` do not
+    newly serve the data stage. Stages that are `left_out` need no host.
+    """
+    placement = last.placement
+    is_same = members == set(last.members)
+    if (
+        wish is not None
+        and is_same
+        and not going
+        and covers(rules, wish.placement, members)
+        and is_readable(rules, placement, wish.placement, apart)
+    ):
+        target, plan, staying = wish.placement, wish.plan, members
+    else:
+        staying = members - going
+        target, plan = covering(rules, placement, staying, apart, left_out), ""
+    if target is None:
+        staying, target = members, covering(rules, placement, members, apart, left_out)
+    if target is None or not are_held(rules, held, left_out):
+        return None
+    serving = serving_under(rules, target, staying)
+    if are_held(
+        rules, {host: own & {*held.get(host, ())} for host, own in serving.items()}, left_out
+    ):
+        members = staying  # They hold all states.
+    if members == set(last.members) and target == placement:
+        plan = plan or last.plan
+    return Choice(target, members, plan)
+
+
+def covering(
+    rules: Rules,
+    placement: Any,
+    hosts: frozenset[int],
+    apart: Collection[int],
+    left_out: Collection[int] = (),
+) -> Any:
+    """Return the placement if these hosts serve all stages under it, else another, or None.
+
+    It may be replaced by a safer one (see `Rules`). Hosts that are `apart` do not newly serve the
+    data stage. Stages that are `left_out` need no host.
+    """
+    if covers(rules, placement, hosts, left_out):
+        safer = rules.safest(placement, hosts, apart) if not left_out else placement
+        return safer if covers(rules, safer, hosts, left_out) else placement
+    moved = rules.placed(placement, hosts, apart, left_out)
+    return moved if moved is not None and covers(rules, moved, hosts, left_out) else None
+
+
+def covers(
+    rules: Rules, placement: Any, hosts: Iterable[int], left_out: Collection[int] = ()
+) -> bool:
+    """Return True if these hosts serve all stages not left out, and each serves at least one."""
+    serving = serving_under(rules, placement, hosts)
+    return all(serving.values()) and are_held(rules, serving, left_out)
+
+
+def are_held(rules: Rules, held: Held, left_out: Collection[int] = ()) -> bool:
+    """Return True if each stage, except those left out, is held by some host."""
+    return {*lost(rules, held)} <= {*left_out}
+
+
+def lost(rules: Rules, held: Held) -> tuple[int, ...]:
+    """Return the stages whose state no host holds."""
+    return tuple(stage for stage, holding in enumerate(holders_of(rules, held)) if not holding)
+
+
+def holders_of(rules: Rules, held: Held) -> tuple[tuple[int, ...], ...]:
+    """Return for each stage the hosts that hold its state."""
+    return tuple(
+        tuple(host for host in sorted(held) if stage in held[host]) for stage in range(rules.stages)
+    )
+
+
+def serving_under(rules: Rules, placement: Any, hosts: Iterable[int]) -> dict[int, frozenset[int]]:
+    """Return the stages that each of these hosts serves under a placement."""
+    return {host: rules.serves(placement, host) for host in hosts}
+
+
+def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
+    """Return the stages that a host serves in a generation."""
+    return tuple(sorted(rules.serves(generation.placement, host)))
+
+
+def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> Held:
+    """Return the stages that hosts hold once all have applied the last step that any of them has.
+
+    A host that is behind applies it to the stages that it serves in the last generation.
+    """
+    furthest = max(standing.applied for standing in standings.values())
+    return {
+        host: own.holds if own.applied == furthest else served(rules, last, host)
+        for host, own in standings.items()
+    }
+
+
+def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
+    """Return the stages whose state a member holds when it enters a generation."""
+    if state.host in generation.fresh:
+        return ()
+    if generation.is_rewound or generation.is_last or state.generation is None:
+        return served(state.rules, generation, state.host)
+    if state.standing.applied == generation.step:
+        return state.standing.holds
+    return served(state.rules, state.generation, state.host)  # It applies the last step on entry.
+
+
+# Lost stages.
+
+
+def remade(
+    rules: Rules, following: Generation, held: Held, promises: Mapping[int, Promise]
+) -> Generation:
+    """Return the next generation with its lost stages rebuilt.
+
+    Raises:
+        RebuildImpossible: if they cannot be rebuilt, or a rollback would lose no step.
+    """
+    assert rules.remakes is not None, "the policy is to rebuild"
+    members = frozenset(following.members)
+    placement = rules.placed(following.placement, members, following.apart, ())
+    if placement is None or not covers(rules, placement, members):
+        raise RebuildImpossible("; too few hosts remain to serve all stages")
+    if following.step == max(own.standing.saved for own in promises.values()):
+        raise RebuildImpossible(
+            f"; step {following.step} has a checkpoint, so a rollback loses no step"
+        )
+    copies = {host: own.standing.copies for host, own in promises.items()}
+    made = rules.remakes(held, copies, following.step)
+    holders = holders_of(rules, held)
+    return replace(following, placement=placement, holders=holders, remade=made)
+
+
+def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tuple[int, ...]:
+    """Return the stages that stay left out, as none of these members serves them."""
+    served = _served_by(rules, last.placement, members)
+    return tuple(stage for stage in last.left_out if stage not in served)
+
+
+def is_valid_bypass(rules: Rules, generation: Generation) -> bool:
+    """Return True if a generation leaves out only stages that it may, and no member serves."""
+    if not generation.left_out:
+        return True
+    served = _served_by(rules, generation.placement, generation.members)
+    may_be = rules.leaves_out and DATA_STAGE not in generation.left_out
+    return may_be and served.isdisjoint(generation.left_out)
+
+
+def without_lost(rules: Rules, last: Generation, following: Generation, held: Held) -> Generation:
+    """Return the next generation, with lost stages left out, or restored if a member serves them.
+
+    Raises:
+        RebuildImpossible: if a lost stage cannot be left out.
+    """
+    lost, placement = following.lost, following.placement
+    if DATA_STAGE in lost:
+        why = f"; stage {DATA_STAGE} cannot be bypassed: only it has embedding and head"
+        raise RebuildImpossible(why)
+    if not following.saved:
+        raise RebuildImpossible(f"; no checkpoint exists to restore stage {lost[0]} from later")
+    members = frozenset(following.members)
+    if not all(serving_under(rules, placement, members).values()):
+        # Extra hosts serve no stage under this placement; they get stages that others hold.
+        placement = rules.placed(placement, members, following.apart, lost)
+        if placement is None:
+            raise RebuildImpossible("; too few hosts remain to serve the other stages")
+    served = _served_by(rules, placement, members)
+    made = tuple(
+        RebuiltStage(stage, SKIP, following.saved, (_reader(rules, following, stage),))
+        for stage in lost
+        if stage in served
+    )
+    return replace(
+        following,
+        placement=placement,
+        holders=holders_of(rules, held),
+        remade=made,
+        left_out=tuple(stage for stage in lost if stage not in served),
+        lost=tuple(stage for stage in lost if stage in served or stage not in last.left_out),
+    )
+
+
+def _reader(rules: Rules, generation: Generation, stage: int) -> int:
+    """Choose the reader of a stage: its first host that is not apart, else the leader."""
+    reaching = [
+        host
+        for host in generation.members
+        if stage in rules.serves(generation.placement, host) and host not in generation.apart
+    ]
+    return min(reaching, default=generation.leader)
+
+
+def _served_by(rules: Rules, placement: Any, hosts: Iterable[int]) -> frozenset[int]:
+    return frozenset[int]().union(*serving_under(rules, placement, hosts).values())
+
+
+# The next generation.
 
 
 def going(state: State) -> frozenset[int]:
     """Return the members that leave, once others hold the states of their stages."""
     if is_the_end(state):
         return frozenset()
-    return frozenset(host for host in _asked_to_leave(state) if state.leaving[host] >= ENOUGH)
+    return frozenset(
+        host for host in _asked_to_leave(state) if state.leaving[host] >= BEATS_BEFORE_LEAVING
+    )
 
 
 def is_the_end(state: State) -> bool:
@@ -75,7 +384,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     if reading := reading_without_text(state, everybody, last.placement):
         last = replace(last, placement=rules.without_text(last.placement, reading), plan="")
     unreading = {*apart, *without_text}
-    left_out = lost_stages.still_left_out(rules, last, everybody)
+    left_out = still_left_out(rules, last, everybody)
     choice = chosen(rules, last, held, everybody, leaving, unreading, wish, left_out)
     if choice is not None:
         everybody = choice.members
@@ -122,9 +431,9 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         following = replace(following, lost=lost(rules, held))
         try:
             if rules.leaves_out:
-                return lost_stages.without_lost(rules, last, following, held)
+                return without_lost(rules, last, following, held)
             if rules.remakes is not None:
-                return lost_stages.remade(rules, following, held, promises)
+                return remade(rules, following, held, promises)
         except RebuildImpossible as error:
             following = replace(following, cause=f"{following.cause}{error}")
     leader = leader_of(members, promised, apart)

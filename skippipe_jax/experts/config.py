@@ -215,8 +215,8 @@ class ExpertsConfig(Section, name=""):
         if not self.arms:
             remedy = "Write arms: {one: {size: M}}, for example"
             raise InputError("arms", None, "is missing", remedy)
-        for where, own in (("domains", names), ("sizes", self.sizes), ("arms", self.arms)):
-            for name in own:
+        for where, used_names in (("domains", names), ("sizes", self.sizes), ("arms", self.arms)):
+            for name in used_names:
                 if not re.fullmatch(FILE_NAME, name):
                     problem = "is not suitable for file names"
                     remedy = "Use at most 60 letters, digits, - and _"
@@ -261,19 +261,19 @@ class ExpertsConfig(Section, name=""):
         if isinstance(lanes, str):
             fields.text(lanes, where, (MEASURED, RANDOM))
             return
-        found: dict[str, str] = {}
+        lane_of: dict[str, str] = {}
         for lane, domains in lanes.items():
             for name in domains:
                 _require_one_of(f"{where}.{lane}", name, self.inside, "a domain to train on")
-                if name in found:
-                    problem = f"is also in lane {found[name]}"
+                if name in lane_of:
+                    problem = f"is also in lane {lane_of[name]}"
                     raise InputError(f"{where}.{lane}", name, problem, "List each domain once")
-                found[name] = lane
-        missing = [name for name in self.inside if name not in found]
+                lane_of[name] = lane
+        missing = [name for name in self.inside if name not in lane_of]
         if missing:
             problem = f"the domain {missing[0]} is not in any lane"
             remedy = "Add it to a lane, or to outside"
-            raise InputError(where, sorted(found), problem, remedy)
+            raise InputError(where, sorted(lane_of), problem, remedy)
 
     def _require_arm(self, name: str, arm: ArmConfig) -> None:
         where = f"arms.{name}"
@@ -350,10 +350,10 @@ def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
         if key in tree:
             raise InputError(f"{name}.{key}", tree[key], why, "Remove it")
     for section in ("data", "model"):
-        own = tree.get(section, {})
-        if not isinstance(own, dict):
+        content = tree.get(section, {})
+        if not isinstance(content, dict):
             problem = "is not a mapping"
-            raise InputError(f"{name}.{section}", own, problem, "Write key: value lines")
+            raise InputError(f"{name}.{section}", content, problem, "Write key: value lines")
     data, model = tree.get("data", {}), tree.get("model", {})
     for key in DATA_KEYS:
         if key in data:

@@ -23,8 +23,8 @@ def measured(place: Place) -> dict[str, float]:
     """
     probes = MemberFactory(place.config).probes()
     return {
-        domain: Scored(place, (own,), own.name).scores(domain, FOR_PRIORS).loss
-        for domain, own in probes.items()
+        domain: Scored(place, (member,), member.name).scores(domain, FOR_PRIORS).loss
+        for domain, member in probes.items()
     }
 
 
@@ -36,11 +36,15 @@ def proposal(config: ExpertsConfig, difficulty: Mapping[str, float], steps: int)
     easiest lane.
     """
     lanes = MemberFactory(config, difficulty).lanes(ArmConfig(lanes=MEASURED))
-    hard = {lane: float(np.mean([difficulty[own] for own in of])) for lane, of in lanes.items()}
-    mean = float(np.mean([difficulty[own] for of in lanes.values() for own in of]))
+    hard = {
+        lane: float(np.mean([difficulty[domain] for domain in of])) for lane, of in lanes.items()
+    }
+    mean = float(np.mean([difficulty[domain] for of in lanes.values() for domain in of]))
     proposed: dict[str, Any] = {
         "lanes": {lane: list(domains) for lane, domains in lanes.items()},
-        "steps": {lane: max(1, round(steps * own / mean)) for lane, own in hard.items()},
+        "steps": {
+            lane: max(1, round(steps * mean_loss / mean)) for lane, mean_loss in hard.items()
+        },
     }
     if len(config.sizes) >= len(lanes):
         proposed["size"] = dict(zip(lanes, config.sizes, strict=False))
@@ -51,7 +55,7 @@ def report_text(config: ExpertsConfig, difficulty: Mapping[str, float], steps: i
     """Return the results of the probe as a table, and the proposal as YAML to paste."""
     rows = [["domain", "nats per token"]]
     rows += [
-        [name, f"{own:.4f}"] for name, own in sorted(difficulty.items(), key=lambda one: one[1])
+        [name, f"{loss:.4f}"] for name, loss in sorted(difficulty.items(), key=lambda one: one[1])
     ]
     written = yaml.safe_dump(proposal(config, difficulty, steps), sort_keys=False)
     return "\n".join(

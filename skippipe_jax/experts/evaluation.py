@@ -39,7 +39,7 @@ def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
     """Return the models whose scores an arm mixes: its experts, or its only model."""
     if arm.averages:
         return {"averaged": averaged_model(place, arm)}
-    return {name: Scored(place, (own,), own.name) for name, own in arm.members.items()}
+    return {name: Scored(place, (member,), member.name) for name, member in arm.members.items()}
 
 
 def averaged_model(place: Place, arm: Arm) -> Scored:
@@ -51,15 +51,15 @@ def averaged_model(place: Place, arm: Arm) -> Scored:
 
 def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:
     """Return the loss of a domain [nats per token] by each way of mixing, or of a single model."""
-    found = {part: _stacked_scores(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
-    log_p, counted, resets = found[FOR_SCORES]
+    stacked = {part: _stacked_scores(models, domain, part) for part in (FOR_PRIORS, FOR_SCORES)}
+    log_p, counted, resets = stacked[FOR_SCORES]
 
     def loss(of_targets: Float[np.ndarray, "sequence position"]) -> float:
         return -float(of_targets[counted].mean(dtype=np.float64))
 
     if len(models) == 1:
         return {CACHED: loss(log_p[0])}
-    cached = cached_log_prior(found[FOR_PRIORS][0], found[FOR_PRIORS][2], decay)
+    cached = cached_log_prior(stacked[FOR_PRIORS][0], stacked[FOR_PRIORS][2], decay)
     losses = {
         name: loss(
             mix(
@@ -82,13 +82,13 @@ def _stacked_scores(models: Mapping[str, Scored], domain: str, part: str) -> tup
     scores = {name: model.scores(domain, part) for name, model in models.items()}
     require_same_text(scores)
     first = next(iter(scores.values()))
-    log_p = np.stack([own.log_probabilities for own in scores.values()])
+    log_p = np.stack([scored.log_probabilities for scored in scores.values()])
     return log_p, first.counted, first.resets
 
 
 def training_flops(place: Place, members: Iterable[Member]) -> float:
     """Return the operations of training these runs, each once, without their parents."""
-    each_once = {own.digest: own for own in members}.values()
+    each_once = {member.digest: member for member in members}.values()
     return float(sum(_own_flops(place, run) for run in each_once))
 
 
@@ -116,7 +116,9 @@ def results_of(place: Place, arms: Sequence[Arm]) -> dict[str, Any]:
     """
     for domain in place.config.names:
         first = {arm.name: next(iter(scored_models(place, arm).values())) for arm in arms}
-        require_same_text({name: own.scores(domain, FOR_SCORES) for name, own in first.items()})
+        require_same_text(
+            {name: scored.scores(domain, FOR_SCORES) for name, scored in first.items()}
+        )
     return {arm.name: _of_arm(place, arm) for arm in arms}
 
 
@@ -125,21 +127,21 @@ def _of_arm(place: Place, arm: Arm) -> dict[str, Any]:
     models = scored_models(place, arm)
     losses = {name: losses_of(models, name, config.evaluation.decay) for name in config.names}
     ways = {
-        way: _means(config, {name: own[way] for name, own in losses.items() if way in own})
+        way: _means(config, {name: by_way[way] for name, by_way in losses.items() if way in by_way})
         for way in losses[config.inside[0]]
     }
     members = list(arm.members.values())
-    before = [run for own in members for run in own.lineage()[:-1]]
+    before = [run for member in members for run in member.lineage()[:-1]]
     return ways[CACHED] | {
         "lanes": {lane: list(domains) for lane, domains in arm.lanes.items()},
         "members": {
-            name: {"size": own.size, "steps": own.steps, "begins_with": _begins_with(own)}
-            for name, own in arm.members.items()
+            name: {"size": member.size, "steps": member.steps, "begins_with": _begins_with(member)}
+            for name, member in arm.members.items()
         },
         "training_flops": training_flops(place, members),
         "training_flops_with_seeds": training_flops(place, [*before, *members]),
         "models_asked": len(models),
-        "ways": {way: found for way, found in ways.items() if len(ways) > 1},
+        "ways": {way: means for way, means in ways.items() if len(ways) > 1},
     }
 
 
@@ -152,11 +154,11 @@ def _means(config: ExpertsConfig, losses: Mapping[str, float]) -> dict[str, Any]
     perplexities = {name: math.exp(loss) for name, loss in losses.items()}
 
     def mean(names: Sequence[str]) -> float | None:
-        own = [perplexities[name] for name in names if name in perplexities]
-        return round(float(np.mean(own)), DIGITS) if own and len(own) == len(names) else None
+        known = [perplexities[name] for name in names if name in perplexities]
+        return round(float(np.mean(known)), DIGITS) if known and len(known) == len(names) else None
 
     return {
-        "domains": {name: round(own, DIGITS) for name, own in perplexities.items()},
+        "domains": {name: round(value, DIGITS) for name, value in perplexities.items()},
         "mean": mean(config.names),
         "inside": mean(config.inside),
         "outside": mean(config.outside),
@@ -170,7 +172,7 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["perplexity", *names]]
     for domain in (*config.inside, *config.outside):
         where = " (outside)" if domain in config.outside else ""
-        rows.append([domain + where, *_row(arms, lambda own, d=domain: own["domains"][d])])
+        rows.append([domain + where, *_row(arms, lambda arm, d=domain: arm["domains"][d])])
     for mean in ("inside", "outside", "mean"):
         rows.append([f"mean, {mean}" if mean != "mean" else "mean", *_row(arms, _key(mean))])
     first = next(iter(arms.values()))
@@ -178,13 +180,13 @@ def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
         ("training_flops", "training compute"),
         ("training_flops_with_seeds", "training compute with seeds"),
     ):
-        shares = [own[key] / first[key] for own in arms.values()]
+        shares = [arm[key] / first[key] for arm in arms.values()]
         rows.append([label, *(f"{share:.3f}" for share in shares)])
-    rows.append(["models evaluated", *(str(own["models_asked"]) for own in arms.values())])
+    rows.append(["models evaluated", *(str(arm["models_asked"]) for arm in arms.values())])
     lines = [aligned(rows, [0]), "", "means by mixing method, inside / outside:"]
-    ways = [["", *(name for name, own in arms.items() if own["ways"])]]
+    ways = [["", *(name for name, arm in arms.items() if arm["ways"])]]
     for way in (*WAYS, OWN):
-        mixed = [own["ways"][way] for own in arms.values() if way in own["ways"]]
+        mixed = [arm["ways"][way] for arm in arms.values() if way in arm["ways"]]
         ways.append(
             [way, *(f"{_figure(one['inside'])} / {_figure(one['outside'])}" for one in mixed)]
         )
@@ -195,13 +197,15 @@ def _row(
     arms: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float | None]
 ) -> list[str]:
     """Return the figures of all arms, with the lowest marked."""
-    figures = [read(own) for own in arms.values()]
+    figures = [read(arm) for arm in arms.values()]
     known = [figure for figure in figures if figure is not None]
-    return [_figure(own) + ("*" if known and own == min(known) else " ") for own in figures]
+    return [
+        _figure(figure) + ("*" if known and figure == min(known) else " ") for figure in figures
+    ]
 
 
 def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda own: own[name]
+    return lambda arm: arm[name]
 
 
 def _figure(value: float | None) -> str:

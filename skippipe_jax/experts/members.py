@@ -166,8 +166,8 @@ class MemberFactory:
         assert isinstance(arm.size, str)
         assert isinstance(arm.steps, int)
         parent = self.seed(arm.size) if arm.kind == DENSE else None
-        own = self._member(arm.kind, self.config.inside, arm.size, arm.steps, parent)
-        return Arm(name, {arm.kind: own}, {})
+        member = self._member(arm.kind, self.config.inside, arm.size, arm.steps, parent)
+        return Arm(name, {arm.kind: member}, {})
 
     def _experts(self, name: str, arm: ArmConfig) -> dict[str, Member]:
         lanes = self.lanes(arm)
@@ -180,7 +180,7 @@ class MemberFactory:
         before |= arm.begins
         sizes = {domain: _of_lane(arm.size, lane_of[domain]) for domain in before}
         steps = {domain: self._steps(arm, domain, lane_of[domain]) for domain in before}
-        found: dict[str, Member] = {}
+        experts: dict[str, Member] = {}
 
         def expert(domain: str, wanted_by: tuple[str, ...]) -> Member:
             where = f"arms.{name}.begins"
@@ -188,7 +188,7 @@ class MemberFactory:
                 circle = " from ".join((*wanted_by, domain))
                 problem = "these experts would start from each other"
                 raise InputError(where, circle, problem, f"Set one of them to {SEED}")
-            if domain not in found:
+            if domain not in experts:
                 earlier, size = before[domain], sizes[domain]
                 if earlier == SEED:
                     parent = self.seed(size)
@@ -198,12 +198,12 @@ class MemberFactory:
                         problem = f"has size {parent.size}, but {domain} has size {size}"
                         remedy = f"Name an expert of the same size, or {SEED}"
                         raise InputError(where, earlier, problem, remedy)
-                found[domain] = self._member(EXPERT, (domain,), size, steps[domain], parent)
-            return found[domain]
+                experts[domain] = self._member(EXPERT, (domain,), size, steps[domain], parent)
+            return experts[domain]
 
         for domain in before:
             expert(domain, ())
-        return found
+        return experts
 
     def _steps(self, arm: ArmConfig, domain: str, lane: str) -> int:
         steps = _of_lane(arm.steps, lane)
@@ -220,8 +220,8 @@ class MemberFactory:
         steps: int,
         parent: Member | str | None,
     ) -> Member:
-        own = self.config.seeds.run if parent is None else self.config.experts
-        tree = merged(merged(self.config.run, own), {"model": self.config.sizes[size]})
+        overrides = self.config.seeds.run if parent is None else self.config.experts
+        tree = merged(merged(self.config.run, overrides), {"model": self.config.sizes[size]})
         tree["data"] = tree.get("data", {}) | {
             "source": "mixture",
             "mixture": [mixture_entry(self.config, name) for name in domains],
@@ -245,15 +245,15 @@ def naming(domains: Sequence[str]) -> Iterator[None]:
 
 def mixture_entry(config: ExpertsConfig, name: str) -> dict[str, Any]:
     """Return a domain as a source of a mixture, as in a file."""
-    own = config.domains[config.names.index(name)]
+    domain = config.domains[config.names.index(name)]
     keys = ("name", "source", "path", "text_field", "weight")
-    return {key: value for key in keys if (value := getattr(own, key)) is not None}
+    return {key: value for key in keys if (value := getattr(domain, key)) is not None}
 
 
-def merged(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the keys of some sections replaced."""
     result = dict(tree)
-    for section, value in own.items():
+    for section, value in overrides.items():
         before = result.get(section)
         if isinstance(value, dict) and isinstance(before, dict):
             value = {**before, **value}

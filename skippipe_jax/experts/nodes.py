@@ -76,9 +76,9 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
 
     seed = 2 * place.config.seed
     equal = divided(seed, equal=True)
-    found = {"divided": divided(seed + 1, begin=equal), "equal": equal}
-    _save_division(place, arm, found["divided"])
-    return found
+    divisions = {"divided": divided(seed + 1, begin=equal), "equal": equal}
+    _save_division(place, arm, divisions["divided"])
+    return divisions
 
 
 def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
@@ -102,20 +102,20 @@ def _source(config: ExpertsConfig, nodes: NodesConfig) -> Mapping[str, Any]:
 def on_nodes(place: Place, arm: Arm) -> Arm:
     """Return the arm with experts that train by the plans of its division, made once and saved."""
     plans = _division_plans(place, arm)
-    name_of = {id(own): domain for domain, own in arm.members.items()}
-    found: dict[str, Member] = {}
+    name_of = {id(member): domain for domain, member in arm.members.items()}
+    by_domain: dict[str, Member] = {}
 
     def planned(domain: str) -> Member:
-        if domain not in found:
-            own, plan = arm.members[domain], plans[domain]
-            parent = name_of.get(id(own.parent))
-            found[domain] = replace(
-                own,
-                tree={**own.tree, "plan": {"file": plan}},
-                parent=own.parent if parent is None else planned(parent),
+        if domain not in by_domain:
+            member, plan = arm.members[domain], plans[domain]
+            parent = name_of.get(id(member.parent))
+            by_domain[domain] = replace(
+                member,
+                tree={**member.tree, "plan": {"file": plan}},
+                parent=member.parent if parent is None else planned(parent),
                 hosts=len(load_plan(Path(plan)).case.nodes),
             )
-        return found[domain]
+        return by_domain[domain]
 
     return replace(arm, members={domain: planned(domain) for domain in arm.members})
 

@@ -41,13 +41,13 @@ def picture(
     beside the domain. Dots to the left of the dashed line are better than the first arm.
     """
     first_name, first = next(iter(arms.items()))
-    rows = [(name, lambda own, d=name: own["domains"][d]) for name in inside]
-    rows += [(f"{name} (outside)", lambda own, d=name: own["domains"][d]) for name in outside]
+    rows = [(name, lambda arm, d=name: arm["domains"][d]) for name in inside]
+    rows += [(f"{name} (outside)", lambda arm, d=name: arm["domains"][d]) for name in outside]
     domains = len(rows)
-    rows += [("mean, inside", lambda own: own["inside"])]
-    rows += [("mean, outside", lambda own: own["outside"])] if outside else []
+    rows += [("mean, inside", lambda arm: arm["inside"])]
+    rows += [("mean, outside", lambda arm: arm["outside"])] if outside else []
 
-    shares = [read(own) / read(first) for _, read in rows for own in arms.values()]
+    shares = [read(arm) / read(first) for _, read in rows for arm in arms.values()]
     low, high = min(*shares, 0.98) - 0.01, max(*shares, 1.02) + 0.01
     left = MARGIN + CHARACTER * max(len(label) for label, _ in rows) + 60
     right = WIDTH - MARGIN - 12
@@ -76,8 +76,8 @@ def picture(
         add_text(svg, "middle", x(tick), bottom + 18, f"{tick:.10g}")
     add_line(svg, "first", (x(1.0), top), (x(1.0), bottom))
     for index, (label, read) in enumerate(rows):
-        for number, (name, own) in enumerate(arms.items()):
-            perplexity = read(own)
+        for number, (name, arm) in enumerate(arms.items()):
+            perplexity = read(arm)
             # Shift the dots of different arms, so that they do not overlap.
             height = top + ROW * (index + 0.5) + (number - (len(arms) - 1) / 2) * 2
             dot = add_circle(svg, "", x(perplexity / read(first)), height, DOT)

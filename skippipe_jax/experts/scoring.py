@@ -28,9 +28,9 @@ def score_asked(path: Path) -> int:
     model = models[0] if len(models) == 1 else averaged(models)
     data = data_of(configs[0].data, asked)
     for domain, part, sequences in asked["parts"]:
-        found = score(model, data, domain, part, sequences)
-        found.save(folder / f"{domain}-{part}.npz")
-        print(f"{domain}, {part}: {found.loss:.4f} nats per token", flush=True)
+        scores = score(model, data, domain, part, sequences)
+        scores.save(folder / f"{domain}-{part}.npz")
+        print(f"{domain}, {part}: {scores.loss:.4f} nats per token", flush=True)
     atomic_write(folder / DONE, json.dumps({"digest": asked["digest"]}))
     return 0
 

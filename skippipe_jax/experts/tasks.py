@@ -92,12 +92,12 @@ class Scored:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that its scores depend on."""
-        return digest_of([[own.digest for own in self.members], self.asked])
+        return digest_of([[member.digest for member in self.members], self.asked])
 
     @property
     def needs(self) -> Collection[str]:
         """Names of the runs."""
-        return tuple(own.name for own in self.members)
+        return tuple(member.name for member in self.members)
 
     @property
     def work(self) -> float:
@@ -131,7 +131,7 @@ class Scored:
         # Invalidate first: while scores are replaced, old and new ones are mixed.
         (self.folder / DONE).unlink(missing_ok=True)
         path = self.folder / SPECIFICATION
-        runs = [str(self.place.run_dir(own)) for own in self.members]
+        runs = [str(self.place.run_dir(member)) for member in self.members]
         asked = {"digest": self.digest, "runs": runs, **self.asked}
         atomic_write(path, json.dumps(asked))
         return ["skippipe_jax.experts.scoring", str(path)]

@@ -61,8 +61,8 @@ def train(place: Place) -> dict[str, Any]:
         tasks = [*trainings(place, arms), *averagings(place, arms)]
         require_same_inputs(place, [*probes, *tasks], texts)
         for arm in arms if place.config.nodes else []:
-            own = side_by_side(place, arm)
-            _run(own, trainings(own, [arm]))
+            shared = side_by_side(place, arm)
+            _run(shared, trainings(shared, [arm]))
         _run(place, tasks)
         return compare(place, arms, hard)
 
@@ -129,13 +129,13 @@ def require_usable(place: Place) -> Texts:
     # Assume equal difficulties: these checks do not depend on the lanes.
     assumed = {name: 1.0 for name in config.inside}
     arms = MemberFactory(config, assumed).arms()
-    members = [run for arm in arms for own in arm.members.values() for run in own.lineage()]
+    members = [run for arm in arms for member in arm.members.values() for run in member.lineage()]
     if config.is_probed:
         members += MemberFactory(config).probes().values()
-    each = {own.digest: own for own in members}.values()
+    each = {member.digest: member for member in members}.values()
     tokenizers: dict[str, str] = {}
     # Check one member of each kind and size: the others differ only in text and steps.
-    for member in {(own.kind, own.size): own for own in each}.values():
+    for member in {(member.kind, member.size): member for member in each}.values():
         run_config = member.config()
         name = tokenizer_of(run_config.data)
         tokenizer = load_tokenizer(name)
@@ -165,7 +165,7 @@ def _require_text(place: Place, members: Iterable[Member]) -> Texts:
             for domain, part, sequences in asked["parts"]
         }
     training = {}
-    for member in {own.domains: own for own in members}.values():
+    for member in {member.domains: member for member in members}.values():
         with naming(member.domains):
             training[member.domains] = TrainingBatches(member.config().data).fingerprint
     return Texts(training, held_out)
@@ -174,9 +174,9 @@ def _require_text(place: Place, members: Iterable[Member]) -> Texts:
 def probed(place: Place) -> dict[str, float]:
     """Return the difficulty of each domain, measured if it has not been."""
     _run(place, probings(place))
-    found = difficulty.measured(place)
-    atomic_write(place.folder / DIFFICULTY, json.dumps(found, indent=1) + "\n")
-    return found
+    losses = difficulty.measured(place)
+    atomic_write(place.folder / DIFFICULTY, json.dumps(losses, indent=1) + "\n")
+    return losses
 
 
 def arms_of(place: Place, hard: Mapping[str, float] | None) -> list[Arm]:
@@ -199,14 +199,14 @@ def divisible_arms(place: Place) -> list[Arm]:
 
 def trainings(place: Place, arms: Iterable[Arm]) -> list[Training]:
     """Return the training of all runs of the arms, and of the runs that they start from."""
-    return trainings_of(place, [own for arm in arms for own in arm.members.values()])
+    return trainings_of(place, [member for arm in arms for member in arm.members.values()])
 
 
 def trainings_of(place: Place, members: Iterable[Member]) -> list[Training]:
     """Return the training of these runs, and of the runs that they start from, each once."""
     asked = list(members)
-    needed = {run.name: run for own in asked for run in own.lineage()}
-    names = {own.name for own in asked}
+    needed = {run.name: run for member in asked for run in member.lineage()}
+    names = {member.name for member in asked}
     return [Training(place, run, scored=name in names) for name, run in needed.items()]
 
 
@@ -222,16 +222,16 @@ def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
 
 def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None) -> dict[str, Any]:
     """Write results.json and the chart; return the content of results.json."""
-    found = {
+    results = {
         "seed": place.config.seed,
         "difficulty": hard,
         "evaluation": asdict(place.config.evaluation),
         "arms": evaluation.results_of(place, arms),
     }
-    atomic_write(place.folder / RESULTS, json.dumps(found, indent=1) + "\n")
-    drawn = picture(place.config.inside, place.config.outside, found["arms"])
+    atomic_write(place.folder / RESULTS, json.dumps(results, indent=1) + "\n")
+    drawn = picture(place.config.inside, place.config.outside, results["arms"])
     atomic_write(place.folder / PICTURE, drawn)
-    return found
+    return results
 
 
 def export(place: Place) -> list[Path]:
@@ -243,15 +243,15 @@ def export(place: Place) -> list[Path]:
         InputError: if a run has not been trained.
     """
     hard = _known_difficulty(place)
-    members = [own for arm in _known_arms(place, hard) for own in arm.members.values()]
-    each = {own.name: own for own in members}
+    members = [member for arm in _known_arms(place, hard) for member in arm.members.values()]
+    each = {member.name: member for member in members}
     _require_done(trainings_of(place, each.values()))
     folders = []
-    for name, own in each.items():
+    for name, member in each.items():
         folders.append(place.folder / "huggingface" / name)
         if not folders[-1].exists():
             folders[-1].parent.mkdir(exist_ok=True)
-            to_huggingface(place.run_dir(own), folders[-1])
+            to_huggingface(place.run_dir(member), folders[-1])
     return folders
 
 

@@ -484,10 +484,11 @@ class Generator:
                 "Give a prompt, and request at least one token, at most as many as fit after it"
             )
             raise InputError("max_new_tokens", count, problem, remedy)
-        needs_one = request.scores_prompt or request.stages is not None
-        if needs_one and not self.decoder.is_single_model:
-            problem = "need a single model, not an ensemble"
-            raise InputError("scores_prompt, stages", needs_one, problem, "Leave them out")
+        for name, neutral in (("scores_prompt", False), ("stages", None)):
+            value = getattr(request, name)
+            if value != neutral and not self.decoder.is_single_model:
+                problem = "needs a single model, not an ensemble"
+                raise InputError(name, value, problem, "Leave it out")
         self._waiting.append((self._submitted, request))
         self._submitted += 1
         return self._submitted - 1

@@ -1,4 +1,4 @@
-"""The held-out loss of a model by domain, and the means over domains and over tokens."""
+"""The validation loss of a model by domain, and the means over domains and over tokens."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class DomainLosses:
         """Return the figures of each domain, and the two means in nats per token."""
         return {
             "part": self.part,
-            "domains": {name: asdict(own) for name, own in self.domains.items()},
+            "domains": {name: asdict(figures) for name, figures in self.domains.items()},
             "macro": self.macro,
             "micro": self.micro,
         }
 
     def table(self) -> str:
         """Return a table: a line for each domain and each mean."""
-        tokens = sum(own.tokens for own in self.domains.values())
+        tokens = sum(figures.tokens for figures in self.domains.values())
         rows = [
-            [name, f"{own.loss:.4f}", f"{own.perplexity:.3f}", f"{own.tokens:,}"]
-            for name, own in self.domains.items()
+            [name, f"{figures.loss:.4f}", f"{figures.perplexity:.3f}", f"{figures.tokens:,}"]
+            for name, figures in self.domains.items()
         ]
         for name, loss, over in (("macro", self.macro, ""), ("micro", self.micro, f"{tokens:,}")):
             rows.append([f"{name} mean", f"{loss:.4f}", f"{math.exp(loss):.3f}", over])
@@ -78,17 +78,17 @@ def evaluate_domains(model: Scorer, data: DataConfig, part: str, sequences: int)
     )
 
 
-def domain_loss(found: Scores) -> DomainLoss:
+def domain_loss(scores: Scores) -> DomainLoss:
     """Return the mean loss of scores.
 
     Raises:
         InputError: if it is not finite.
     """
-    if not found.loss < MAX_LOSS_NATS:
+    if not scores.loss < MAX_LOSS_NATS:
         raise InputError(
             "domain",
-            found.domain,
-            f"the loss is {found.loss}: training had diverged",
+            scores.domain,
+            f"the loss is {scores.loss}: training had diverged",
             "Choose an earlier step, or train again with a lower optimizer.learning_rate",
         )
-    return DomainLoss(found.loss, math.exp(found.loss), found.tokens)
+    return DomainLoss(scores.loss, math.exp(scores.loss), scores.tokens)

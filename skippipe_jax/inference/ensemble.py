@@ -53,12 +53,12 @@ class Ensemble:
             names = [f"expert {number}" for number in range(len(self.experts))]
             object.__setattr__(self, "names", names)
         for name, expert in zip(self.names, self.experts, strict=True):
-            own, first = expert.tokenizer, self.tokenizer
-            if own.digest != first.digest:
+            tokenizer, first = expert.tokenizer, self.tokenizer
+            if tokenizer.digest != first.digest:
                 raise InputError(
                     "--run",
                     name,
-                    f"its tokenizer ({own.digest}) differs from that of {self.names[0]} "
+                    f"its tokenizer ({tokenizer.digest}) differs from that of {self.names[0]} "
                     f"({first.digest})",
                     "Choose models with the same tokenizer",
                 )
@@ -175,10 +175,10 @@ def averaged(models: Sequence[StagedModel]) -> StagedModel:
     first, *others = models
     for other in others:
         for key in AVERAGED_SHAPES:
-            own, of_first = getattr(other.config, key), getattr(first.config, key)
-            if own != of_first:
+            value, of_first = getattr(other.config, key), getattr(first.config, key)
+            if value != of_first:
                 problem = f"the first model to average has {of_first}"
-                raise InputError(f"model.{key}", own, problem, "Average models of the same shape")
+                raise InputError(f"model.{key}", value, problem, "Average models of the same shape")
         if other.cut != first.cut:
             problem = f"the first model to average has {first.cut}"
             raise InputError(
@@ -190,6 +190,6 @@ def averaged(models: Sequence[StagedModel]) -> StagedModel:
         return (total / len(arrays)).astype(arrays[0].dtype)
 
     parameters = [
-        jax.tree.map(mean, *own) for own in zip(*(m.parameters for m in models), strict=True)
+        jax.tree.map(mean, *leaves) for leaves in zip(*(m.parameters for m in models), strict=True)
     ]
     return replace(first, parameters=parameters)

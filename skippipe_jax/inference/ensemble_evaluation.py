@@ -1,4 +1,4 @@
-"""The held-out loss of several models by domain, each alone and all together."""
+"""The validation loss of several models by domain, each alone and all together."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class EnsembleEvaluation:
 
         It is what a file that is given as --prior holds, in the order of the experts.
         """
-        own = zip(self.experts.items(), self.steps, strict=True)
+        experts = zip(self.experts.items(), self.steps, strict=True)
         result: dict[str, Any] = {
             "mix": self.mix,
             "kind_of_prior": self.prior,
-            "experts": [{"run": name, "step": step} | of.to_json() for (name, of), step in own],
+            "experts": [{"run": name, "step": step} | of.to_json() for (name, of), step in experts],
             "ensemble": self.ensemble.to_json(),
         }
         if self.weights:
             result["prior"] = np.mean([*self.weights.values()], axis=0).tolist()
-            result["priors"] = {name: own.tolist() for name, own in self.weights.items()}
+            result["priors"] = {name: weights.tolist() for name, weights in self.weights.items()}
         return result
 
     def table(self) -> str:
@@ -65,7 +65,7 @@ class EnsembleEvaluation:
             for number, (name, step) in enumerate(zip(self.experts, self.steps, strict=True), 1)
         ]
         lines.append(
-            f"held-out loss in nats per token of each model, and mixed by {self.mix} "
+            f"validation loss in nats per token of each model, and mixed by {self.mix} "
             f"({self.prior} prior)"
         )
         numbers = map(str, range(1, len(losses)))
@@ -106,12 +106,12 @@ def evaluate_ensemble(
         if log_prior is not None:
             weights[domain] = np.exp(log_prior - np.logaddexp.reduce(log_prior))
         each = _scores(ensemble, data, domain, FOR_SCORES, sequences)
-        for name, own in each.items():
-            alone[name][domain] = domain_loss(own)
+        for name, scores in each.items():
+            alone[name][domain] = domain_loss(scores)
         mixed = _mixed(ensemble, [*each.values()], log_prior)
         together[domain] = domain_loss(mixed)
     return EnsembleEvaluation(
-        {name: DomainLosses(FOR_SCORES, own) for name, own in alone.items()},
+        {name: DomainLosses(FOR_SCORES, losses) for name, losses in alone.items()},
         steps,
         DomainLosses(FOR_SCORES, together),
         ensemble.mix,
@@ -125,9 +125,9 @@ def _scores(
 ) -> dict[str, Scores]:
     """Return the scores of each expert."""
     both = zip(ensemble.names, ensemble.experts, strict=True)
-    found = {name: score(expert, data, domain, part, sequences) for name, expert in both}
-    require_same_text(found)
-    return found
+    scores = {name: score(expert, data, domain, part, sequences) for name, expert in both}
+    require_same_text(scores)
+    return scores
 
 
 def _log_prior(
@@ -138,14 +138,14 @@ def _log_prior(
         return None
     if prior != priors.CACHED:
         return ensemble.log_prior
-    found = [*_scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES).values()]
-    log_p = np.stack([own.log_probabilities for own in found])
-    return mixing.cached_log_prior(log_p, found[0].resets)
+    scores = [*_scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES).values()]
+    log_p = np.stack([one.log_probabilities for one in scores])
+    return mixing.cached_log_prior(log_p, scores[0].resets)
 
 
 def _mixed(ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None) -> Scores:
     """Return the scores of the ensemble, from those of its experts."""
-    first, log_p = each[0], np.stack([own.log_probabilities for own in each])
+    first, log_p = each[0], np.stack([one.log_probabilities for one in each])
     prior = priors.DECAY if log_prior is None else priors.CACHED
     log_w = mixing.weights(log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior)
     return replace(first, log_probabilities=mixing.weighed(log_p, log_w))

@@ -1,4 +1,4 @@
-"""Held-out loss and perplexity of a model, in full and with stages left out or swapped."""
+"""Validation loss and perplexity of a model, in full and with stages left out or swapped."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Evaluation:
             "tokens": self.tokens,
         }
         if self.scales is not None:
-            result["scales"] = {kept: asdict(own) for kept, own in self.scales.items()}
+            result["scales"] = {kept: asdict(scales) for kept, scales in self.scales.items()}
         for answer in self.answers:
             if answer.question.share is None:
                 result[answer.question.name] = answer.to_json()
@@ -214,7 +214,7 @@ def _sums(
         losses = _losses_along(model, orders, 1, embedded, targets)
         return np.stack(jax.device_get(list(losses)))
     counted = np.count_nonzero(batch["targets"] != IGNORED_TARGET)
-    return np.array([(-model.log_probabilities(batch, own).sum(), counted) for own in orders])
+    return np.array([(-model.log_probabilities(batch, order).sum(), counted) for order in orders])
 
 
 def _losses_along(
@@ -236,10 +236,10 @@ def _losses_along(
         yield from _losses_along(model, list(continuing), shared + 1, output, targets)
 
 
-def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
+def subsets(evaluation: Evaluation) -> dict[int, dict[Order, float]]:
     """Return the perplexity of each subset of --keep-fraction, by its number of stages."""
     perplexities: dict[int, dict[Order, float]] = {}
-    for answer in found.answers:
+    for answer in evaluation.answers:
         if answer.question.share is not None:
             for variant, perplexity in zip(
                 answer.question.variants, answer.perplexities, strict=True
@@ -248,19 +248,19 @@ def subsets(found: Evaluation) -> dict[int, dict[Order, float]]:
     return perplexities
 
 
-def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
+def table(evaluation: Evaluation, model: PartialScorer, data: DataConfig) -> str:
     """Return the evaluation as text: a line for the full model, and for each variant and question.
 
     The first line names the text of `data`. What is scaled stands beside what is not.
     """
-    of_step = "" if found.step is None else f"step {found.step}: "
+    of_step = "" if evaluation.step is None else f"step {evaluation.step}: "
     text = ", ".join(source.label for source in data.sources())
     lines = [
-        f"{of_step}held-out loss {found.loss:.4f} nats per token, perplexity "
-        f"{found.perplexity:.3f}, over {found.tokens:,} tokens of the held-out part of {text}, "
-        "all stages in order"
+        f"{of_step}validation loss {evaluation.loss:.4f} nats per token, perplexity "
+        f"{evaluation.perplexity:.3f}, over {evaluation.tokens:,} tokens of the held-out part of "
+        f"{text}, all stages in order"
     ]
-    scaled = found.scaled
+    scaled = evaluation.scaled
     if scaled is not None:
         assert isinstance(model, StagedModel)
         cut = model.cut
@@ -269,9 +269,9 @@ def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
             f"scales where {kept} of {len(cut)} stages run: {scales.scales_text(cut)}"
             for kept, scales in sorted((scaled.scales or {}).items(), reverse=True)
         ]
-    if not found.answers:
+    if not evaluation.answers:
         return "\n".join(lines)
-    each = [_rows(one, model.stages) for one in (found, scaled) if one is not None]
+    each = [_rows(one, model.stages) for one in (evaluation, scaled) if one is not None]
     titles = ["", "stages"] + ["loss", "perplexity", ""] * len(each)
     if scaled is not None:
         titles[5:7] = ["scaled", "perplexity"]
@@ -284,10 +284,10 @@ def table(found: Evaluation, model: PartialScorer, data: DataConfig) -> str:
     return "\n".join([*lines, aligned(rows, left)])
 
 
-def _rows(found: Evaluation, stages: int) -> list[list[str]]:
+def _rows(evaluation: Evaluation, stages: int) -> list[list[str]]:
     """Return a row for the full model, each order and each question: names, stages, figures."""
-    rows = [["full", _stages(full(stages)), *_figures(found.loss, found.perplexity), ""]]
-    for answer in found.answers:
+    rows = [["full", _stages(full(stages)), *_figures(evaluation.loss, evaluation.perplexity), ""]]
+    for answer in evaluation.answers:
         question, perplexities = answer.question, answer.perplexities
         variants = zip(question.variants, answer.losses, perplexities, strict=True)
         rows += [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from skippipe_jax.data.batches import IGNORED_TARGET
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, padded_length
 from skippipe_jax.inference.language_model import LanguageModel
-from skippipe_jax.inference.text_stream import StopSequences, TextStream
+from skippipe_jax.inference.text_stream import AnswerText
 
 # What the harness itself takes where a task does not say how much is generated.
 DEFAULT_NEW_TOKENS = 256
@@ -71,29 +70,28 @@ class HarnessModel(LM):
             return []
         # A request that comes again asks for another draw.
         decode_requests = [
-            self._decode_request(*own.args, seed=seed) for seed, own in enumerate(requests)
+            self._decode_request(*instance.args, seed=seed)
+            for seed, instance in enumerate(requests)
         ]
-        needed = max(len(own.prompt) + own.max_new_tokens for own, _ in decode_requests)
+        needed = max(len(one.prompt) + one.max_new_tokens for one, _ in decode_requests)
         length = padded_length(needed, self.model.context)
         generator = Generator(
             self.model.decoder(min(self.batch_size, len(decode_requests)), length)
         )
-        texts = [text for _, text in decode_requests]
-        for own, _ in decode_requests:
-            generator.submit(own)
+        texts, answers = [""] * len(requests), [answer for _, answer in decode_requests]
+        for decode_request, _ in decode_requests:
+            generator.submit(decode_request)
         with tqdm(total=len(decode_requests), disable=None) as bar:
             while generator.is_busy:
                 for number, is_last, drawn, *_ in generator.step():
-                    text = texts[number]
-                    if drawn is not None and drawn.token != self.tokenizer.end:
-                        text.add(text.stream.push(drawn.token))
-                    if is_last:
-                        text.add(text.stream.rest())
-                        text.text += text.stops.rest()
-                    elif text.stops.has_ended:
+                    answer, token = answers[number], None if drawn is None else drawn.token
+                    if token == self.tokenizer.end:
+                        token = None
+                    texts[number] += answer.push(token, is_last=is_last)
+                    if answer.has_stopped and not is_last:
                         generator.cancel(number)
-                    bar.update(is_last or text.stops.has_ended)
-        return [text.text for text in texts]
+                    bar.update(is_last or answer.has_stopped)
+        return texts
 
     def _encode(self, text: str) -> list[int]:
         return list(map(int, self.tokenizer.encode(text)))
@@ -145,7 +143,7 @@ class HarnessModel(LM):
 
     def _decode_request(
         self, context: str, settings: dict[str, Any], *, seed: int
-    ) -> tuple[DecodeRequest, _Text]:
+    ) -> tuple[DecodeRequest, AnswerText]:
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         limit = self.model.context - 1
@@ -157,18 +155,5 @@ class HarnessModel(LM):
             seed=seed,
         )
         prompt = [self.tokenizer.begin, *self._encode(context)][count - limit - 1 :]
-        text = _Text(TextStream(self.tokenizer.decode, prompt), StopSequences(stops))
-        return DecodeRequest(prompt, count, sampling, frozenset([self.tokenizer.end])), text
-
-
-@dataclass
-class _Text:
-    """The text of a request so far, which ends before the first of its stops."""
-
-    stream: TextStream
-    stops: StopSequences
-    text: str = ""
-
-    def add(self, piece: str) -> None:
-        """Take what comes next; behind a stop, nothing does."""
-        self.text += self.stops.push(piece)
+        answer = AnswerText(self.tokenizer.decode, prompt, stops)
+        return DecodeRequest(prompt, count, sampling, frozenset([self.tokenizer.end])), answer

@@ -22,7 +22,7 @@ def load_model(
 
     Args:
         source: the folder.
-        step: which checkpoint of a run: its step, or "best" for the lowest held-out loss; by
+        step: which checkpoint of a run: its step, or "best" for the lowest validation loss; by
             default the latest that is whole.
         stages: into how many stages a model from Hugging Face is cut; by default six, or as many
             fewer as its layers spread over evenly.

@@ -87,7 +87,7 @@ class MixtureExecutor:
             (self._structures, self.ensemble.mix, self.length),
             self._parameters,
             self._state,
-            [own.run(step) for own in self._executors],
+            [executor.run(step) for executor in self._executors],
             step,
             self._log_prior,
             self.ensemble.tokenizer.begin,
@@ -114,12 +114,12 @@ def _next_logits(
     structures, mix, length = static
     (tokens, positions, slot), is_token = step, step.positions < length
     stages = [own.merge(given) for own, given in zip(structures, parameters, strict=True)]
-    own = state if slot is None else jax.tree.map(lambda each: each[:, slot][:, None], state)
+    local = state if slot is None else jax.tree.map(lambda each: each[:, slot][:, None], state)
 
     # The first token of the step is judged by what was said before it.
-    log_p = jnp.take_along_axis(own.log_p, tokens[None, :, :1], axis=-1)[..., 0]
+    log_p = jnp.take_along_axis(local.log_p, tokens[None, :, :1], axis=-1)[..., 0]
     is_new = (positions[:, 0] == 0) | (tokens[:, 0] == begin)
-    log_w = jnp.where(is_new, log_prior, normalised(own.log_w + log_p))
+    log_w = jnp.where(is_new, log_prior, normalised(local.log_w + log_p))
     if tokens.shape[1] > 1:
         is_judged = is_token & jnp.roll(is_token, -1, axis=1).at[:, -1].set(False)
         targets = jnp.where(is_judged, jnp.roll(tokens, -1, axis=1), IGNORED_TARGET)
@@ -178,10 +178,10 @@ def _distributions(
     logits: Sequence[Float[Array, "*batch _"]],
 ) -> Float[Array, "expert *batch vocabulary"]:
     """Log distributions of experts over the greatest of their vocabularies."""
-    most = max(own.shape[-1] for own in logits)
+    most = max(of_expert.shape[-1] for of_expert in logits)
 
-    def padded(own: Array) -> Array:
-        missing = [(0, 0)] * (own.ndim - 1) + [(0, most - own.shape[-1])]
-        return jnp.pad(own, missing, constant_values=-np.inf)
+    def padded(of_expert: Array) -> Array:
+        missing = [(0, 0)] * (of_expert.ndim - 1) + [(0, most - of_expert.shape[-1])]
+        return jnp.pad(of_expert, missing, constant_values=-np.inf)
 
-    return jnp.stack([jax.nn.log_softmax(padded(own), axis=-1) for own in logits])
+    return jnp.stack([jax.nn.log_softmax(padded(of_expert), axis=-1) for of_expert in logits])

@@ -129,7 +129,7 @@ def read_run(
 ) -> tuple[StagedModel, Config, int]:
     """Return the model in a checkpoint of a run, by default the newest whole one.
 
-    `step` may be "best", for that of the lowest held-out loss.
+    `step` may be "best", for that of the lowest validation loss.
 
     Returns it with its configuration and the step.
 

@@ -78,7 +78,7 @@ class Run:
 
     @property
     def best(self) -> int | None:
-        """The step of the checkpoint with the lowest held-out loss; None if there is none."""
+        """The step of the checkpoint with the lowest validation loss; None if there is none."""
         best = RunDir(self.folder).best()
         return None if best is None else best["step"]
 
@@ -87,7 +87,7 @@ class Run:
     ) -> StagedModel:
         """Return the model in a checkpoint, by default the latest, scaled as `scaling` says.
 
-        Its step may be "best": that of the lowest held-out loss.
+        Its step may be "best": that of the lowest validation loss.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
@@ -105,8 +105,8 @@ class Run:
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
-        model, config, found = read_run(self.folder, step)
-        return create_scaling(scale, model, config.data, self.folder, found)
+        model, config, loaded_step = read_run(self.folder, step)
+        return create_scaling(scale, model, config.data, self.folder, loaded_step)
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -156,12 +156,14 @@ def require_same_text(scores: Mapping[str, Scores]) -> None:
             than those of the first.
     """
     (first, of_first), *others = scores.items()
-    for name, own in others:
-        if own.tokenizer != of_first.tokenizer:
+    for name, other in others:
+        if other.tokenizer != of_first.tokenizer:
             problem = f"its tokenizer differs from that of {first}"
             remedy = "Mix experts with the same tokenizer"
             raise InputError("scores", name, problem, remedy)
-        if own.text != of_first.text:
-            problem = f"the scores are of another text ({own.domain}, {own.part}) than those of "
+        if other.text != of_first.text:
+            problem = (
+                f"the scores are of another text ({other.domain}, {other.part}) than those of "
+            )
             problem += f"{first} ({of_first.domain}, {of_first.part})"
             raise InputError("scores", name, problem, "Score both on the same sequences")

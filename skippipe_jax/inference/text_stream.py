@@ -73,10 +73,10 @@ class StopSequences:
         if self.has_ended:
             return ""
         text = self._pending + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
             self.has_ended, self._pending = True, ""
-            return text[: min(found)]
+            return text[: min(starts)]
         pending = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._pending = text[len(text) - pending :]
         return text[: len(text) - pending]
@@ -85,6 +85,35 @@ class StopSequences:
         """Return what was held back, where nothing comes any more."""
         pending, self._pending = self._pending, ""
         return pending
+
+
+class AnswerText:
+    """The text that tokens add to a prompt, up to the first stop sequence.
+
+    Attributes:
+        length: number of characters of the tokens so far, with those of a stop sequence.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]
+    ):
+        """Start after a prompt; `decode` converts tokens to text."""
+        self._stream, self._stops = TextStream(decode, prompt), StopSequences(stops)
+        self.length = 0
+
+    @property
+    def has_stopped(self) -> bool:
+        """Tell whether a stop sequence has ended the text."""
+        return self._stops.has_ended
+
+    def push(self, token: int | None, *, is_last: bool) -> str:
+        """Take the next token, or None if there is none, and return the text that it completes."""
+        piece = "" if token is None else self._stream.push(token)
+        if is_last:
+            piece += self._stream.rest()
+        self.length += len(piece)
+        text = self._stops.push(piece)
+        return text + self._stops.rest() if is_last else text
 
 
 def _overlap(text: str, stop: str) -> int:

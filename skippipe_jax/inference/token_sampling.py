@@ -165,8 +165,8 @@ class Scores(NamedTuple):
 def scores_of(logits: Float[Array, "*place vocabulary"], tokens: Int[Array, "*place"]) -> Scores:
     """Score tokens, and the likeliest ones in their places."""
     logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    own = jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
-    return Scores(own, *jax.lax.top_k(logs, min(MAX_TOP_TOKENS, logs.shape[-1])))
+    log_p = jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
+    return Scores(log_p, *jax.lax.top_k(logs, min(MAX_TOP_TOKENS, logs.shape[-1])))
 
 
 score = jax.jit(scores_of)

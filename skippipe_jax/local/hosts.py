@@ -174,12 +174,8 @@ class LocalHosts:
     def _kill_after_grace(self) -> None:
         """Kill hosts that still run `grace_s` after one has failed, or after a forwarded signal."""
         now_s = time.monotonic()
-        has_failed = any(host.code for host in self._hosts)
-        if (
-            has_failed
-            and self._failed_at_s is None
-            and (self._forwarded or not self._can_continue())
-        ):
+        has_failed = self._failed_at_s is None and any(host.code for host in self._hosts)
+        if has_failed and (self._forwarded or not self._can_continue()):
             self._failed_at_s = now_s
         if self._failed_at_s is not None and now_s - self._failed_at_s > self._grace_s:
             for host in self._hosts:

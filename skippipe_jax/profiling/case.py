@@ -37,13 +37,14 @@ from skippipe_sched.problem.case import (
     node_count,
 )
 from skippipe_sched.problem.links import GIBIBYTE
+from skippipe_sched.problem.node_subset import rates_as_keys
 from skippipe_sched.problem.open_case import AUTO, candidates
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import Config, to_tree
 from skippipe_jax.models.footprint import averaged_bytes, sizes_of_hops
 from skippipe_jax.models.in_flight import USABLE_SHARE, memory_warnings, most_in_flight
-from skippipe_jax.profiling.links import MeasuredLink
+from skippipe_jax.profiling.links import MeasuredLink, SimultaneousTransfer, connection_rates
 from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
@@ -61,6 +62,7 @@ NOT_MEASURED = (
     *("locations", "stages", "stage_count", "path_length", "skip_ratio"),
     *("microbatches", "microbatches_per_data_node", "rules", "memory"),
 )
+SHARED_RATES = {"sends": "uplink_GiB_per_s", "receives": "downlink_GiB_per_s"}
 DEFAULT_SKIP_RATIO = [0.0, 0.34]
 MICROBATCHES_PER_NODE = 2
 LEAST_REPLICAS = 2
@@ -73,11 +75,11 @@ Value = TypeVar("Value")
 class HostReport:
     """Measurements of one host.
 
-    `links` lead to this host. `copy_s` has the seconds for a byte and for an activation from node
-    to node within the host, if it has several nodes. `memory_bytes`, which a node may use,
-    `processors` and `devices`, the kind of the first device, have an entry for each node; files of
-    earlier versions have no `devices`. `timings` are those of the stages on each processor that
-    this host has timed.
+    `links` lead to this host, as do the transfers that were `simultaneous`. `copy_s` has the
+    seconds for a byte and for an activation from node to node within the host, if it has several
+    nodes. `memory_bytes`, which a node may use, `processors` and `devices`, the kind of the first
+    device, have an entry for each node; files of earlier versions have no `devices` and no
+    `simultaneous`. `timings` are those of the stages on each processor that this host has timed.
     """
 
     name: str
@@ -87,6 +89,7 @@ class HostReport:
     processors: Sequence[str]
     timings: Mapping[str, Sequence[StageTimings]]
     devices: Sequence[str] = ()
+    simultaneous: Sequence[SimultaneousTransfer] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,14 @@ class Profile:
                 f"  {gibibytes * GIBIBYTE / 1e6:10.3f} MB/s"
                 for source, target, latency_ms, gibibytes in rows
             ]
+        for node in self.case["nodes"]:
+            shared = [
+                f"{verb} at most {node[key] * GIBIBYTE / 1e6:.3f} MB/s"
+                for verb, key in SHARED_RATES.items()
+                if key in node
+            ]
+            if shared:
+                lines.append(f"shared connection: {node['location']} {' and '.join(shared)}")
         return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
 
 
@@ -181,8 +192,8 @@ def profile_from_measured(
     if len(measured["hosts"]) != hosts:
         return None
     host_of = check_template(config, hosts)
-    found = measured["host_of_node"], measured["model"], measured.get("node")
-    if found != ([*host_of], to_tree(config.model), to_tree(config.node)):
+    measured_for = measured["host_of_node"], measured["model"], measured.get("node")
+    if measured_for != ([*host_of], to_tree(config.model), to_tree(config.node)):
         return None
     reports = msgspec.convert(measured["hosts"], list[HostReport])
     stages = stage_count(config, len(host_of))
@@ -252,17 +263,11 @@ def case_of(
     most = AUTO if memory == AUTO else fields.integer(memory, "plan.case.memory", 1)
     names = _names(template.pop("locations", None), len(reports))
     costs = _costs(reports, host_of)
-    measured = _by_node(host_of, [report.memory_bytes for report in reports])
-    # Rounded, as the free memory of a machine changes all the time.
-    sizes = [int(float(f"{size:.3g}")) for size in measured]
     links = [link for report in reports for link in report.links if link.source != link.target]
     overheads_s = [link.overhead_s for link in links if link.overhead_s is not None]
     stages = len(costs.stage_cost)
     case: dict[str, Any] = {
-        "nodes": [
-            {"location": names[host], "forward_s": _rounded(forward_s), MEMORY_BYTES: size}
-            for host, forward_s, size in zip(host_of, costs.forward_s, sizes, strict=True)
-        ],
+        "nodes": _nodes(reports, host_of, names, costs, links),
         "locations": names,
         "stages": AUTO,
         "path_length": AUTO,
@@ -279,6 +284,8 @@ def case_of(
         "contention": "link",
         **template,
     }
+    if any(key in node for node in case["nodes"] for key in SHARED_RATES.values()):
+        case["contention"] = "node"
     if case["stages"] == AUTO:
         case["stage_count"] = stages
     if case["path_length"] == AUTO:
@@ -304,6 +311,30 @@ def case_of(
     return case
 
 
+def _nodes(
+    reports: Sequence[HostReport],
+    host_of: Sequence[int],
+    names: Sequence[str],
+    costs: Costs,
+    links: Sequence[MeasuredLink],
+) -> list[dict[str, Any]]:
+    """Make the nodes of the case; those of one host get equal parts of a shared connection."""
+    transfers = [transfer for report in reports for transfer in report.simultaneous]
+    connections = connection_rates(links, transfers, len(reports))
+    memory_bytes = _by_node(host_of, [report.memory_bytes for report in reports])
+    nodes = []
+    for host, forward_s, size in zip(host_of, costs.forward_s, memory_bytes, strict=True):
+        rates = rates_as_keys(*connections[host] / host_of.count(host))
+        node = {
+            "location": names[host],
+            "forward_s": _rounded(forward_s),
+            # Rounded, as the free memory of a machine changes all the time.
+            MEMORY_BYTES: int(float(f"{size:.3g}")),
+        }
+        nodes.append(node | {key: _rounded(rate) for key, rate in rates.items()})
+    return nodes
+
+
 def _same_location(copies_s: Sequence[tuple[float, float]], size: int) -> dict[str, float]:
     """Fit a link to the slowest copies within a host; `copies_s` are of a byte and `size` bytes."""
     latency_s = max(latency_s for latency_s, _ in copies_s)
@@ -320,10 +351,10 @@ def _fitting(config: Config, case: Mapping[str, Any]) -> list[int]:
     It is 1 if none fits, so that a measurement of minutes is not lost.
     """
     nodes = range(len(case["nodes"]))
-    found = [
+    candidates_in_flight = [
         most_in_flight(config, candidate, nodes) for candidate in candidates({**case, "memory": 1})
     ]
-    return [max(1, min(of_nodes[node] for of_nodes in found)) for node in nodes]
+    return [max(1, min(of_nodes[node] for of_nodes in candidates_in_flight)) for node in nodes]
 
 
 def _memory_note(config: Config) -> str:

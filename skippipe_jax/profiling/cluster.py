@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from skippipe_jax.cluster.agreement import Host, gather, hear, tell
 from skippipe_jax.config import Config
@@ -24,7 +25,7 @@ from skippipe_jax.profiling.case import (
     stage_count,
 )
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.profiling.links import measure_copy, measure_links
+from skippipe_jax.profiling.links import LinkMeasurement, measure_copy
 from skippipe_jax.profiling.stages import StageTimings, measure_stage, shapes_of_stages
 from skippipe_jax.runtime.spread import NodeSharding
 from skippipe_jax.runtime.topology import spreads_of_nodes
@@ -33,27 +34,35 @@ from skippipe_jax.runtime.transport import HostLink
 # Seconds for one shape of stage on one processor, and for all timings of the hosts of one machine.
 STAGE_S, ALL_STAGES_S = 2.0, 40.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
 class HostHardware:
-    """Name of a host's machine, equal on all hosts of the machine, and of each node's processor."""
+    """Hardware of a host.
+
+    Attributes:
+        machine: name of its machine, equal on all hosts of the machine.
+        network: name of its network, equal on hosts that reach each other within their machine.
+        processors: name of each node's processor.
+    """
 
     machine: str
+    network: str
     processors: Sequence[str]
 
 
 def name_and_devices(config: Config, host: Host) -> list[str]:
     """Return the name of this machine, and the kind of the first device of each node."""
     nodes = check_template(config, host.count).count(host.index)
-    own = spreads_of_nodes(config.node, nodes, host.index)
-    return [socket.gethostname(), *(here.devices[0].device_kind for here in own)]
+    local = spreads_of_nodes(config.node, nodes, host.index)
+    return [socket.gethostname(), *(here.devices[0].device_kind for here in local)]
 
 
 def measure(
     config: Config, host: Host, links: Mapping[int, HostLink], say: Callable[[str], None]
 ) -> Profile | None:
-    """Measure links, stages and memory; all hosts call this together.
+    """Measure links, connections, stages and memory; all hosts call this together.
 
     Returns the profile on host 0, and None on the others. `links[h]` leads to host h, where hosts
     take the place of nodes. `say` receives messages about the progress.
@@ -69,39 +78,45 @@ def measure(
     host_of = check_template(config, host.count)
     if ignored := ignored_keys_text(config):
         say(ignored)
-    own = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
-    devices = [here.devices[0] for here in own]
+    local = spreads_of_nodes(config.node, host_of.count(host.index), host.index)
+    devices = [here.devices[0] for here in local]
     size, deadline_s = hop_bytes(config).activation, config.network.deadline_s
-    hardware = _hardware_of(host.index, own)
+    hardware = _hardware_of(host.index, local)
     by_host = gather(host, "measure/place", lambda: msgspec.to_builtins(hardware), deadline_s)
     of_hosts = msgspec.convert([*by_host.values()], list[HostHardware])
 
     nodes_on_machine = sum(
         len(other.processors) for other in of_hosts if other.machine == hardware.machine
     )
-    nodes_of = Counter(device for here in own for device in here.devices)
+    nodes_of = Counter(device for here in local for device in here.devices)
     # Count every device of a node, as all devices of a CPU share the memory of the machine.
-    devices_on_machine = nodes_on_machine * max(len(here.devices) for here in own)
+    devices_on_machine = nodes_on_machine * max(len(here.devices) for here in local)
     memory_bytes = [
         min(
             available_bytes(device, nodes_of[device], devices_on_machine) for device in here.devices
         )
-        for here in own
+        for here in local
     ]
-    measured_links = measure_links(host.index, links, devices[0], size, deadline_s, say)
-    copy_s = measure_copy(devices, size) if len(own) > 1 else None
+    measurement = LinkMeasurement(host.index, links, devices[0], deadline_s, say)
+    measured_links = measurement.measure_links(size)
+    copy_s = measure_copy(devices, size) if len(local) > 1 else None
+    rates = {link.source: link.bandwidth for link in measured_links}
+    tell(host, "measure/links", lambda: [rates.get(source, 0.0) for source in range(host.count)])
+    bandwidth = np.array(_receive(host, "links", range(host.count), deadline_s)).T
+    simultaneous = measurement.test_connections(bandwidth, [other.network for other in of_hosts])
     # A host that has measured its links must not disturb the others by compiling.
-    tell(host, "measure/links", lambda: "measured")
-    _receive(host, "links", range(host.count), deadline_s)
+    tell(host, "measure/connections", lambda: "tested")
+    _receive(host, "connections", range(host.count), deadline_s)
     say("measured all links; compiling the stages")
 
     report = HostReport(
         name=socket.gethostname(),
         links=measured_links,
+        simultaneous=simultaneous,
         copy_s=copy_s,
         memory_bytes=memory_bytes,
         processors=hardware.processors,
-        timings=_time_stages(config, own, of_hosts, host),
+        timings=_time_stages(config, local, of_hosts, host),
         devices=[device.device_kind for device in devices],
     )
     tell(host, "measure/report", lambda: msgspec.to_builtins(report))
@@ -127,6 +142,8 @@ def _hardware_of(host: int, nodes: Sequence[NodeSharding]) -> HostHardware:
     """
     name = socket.gethostname()
     machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else name
+    # Containers of one machine have networks of their own.
+    namespace = f"{NETWORK_NAMESPACE.readlink()} of " if NETWORK_NAMESPACE.is_symlink() else ""
     every_core = range(os.cpu_count() or 1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every_core
     on_cpu = f"cores {','.join(map(str, sorted(cores)))} of {machine}, {name}"
@@ -137,7 +154,7 @@ def _hardware_of(host: int, nodes: Sequence[NodeSharding]) -> HostHardware:
         numbers = "+".join(f"{device.id}" for device in here.devices)
         return f"{numbers} of host {host}, {machine}"
 
-    return HostHardware(machine, [processor(here) for here in nodes])
+    return HostHardware(machine, namespace + machine, [processor(here) for here in nodes])
 
 
 def _time_stages(

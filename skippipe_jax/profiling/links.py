@@ -6,17 +6,24 @@ on the link: two independent measurements by one clock.
 
 In each round every host measures the link from one other host and serves another, so that no host
 sends to two hosts or receives from two at a time. A pair measures its two directions in turn.
+
+Then each host sends to several hosts at once, and receives from several at once. If that is slower
+than their links add up to, the links share the connection of the host.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.errors import PeerTimeout
@@ -37,10 +44,15 @@ PIECE_BYTES = 64 * 2**10
 # Relative difference within which two rates confirm each other, and most repetitions to reach it.
 AGREEMENT, MOST_REPETITIONS = 0.05, 3
 COPIES = 10
+# Other hosts in the test of a connection, and repetitions: a busy host may delay a transfer.
+MOST_PARTNERS, CONNECTION_TESTS = 3, 2
+# Links share a connection if together they reach less than this share of their bandwidths.
+SHARED_BELOW = 0.8
 
 REQUEST, ANSWER = 0, 1
 NO_MORE = -1
 CHECK_S = 0.5
+AT_ONCE = threading.Barrier(1)
 
 
 @dataclass(frozen=True)
@@ -73,48 +85,204 @@ class MeasuredLink:
     transfers: Sequence[MeasuredTransfer]
 
 
-def measure_links(
-    host: int,
-    links: Mapping[int, HostLink],
-    device: jax.Device,
-    activation_bytes: int,
-    deadline_s: float,
-    say: Callable[[str], None],
-) -> list[MeasuredLink]:
-    """Measure the links from all other hosts to this one; all hosts call this together.
+@dataclass(frozen=True)
+class SimultaneousTransfer:
+    """One of the transfers that test the connection of host `tested`, its source or its target.
 
-    `links[h]` leads to another host h, where hosts take the place of nodes. Arrays are on `device`.
-    `say` receives messages about the progress.
-
-    Raises:
-        PeerTimeout: if another host has not answered within `deadline_s` seconds.
+    `seconds` has the time of each repetition, from the first marker until all bytes are there.
     """
-    asking = {other: _LinkProbe(host, other, link, device) for other, link in links.items()}
-    serving = {other: _LinkProbe(host, other, link, device) for other, link in links.items()}
-    round_trips: dict[int, list[float]] = {}
-    measured: list[MeasuredLink] = []
-    transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, len(links)))
 
-    def measure_latency(probe: _LinkProbe) -> None:
-        # The first round trip, which opens the connection, is discarded.
-        _, *round_trips[probe.other] = (probe.ask(0)[0] for _ in range(1 + ROUND_TRIPS))
-        probe.request(NO_MORE)
+    source: int
+    target: int
+    tested: int
+    bytes: int
+    seconds: Sequence[float]
 
-    def measure_bandwidth(probe: _LinkProbe) -> None:
-        measured.append(_measure(probe, round_trips[probe.other], activation_bytes, transfer_s))
-        probe.request(NO_MORE)
-        say(f"measured the bandwidth from {len(measured)} of {len(links)} hosts")
 
-    # All latencies first, while the network is idle.
-    for measure in (measure_latency, measure_bandwidth):
-        for source, target in rounds(host, len(links) + 1):
-            jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
-            if source is not None:
-                jobs[asking[source]] = measure
-            if target is not None:
-                jobs[serving[target]] = _LinkProbe.serve
-            _run(jobs, deadline_s)
-    return measured
+class ConnectionTest(NamedTuple):
+    """Test of a host's connection by simultaneous transfers to its partners, or from them."""
+
+    tested: int
+    partners: tuple[int, ...]
+    sends: bool
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Source and target of each transfer."""
+        return [
+            (self.tested, other) if self.sends else (other, self.tested) for other in self.partners
+        ]
+
+
+class LinkMeasurement:
+    """Measurement of a host's links and connection; all hosts call its methods together."""
+
+    def __init__(
+        self,
+        host: int,
+        links: Mapping[int, HostLink],
+        device: jax.Device,
+        deadline_s: float,
+        say: Callable[[str], None],
+    ):
+        """Prepare; `links[h]` leads to another host h, where hosts take the place of nodes.
+
+        Arrays are on `device`. `say` receives messages about the progress. The methods raise
+        `PeerTimeout` if another host has not answered within `deadline_s` seconds.
+        """
+        self._host, self._deadline_s, self._say = host, deadline_s, say
+        self._asking = {other: _LinkProbe(host, other, own, device) for other, own in links.items()}
+        self._serving = {
+            other: _LinkProbe(host, other, own, device) for other, own in links.items()
+        }
+        self._round_trips: dict[int, list[float]] = {}
+
+    def measure_links(self, activation_bytes: int) -> list[MeasuredLink]:
+        """Measure the links from all other hosts to this one."""
+        measured: list[MeasuredLink] = []
+        others = len(self._asking)
+        transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, others))
+
+        def measure_latency(probe: _LinkProbe) -> None:
+            # The first round trip, which opens the connection, is discarded.
+            _, *trips = (probe.ask(0)[0] for _ in range(1 + ROUND_TRIPS))
+            self._round_trips[probe.other] = trips
+            probe.request(NO_MORE)
+
+        def measure_bandwidth(probe: _LinkProbe) -> None:
+            trips = self._round_trips[probe.other]
+            measured.append(_measure(probe, trips, activation_bytes, transfer_s))
+            probe.request(NO_MORE)
+            self._say(f"measured the bandwidth from {len(measured)} of {others} hosts")
+
+        # All latencies first, while the network is idle.
+        for measure in (measure_latency, measure_bandwidth):
+            for source, target in rounds(self._host, others + 1):
+                jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
+                if source is not None:
+                    jobs[self._asking[source]] = measure
+                if target is not None:
+                    jobs[self._serving[target]] = _LinkProbe.serve
+                _run(jobs, self._deadline_s)
+        return measured
+
+    def test_connections(
+        self, bandwidth: Float[np.ndarray, "source target"], networks: Sequence[str]
+    ) -> list[SimultaneousTransfer]:
+        """Run all `connection_tests`, after `measure_links`; return what this host received."""
+        received: list[SimultaneousTransfer] = []
+        tests = connection_tests(bandwidth, networks)
+        for number, test in enumerate(tests):
+            if self._host in (test.tested, *test.partners):
+                received += self._run_test(test, bandwidth)
+                self._say(f"tested {number + 1} of {len(tests)} connections")
+        return received
+
+    def _run_test(
+        self, test: ConnectionTest, bandwidth: Float[np.ndarray, "source target"]
+    ) -> list[SimultaneousTransfer]:
+        sizes = transfer_sizes(test, bandwidth)
+        sources = [source for source, target in test.pairs if target == self._host]
+        round_trip_s = {source: min(self._round_trips[source]) for source in sources}
+        # All transfers of the tested host begin together.
+        barrier = threading.Barrier(len(test.partners) if test.tested == self._host else 1)
+        times: dict[int, list[tuple[float, float]]] = {source: [] for source in sources}
+
+        def ask(probe: _LinkProbe) -> None:
+            for _ in range(CONNECTION_TESTS):
+                barrier.wait()
+                # So that the markers of near and distant hosts arrive together.
+                time.sleep(max(round_trip_s.values()) - round_trip_s[probe.other])
+                start = time.perf_counter()
+                until_marker, after_marker = probe.ask(sizes[probe.other, self._host])
+                marked = start + until_marker
+                times[probe.other].append((marked, marked + after_marker))
+            probe.request(NO_MORE)
+
+        jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
+        for source, target in test.pairs:
+            if target == self._host:
+                jobs[self._asking[source]] = ask
+            elif source == self._host:
+                jobs[self._serving[target]] = partial(_LinkProbe.serve, barrier=barrier)
+        _run(jobs, self._deadline_s)
+        begins = [
+            min(marked for marked, _ in markers) for markers in zip(*times.values(), strict=True)
+        ]
+        return [
+            SimultaneousTransfer(
+                source,
+                self._host,
+                test.tested,
+                sizes[source, self._host],
+                [end - begin for (_, end), begin in zip(own, begins, strict=True)],
+            )
+            for source, own in times.items()
+        ]
+
+
+def connection_tests(
+    bandwidth: Float[np.ndarray, "source target"], networks: Sequence[str]
+) -> list[ConnectionTest]:
+    """List a test of each host's connection in each direction; neighbors in the list are disjoint.
+
+    Partners are the hosts with the fastest links, one of each other network: within a network,
+    such as the processes of one machine, links use no connection. A host with a single partner is
+    not tested.
+    """
+    tests: list[ConnectionTest] = []
+    for sends in (True, False):
+        for tested, rates in enumerate(bandwidth if sends else bandwidth.T):
+            fastest: dict[str, int] = {}
+            for other in sorted(range(len(rates)), key=lambda other: -rates[other]):
+                if networks[other] != networks[tested]:
+                    fastest.setdefault(networks[other], other)
+            if len(fastest) > 1:
+                partners = tuple(fastest.values())[:MOST_PARTNERS]
+                tests.append(ConnectionTest(tested, partners, sends))
+    # Tests of different hosts run at the same time: each host runs its tests in this order.
+    together: list[tuple[set[int], list[ConnectionTest]]] = []
+    for test in tests:
+        hosts = {test.tested, *test.partners}
+        for busy, own in together:
+            if not busy & hosts:
+                busy |= hosts
+                own.append(test)
+                break
+        else:
+            together.append((hosts, [test]))
+    return [test for _, own in together for test in own]
+
+
+def transfer_sizes(
+    test: ConnectionTest, bandwidth: Float[np.ndarray, "source target"]
+) -> dict[tuple[int, int], int]:
+    """Return the bytes of a test's transfers, which would end together if nothing were shared."""
+    rates = {pair: float(bandwidth[pair]) for pair in test.pairs}
+    seconds = min(TRANSFER_S, LARGEST_BYTES / max(rates.values()))
+    return {pair: max(SMALLEST_BYTES, int(rate * seconds)) for pair, rate in rates.items()}
+
+
+def connection_rates(
+    links: Sequence[MeasuredLink], transfers: Sequence[SimultaneousTransfer], hosts: int
+) -> Float[np.ndarray, "hosts 2"]:
+    """Return what each host sends and receives at most over a shared connection [bytes/s].
+
+    It is infinite where links do not share a connection.
+    """
+    bandwidth = {(link.source, link.target): link.bandwidth for link in links}
+    rates = np.full((hosts, 2), np.inf)
+    tests: dict[tuple[int, int], list[SimultaneousTransfer]] = {}
+    for transfer in transfers:
+        tests.setdefault((transfer.tested, int(transfer.target == transfer.tested)), []).append(
+            transfer
+        )
+    for test, own in tests.items():
+        seconds = min(map(max, zip(*(transfer.seconds for transfer in own), strict=True)))
+        rate = sum(transfer.bytes for transfer in own) / seconds
+        if rate < SHARED_BELOW * sum(bandwidth[each.source, each.target] for each in own):
+            rates[test] = rate
+    return rates
 
 
 def rounds(host: int, hosts: int) -> Iterator[tuple[int | None, int | None]]:
@@ -176,8 +344,8 @@ class _LinkProbe:
         self._wait(f"{size} bytes", payload)
         return marked - start, time.perf_counter() - marked
 
-    def serve(self) -> None:
-        """Answer requests until `NO_MORE`."""
+    def serve(self, barrier: threading.Barrier = AT_ONCE) -> None:
+        """Answer requests until `NO_MORE`; markers and bytes pass `barrier` before they leave."""
         marker = jax.device_put(np.zeros(1, np.int32), self.device)
         while True:
             request = self._receive(REQUEST, 1, np.int32)
@@ -188,8 +356,10 @@ class _LinkProbe:
             # Random, so that no network can compress it.
             payload = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
             payload = jax.device_put(payload, self.device).block_until_ready()
+            barrier.wait()
             self._send(ANSWER, marker)
             if size:
+                barrier.wait()
                 self._send(ANSWER, payload)
 
     def check(self, deadline_s: float) -> None:
@@ -296,7 +466,9 @@ def _transfer(probe: _LinkProbe, size: int, round_trip_s: float) -> MeasuredTran
 
 def _least_overhead_s(transfers: Sequence[MeasuredTransfer], size: int, bandwidth: float) -> float:
     """Return the overhead of `size`-byte transfers at a bandwidth that is closest to zero [s]."""
-    overheads_s = [own.seconds - size / bandwidth for own in transfers if own.bytes == size]
+    overheads_s = [
+        transfer.seconds - size / bandwidth for transfer in transfers if transfer.bytes == size
+    ]
     return min(overheads_s, key=abs)
 
 

@@ -29,8 +29,8 @@ FIGURES = np.dtype(
         ("generation", int),
     ]
 )
-"""Fields of an iteration. A loss is NaN if it was not finite or, for a held-out loss, not computed;
-the generation is 0 if hosts have none."""
+"""Fields of an iteration. A loss is NaN if it was not finite or, for a validation loss, not
+computed; the generation is 0 if hosts have none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +53,21 @@ class Metrics:
 
     def seconds_of(self, generation: int) -> float | None:
         """Return the median seconds of a generation's settled iterations, if it has any."""
-        own = self.figures[self.figures["generation"] == generation]
-        return float(np.median(_settled(own)["seconds"])) if own.size else None
+        figures = self.figures[self.figures["generation"] == generation]
+        return float(np.median(_settled(figures)["seconds"])) if figures.size else None
 
     @property
     def predicted_seconds(self) -> float | None:
         """Median of the plan's seconds per iteration, or None."""
         noted = [line.predicted_seconds for line in self.recent]
-        seconds = [found for found in noted if found]
+        seconds = [value for value in noted if value]
         return float(np.median(seconds)) if seconds else None
 
     def idle_share(self, nodes: int) -> tuple[int, Float[np.ndarray, " nodes"]] | None:
         """Return the number of recent iterations with idle shares, and each node's median."""
         # Skip iterations under another plan, with another number of nodes.
         noted = [line.idle_share for line in self.recent]
-        shares = [found for found in noted if found is not None and len(found) == nodes]
+        shares = [of_nodes for of_nodes in noted if of_nodes is not None and len(of_nodes) == nodes]
         return (len(shares), np.median(shares, axis=0)) if shares else None
 
 

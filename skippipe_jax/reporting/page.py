@@ -126,10 +126,10 @@ def conversations(run: RunDir, config: Config) -> str:
     except InputError:  # On another machine, or deleted.
         return "text not found"
     count = tokens = trained = 0
-    for own in (corpus.training for corpus in corpora):
-        if own.learnt is not None:
-            count, tokens = count + len(own.ends), tokens + own.tokens.size
-            trained += int((own.learnt.ends - own.learnt.starts).sum())
+    for documents in (corpus.training for corpus in corpora):
+        if documents.learnt is not None:
+            count, tokens = count + len(documents.ends), tokens + documents.tokens.size
+            trained += int((documents.learnt.ends - documents.learnt.starts).sum())
     counts = (
         f"{count:,} for training, {tokens:,} tokens; trained on the {trained:,} "
         f"({trained / tokens:.0%}) tokens of the assistant"
@@ -183,7 +183,7 @@ def load_timelines(
 
 
 def curves(metrics: Metrics) -> dict[str, str]:
-    """Draw the loss, the held-out loss if there is one, and seconds per iteration, as SVGs.
+    """Draw the loss, the validation loss if there is one, and seconds per iteration, as SVGs.
 
     There must be at least one iteration.
     """
@@ -196,17 +196,17 @@ def curves(metrics: Metrics) -> dict[str, str]:
         mark = (f"predicted {seconds_text(predicted)}", predicted)
     losses = {
         "loss": ("Loss", figures["loss"]),
-        "validation_loss": ("Held-out loss", figures["held_out"]),
+        "validation_loss": ("Validation loss", figures["held_out"]),
     }
-    found = {
+    charts = {
         name: _loss_curve(title, figures["step"][known], values[known])
         for name, (title, values) in losses.items()
         if (known := np.isfinite(values)).any()
     }
-    found["seconds"] = line_chart(
+    charts["seconds"] = line_chart(
         "Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark
     )
-    return found
+    return charts
 
 
 def _loss_curve(title: str, steps: Int[np.ndarray, " n"], values: Float[np.ndarray, " n"]) -> str:
@@ -227,7 +227,7 @@ def _busiest_links(plan: Plan, timeline: Timeline) -> tuple[Sequence[Flow[int]],
 
 
 def _held_out(metrics: Metrics) -> tuple[int, float, float] | None:
-    """Return the step and value of the lowest held-out loss, and the last one, or None."""
+    """Return the step and value of the lowest validation loss, and the last one, or None."""
     figures = metrics.figures
     known = figures[np.isfinite(figures["held_out"])]
     if not known.size:

@@ -57,7 +57,7 @@ def _missing(status: RunStatus) -> str:
     if stages:
         parts.append(f"stages lost: {_numbers(stages)}")
     for state in ("waited for", "lost", "left", "joining"):
-        hosts = [own.host for own in status.hosts if own.state == state]
+        hosts = [host.host for host in status.hosts if host.state == state]
         if hosts:
             parts.append(f"hosts {state}: {_numbers(hosts)}")
     return "; ".join(parts) or "all hosts are present"
@@ -67,14 +67,14 @@ def _hosts(status: RunStatus) -> str:
     heads = "host", "state", "stages", "location", "address", "name"
     rows = [
         (
-            str(own.host),
-            own.state,
-            _numbers(own.stages),
-            own.location or "",
-            own.address or "",
-            own.name or "",
+            str(host.host),
+            host.state,
+            _numbers(host.stages),
+            host.location or "",
+            host.address or "",
+            host.name or "",
         )
-        for own in status.hosts
+        for host in status.hosts
     ]
     return aligned([heads, *rows], left=range(len(heads)))
 

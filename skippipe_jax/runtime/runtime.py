@@ -300,7 +300,7 @@ def open_runtime(
     topology = Topology.of(
         config, plan, group.index, host_of, devices, numbers, in_one_jax=group.is_distributed
     )
-    max_lag = config.averaging.iterations_apart + config.averaging.is_outer
+    max_lag = config.averaging.max_lag + config.averaging.is_outer
     links = transfers.links(group.generation.step, max_lag)
     for other, numbers in topology.offered(programs.values()).items():
         links[other].expect(numbers)

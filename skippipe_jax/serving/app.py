@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -86,8 +87,8 @@ class App:
             route("/status", self._status),
             route("/v1/models", self._models),
             route("/v1/models/{name:path}", self._model),
-            route("/v1/completions", self._complete, "POST"),
-            route("/v1/chat/completions", self._chat, "POST"),
+            route("/v1/completions", partial(self._answer, kind=CompletionRequest), "POST"),
+            route("/v1/chat/completions", partial(self._answer, kind=ChatRequest), "POST"),
             route("/tokenizer_info", self._tokenizer_info),
             route("/tokenize", self._tokenize, "POST"),
             route("/detokenize", self._detokenize, "POST"),
@@ -169,12 +170,6 @@ class App:
         }
 
     # Answers.
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest)
 
     async def _answer(
         self, request: Request, kind: type[CompletionRequest | ChatRequest]

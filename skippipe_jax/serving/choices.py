@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.inference.text_stream import REPLACEMENT, StopSequences, TextStream
+from skippipe_jax.inference.text_stream import REPLACEMENT, AnswerText, TextStream
 
 
 class PlacedToken(NamedTuple):
@@ -54,8 +54,7 @@ class Choice:
         """Stages that have run for all of its tokens so far."""
         self.drawn = 0
         self._tokenizer, self._echoed, self._hidden = tokenizer, echoed, hidden
-        self._text = TextStream(tokenizer.decode, request.prompt)
-        self._stops = StopSequences(stops)
+        self._text = AnswerText(tokenizer.decode, request.prompt, stops)
         self._offset = 0 if echoed is None else len(echoed)
         self._reason: str | None = None
 
@@ -66,21 +65,16 @@ class Choice:
         if self._echoed is not None:
             text, tokens = self._echoed, self._echoed_tokens(decoded.prompt)
             self._echoed = None
-        new, is_end = "", False
+        token = None
         if decoded.drawn is not None:
             self.drawn += 1
-            tokens.append(PlacedToken(decoded.drawn, self._offset))
-            is_end = decoded.drawn.token in self.request.ends
-            if not is_end:
-                new = self._text.push(decoded.drawn.token)
-        if decoded.is_last:
-            new += self._text.rest()
-        self._offset += len(new)
-        text += self._stops.push(new)
-        if self._stops.has_ended:
+            tokens.append(PlacedToken(decoded.drawn, self._offset + self._text.length))
+            token = decoded.drawn.token
+        is_end = token in self.request.ends
+        text += self._text.push(None if is_end else token, is_last=decoded.is_last)
+        if self._text.has_stopped:
             self._reason = "stop"
         elif decoded.is_last:
-            text += self._stops.rest()
             self._reason = "stop" if is_end else "length"
         return Piece(self.index, text, tuple(tokens), self._reason)
 
@@ -92,9 +86,9 @@ class Choice:
         scored_tokens = [ScoredToken(prompt[0]), *scored][self._hidden :]
         stream = TextStream(self._tokenizer.decode, prompt[: self._hidden])
         placed, offset = [], 0
-        for own in scored_tokens:
-            placed.append(PlacedToken(own, offset))
-            offset += len(stream.push(own.token))
+        for scored_token in scored_tokens:
+            placed.append(PlacedToken(scored_token, offset))
+            offset += len(stream.push(scored_token.token))
         return placed
 
 
@@ -139,7 +133,7 @@ def chat_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[s
     return {
         "content": [
             entry(scored.token, scored.log_probability)
-            | {"top_logprobs": [entry(*own) for own in scored.likeliest]}
+            | {"top_logprobs": [entry(*likely) for likely in scored.likeliest]}
             for scored, _ in tokens
         ],
         "refusal": None,

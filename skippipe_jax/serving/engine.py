@@ -7,51 +7,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Protocol
 
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest
+from skippipe_jax.inference.decoding import Generator
 from skippipe_jax.serving.errors import ApiError, Unavailable, failed, queue_full, unavailable
 from skippipe_jax.serving.metrics import Metrics
-
-
-class Engine(Protocol):
-    """Interface of a decoder of many sequences at a time; called by one thread."""
-
-    @property
-    def slots(self) -> int:
-        """Number of sequences decoded at a time."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """True if there are unfinished requests."""
-        ...
-
-    def submit(self, request: DecodeRequest) -> int:
-        """Queue a request for a slot and return its number."""
-        ...
-
-    def cancel(self, number: int) -> None:
-        """Stop decoding a request; do nothing if it is done."""
-        ...
-
-    def step(self, on_wait: Callable[[], None] = ...) -> list[Decoded]:
-        """Run one step over waiting and running requests; return the new tokens.
-
-        `on_wait` is called before the step waits for results, if it does.
-
-        Raises:
-            Unavailable: if no request can be decoded at the moment.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Drop all requests."""
-        ...
-
-    def close(self) -> None:
-        """Stop all waiting; called by another thread than the one in `step`."""
-        ...
 
 
 class Sequences:
@@ -92,7 +52,7 @@ class Sequences:
 
 
 class Runner:
-    """Thread that runs one engine; no other thread calls it, except for `Engine.close`.
+    """Thread that runs one engine; no other thread calls it, except for `Generator.close`.
 
     Attributes:
         slots: number of sequences that the engine decodes at a time.
@@ -100,7 +60,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         deliver: Callable[[Sequence[tuple[int, Decoded]]], None],
         fail: Callable[[BaseException, Collection[int] | None], None],
     ):
@@ -159,7 +119,9 @@ class Runner:
 
     def _step(self) -> None:
         try:
-            decoded = [(self._numbers[own.request], own) for own in self._engine.step(self._flush)]
+            decoded = [
+                (self._numbers[result.request], result) for result in self._engine.step(self._flush)
+            ]
         except Unavailable as error:
             self._engine.clear()
             self._flush()
@@ -167,9 +129,9 @@ class Runner:
             self._numbers.clear()
             self._engines.clear()
             return
-        for number, own in decoded:
-            if own.is_last:
-                del self._numbers[own.request], self._engines[number]
+        for number, result in decoded:
+            if result.is_last:
+                del self._numbers[result.request], self._engines[number]
         self._flush()
         self._undelivered = decoded
         if not self._engine.is_busy:
@@ -222,7 +184,7 @@ class Engines:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Generator],
         most_waiting: int,
         metrics: Metrics,
         on_failure: Callable[[], None],
@@ -288,14 +250,14 @@ class Engines:
         self._metrics.count(len(self._active), self._slots)
 
     def _deliver(self, decoded: Sequence[tuple[int, Decoded]]) -> None:
-        for number, own in decoded:
+        for number, result in decoded:
             entry = self._active.get(number)
             if entry is None:  # Cancelled in the meantime.
                 continue
-            if own.is_last:
+            if result.is_last:
                 del self._active[number]
             _, sequences, place = entry
-            sequences.put(place, own)
+            sequences.put(place, result)
         self._count()
 
     def _fail(self, error: BaseException, numbers: Collection[int] | None) -> None:

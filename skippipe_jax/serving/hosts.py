@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import socket
 import ssl
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from itertools import permutations
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from skippipe_jax.connections.hello import printable, refuse
 from skippipe_jax.connections.keys import Keys
 from skippipe_jax.connections.links import LINE_BYTES, Link, Tasks, each_in_a_task
 from skippipe_jax.connections.waiting import telling
-from skippipe_jax.errors import TlsMismatch
+from skippipe_jax.errors import PeerError, TlsMismatch
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource
 from skippipe_jax.models.branch_scales import ScaleTable
@@ -50,7 +51,6 @@ from skippipe_jax.serving.routing import (
     via_front,
 )
 from skippipe_jax.serving.stage_host import PROTOCOL, SERVICE_THERE, STAGE_HOST, HostHello
-from skippipe_jax.serving.steps import Hop, PendingStep, PendingSteps, RouteFailed
 from skippipe_jax.serving.wire import Wire
 
 CHUNK_BYTES = 1 << 22
@@ -61,6 +61,82 @@ CLOSE_S = 2.0
 """Seconds within which hosts must close their connections at the end of the service."""
 LINKS_S = 30.0
 """Most seconds to wait for the speeds of links between hosts before stages are assigned."""
+
+Hop = tuple[int, int]
+"""Source host and target host of a transfer."""
+
+
+class RouteFailed(PeerError):
+    """Route whose host is gone or cannot be reached by another host on it."""
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """Step whose result has not returned.
+
+    Attributes:
+        group: group of its sequences.
+        epoch: epoch of the group's route.
+        number: greater than the numbers of all earlier steps.
+        route: the part of the route that it runs along.
+        is_decoding: whether it is a token of each sequence, not a span of a prompt.
+        done: its result.
+    """
+
+    group: int
+    epoch: int
+    number: int
+    route: Route
+    is_decoding: bool
+    done: Future[np.ndarray]
+
+    @property
+    def hops(self) -> set[Hop]:
+        """Hops of the step, from the front and back to it."""
+        return {*itertools.pairwise([FRONT, *(leg.host for leg in self.route), FRONT])}
+
+
+class PendingSteps:
+    """Steps whose results have not returned, by group in the order of sending."""
+
+    def __init__(self):
+        """Start without steps."""
+        self._by_group: dict[int, deque[PendingStep]] = defaultdict(deque)
+        self._numbers = itertools.count()
+
+    def new(self, group: int, epoch: int, route: Route, *, is_decoding: bool) -> PendingStep:
+        """Create a step to be sent; any thread may call this."""
+        return PendingStep(group, epoch, next(self._numbers), route, is_decoding, Future())
+
+    def add(self, step: PendingStep) -> None:
+        """Add a step as it is sent; drop the group's steps of abandoned routes."""
+        sent = self._by_group[step.group]
+        while sent and sent[0].epoch < step.epoch:
+            sent.popleft()
+        sent.append(step)
+
+    def take(self, group: int, number: int) -> PendingStep | None:
+        """Remove and return the step whose result has arrived; None if its route was abandoned."""
+        sent = self._by_group[group]
+        if not sent or number < sent[0].number:
+            return None
+        if sent[0].number < number:
+            # A host has reconnected to the next one, and the steps in between are lost.
+            self.fail(sent[0].hops, "a step was lost between hosts")
+            return None
+        return sent.popleft()
+
+    def fail(self, hops: set[Hop], why: str) -> None:
+        """Fail all steps of each group that has a step with one of these hops."""
+        for sent in self._by_group.values():
+            if any(step.hops & hops for step in sent):
+                while sent:
+                    sent.popleft().done.set_exception(RouteFailed(why))
+
+    def fail_host(self, host: int) -> None:
+        """Fail all steps of each group that has a step on this host."""
+        hops = {hop for sent in self._by_group.values() for step in sent for hop in step.hops}
+        self.fail({hop for hop in hops if host in hop}, f"host {host} failed")
 
 
 @dataclass(frozen=True)
@@ -120,6 +196,7 @@ class StageHosts:
         slots: slots for sequences on every host.
         scales: scales of branches, as for `StageExecutor`.
         own_stages: stages of the front, once hosts have been gathered.
+        version: counter that changes whenever the available stages change.
         address: listening address, ``IP:PORT``; empty before `listen`.
     """
 
@@ -155,7 +232,7 @@ class StageHosts:
         self._members: dict[int, Member] = {}
         self._count = 0
         self._expected: int | None = None
-        self._version = self._epochs = 0
+        self.version = self._epochs = 0
         self._changed = threading.Condition()
         self._routes: dict[int, Route] = {}
         self._pending = PendingSteps()
@@ -216,9 +293,13 @@ class StageHosts:
                 remedy = "Read their messages"
                 raise TemporaryError("--hosts", count + 1, "the other hosts have ended", remedy)
             if not is_over:
-                connected = len(self._members)
-                problem = f"{connected} of {count} other hosts connected within {timeout_s:g} s"
+                members = self._members.values()
+                problem = f"{len(members)} of {count} other hosts connected within {timeout_s:g} s"
                 remedy = "Start the others with skippipe serve --coordinator ADDRESS"
+                if len(members) >= count:
+                    ready = f"{sum(map(self._is_ready, members))} of {len(members)} other hosts"
+                    problem = f"{ready} loaded their stages within {timeout_s:g} s"
+                    remedy = "Increase cluster.connect_timeout_s"
                 raise TemporaryError("--hosts", count + 1, problem, remedy)
             if missing := self._missing():
                 problem = f"stages {missing} do not fit into the memory of {count} hosts"
@@ -257,11 +338,6 @@ class StageHosts:
             ]
 
     # Methods for decoders.
-
-    @property
-    def version(self) -> int:
-        """Counter that changes whenever the available stages change."""
-        return self._version
 
     def route(self, group: int) -> tuple[Route, int]:
         """Choose a route for a group through all available stages; return it and its epoch.
@@ -333,7 +409,7 @@ class StageHosts:
         return self._front.held
 
     def _available(self) -> set[int]:
-        return set(self.own_stages).union(*(own.ready for own in self._members.values()))
+        return set(self.own_stages).union(*(member.ready for member in self._members.values()))
 
     def _missing(self) -> list[int]:
         held = self._available()
@@ -437,7 +513,7 @@ class StageHosts:
             case ["ready", int(stage)], []:
                 with self._changed:
                     member.ready.add(stage)
-                    self._version += 1
+                    self.version += 1
                     self._changed.notify_all()
                 if self._is_ready(member):
                     held = sorted(member.ready)
@@ -469,7 +545,7 @@ class StageHosts:
     def _remove(self, member: Member) -> None:
         with self._changed:
             del self._members[member.host]
-            self._version += 1
+            self.version += 1
             self._changed.notify_all()
         self._avoided = {
             hop: until_s for hop, until_s in self._avoided.items() if member.host not in hop
@@ -530,7 +606,7 @@ class StageHosts:
         if dropped := member.ready - chosen:
             with self._changed:
                 member.ready -= dropped
-                self._version += 1
+                self.version += 1
             # Pending steps may still need the dropped stages.
             await asyncio.sleep(self._silent_s)
             for stage in dropped:
@@ -543,14 +619,17 @@ class StageHosts:
         clock = asyncio.get_running_loop()
         until_s = clock.time() + LINKS_S
         while clock.time() < until_s:
-            pairs = permutations([FRONT, *self._members], 2)
+            pairs = itertools.permutations([FRONT, *self._members], 2)
             if all(None not in self._between(*pair) for pair in pairs):
                 return
             await asyncio.sleep(LINKS_S / 300)
 
     def _speeds(self) -> Callable[[int, int], LinkSpeed]:
         """Return a function of two hosts that gives the current speed of their link."""
-        known = {pair: self._between(*pair) for pair in permutations([FRONT, *self._members], 2)}
+        known = {
+            pair: self._between(*pair)
+            for pair in itertools.permutations([FRONT, *self._members], 2)
+        }
         return lambda source, target: known[source, target]
 
     def _take_over(self) -> None:

@@ -64,13 +64,15 @@ class ActivationCodec:
 
 
 class LocalStages:
-    """Stages of one host; stages may be added while others run."""
+    """Stages of one host; stages may be added while others run.
 
-    def __init__(
-        self, config: ModelConfig, stages: int, slots: Slots, scales: ScaleTable | None = None
-    ):
-        """Start without any of the model's `stages` stages; `StageExecutor` takes `scales`."""
-        self._scales = scales
+    Attributes:
+        scales: scales of branches, as for `StageExecutor`; set before the first stage is added.
+    """
+
+    def __init__(self, config: ModelConfig, stages: int, slots: Slots):
+        """Start without any of the model's `stages` stages."""
+        self.scales: ScaleTable | None = None
         self._config, self._stages, self._slots = config, stages, slots
         self._codec = ActivationCodec(config, slots.hop_dtype)
         self._executors: dict[tuple[int, int], StageExecutor] = {}
@@ -80,7 +82,7 @@ class LocalStages:
         own = [parameters if other == stage else None for other in range(self._stages)]
         model, slots = StagedModel(self._config, own), self._slots
         executors = [
-            StageExecutor(model, (stage,), slots.each, slots.length, scales=self._scales)
+            StageExecutor(model, (stage,), slots.each, slots.length, scales=self.scales)
             for _ in range(slots.groups)
         ]
         place = jax.tree.leaves(parameters)[0].sharding

@@ -13,10 +13,9 @@ from skippipe_jax.inference.decoding import PREFILL_TOKENS, StageExecutor, Step,
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import Scores
-from skippipe_jax.serving.hosts import StageHosts
+from skippipe_jax.serving.hosts import RouteFailed, StageHosts
 from skippipe_jax.serving.local_stages import ActivationCodec
 from skippipe_jax.serving.routing import DATA_STAGE, Route, parts_of, stages_of
-from skippipe_jax.serving.steps import RouteFailed
 
 MAX_IN_FLIGHT = 4
 """Most spans of prompts in flight while the next one is sent."""

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, error_class
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skippipe_jax import log
 from skippipe_jax.connections.addresses import join_address, listen_without_delay
+from skippipe_jax.inference.decoding import Generator
 from skippipe_jax.serving.app import App
-from skippipe_jax.serving.engine import Engine, Engines
+from skippipe_jax.serving.engine import Engines
 from skippipe_jax.serving.metrics import Metrics
 from skippipe_jax.serving.service import Served
 
@@ -52,6 +53,7 @@ def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
 
     Raises:
         InputError: if the port is not available, or other machines could reach it without a key.
+        TemporaryError: if another program uses the port.
     """
     if not keys and not _is_loopback(host):
         problem = "is reachable from other machines, and no API key is required"
@@ -62,7 +64,8 @@ def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
         return listen_without_delay(host, port, backlog=1024)
     except OSError as error:
         problem = f"listening on {join_address(host, port)} failed ({error})"
-        raise InputError("--port", port, problem, "Choose a free port of this machine") from error
+        remedy = "Choose a free port of this machine"
+        raise error_class(error)("--port", port, problem, remedy) from error
 
 
 def _is_loopback(host: str) -> bool:
@@ -78,7 +81,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         served: Served,
-        engines: Sequence[Engine],
+        engines: Sequence[Generator],
         conduct: ServerSettings,
         hosts: Callable[[], list[dict[str, Any]]] = list,
     ):

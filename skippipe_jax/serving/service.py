@@ -221,9 +221,10 @@ class Job:
                 if not piece.text and piece.reason is None:
                     unsent[piece.index] = tokens  # Sent with the text that they are part of.
                     continue
+                delta = {"content": piece.text} if piece.text else {}
                 content = {
                     "index": piece.index,
-                    **({"delta": _delta(piece.text)} if self.is_chat else {"text": piece.text}),
+                    **({"delta": delta} if self.is_chat else {"text": piece.text}),
                     "logprobs": self._logprobs(tokens),
                     "finish_reason": piece.reason,
                 }
@@ -250,10 +251,6 @@ class Job:
     def _used(self, index: int) -> dict[str, Any]:
         """Return the stages that a choice used, for the client."""
         return {"stages": list(self.choices[index].stages or ())}
-
-
-def _delta(text: str) -> dict[str, str]:
-    return {"content": text} if text else {}
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -32,14 +32,7 @@ from skippipe_jax.connections.addresses import (
 from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import ShortText, refusal_in
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.links import (
-    LINE_BYTES,
-    Link,
-    Tasks,
-    each_in_a_task,
-    open_link,
-    reach,
-)
+from skippipe_jax.connections.links import LINE_BYTES, Link, Tasks, each_in_a_task, open_link, reach
 from skippipe_jax.errors import TlsMismatch
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource
@@ -225,7 +218,7 @@ class Session:
                     self._epochs[group] = epoch
                     self._work.put((header, x, positions))
             case ["scales"], [scales]:  # Sent before the first stage.
-                self._held = LocalStages(self._config, self._stages, self._slots, scales)
+                self._held.scales = scales
             case ["hold", int(stage)], []:
                 self._tasks.start(self._hold(stage))
             case ["drop", int(stage)], []:

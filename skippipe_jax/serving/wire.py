@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,25 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from skippipe_jax.connections.failure_detector import BEATS
+from skippipe_jax.connections.link_probe import measured_bandwidth, shortest_round_trip_s
 from skippipe_jax.connections.links import INVALID_MESSAGE, Link, encoded
 from skippipe_jax.serving.routing import LinkSpeed
 
 MOST_ARRAY_BYTES = 1 << 28
 """Largest array of a message."""
-
-PROBE_BYTES = tuple(1 << power for power in (16, 18, 20, 22))
-"""Sizes of the messages that measure a bandwidth."""
-PROBE_S = 0.05
-"""Transfer time of a probe, in seconds, from which no larger one is sent.
-
-It is at least two round trips, as TCP needs some to reach the full bandwidth.
-"""
-PROBES = 4
-"""Most probes of one size."""
-LEAST_S = 1e-6
-
-Arrays = Sequence[np.ndarray]
-"""Arrays that follow a message."""
 
 
 class Wire:
@@ -51,6 +39,8 @@ class Wire:
         self._link, self._silent_s, self._probing = link, silent_s, probing
         self._silent_beats = 0
         self._echoes: dict[float, asyncio.Future[float]] = {}
+        # End of the last probe: heartbeats sent before it may have waited behind it.
+        self._probed_s = -math.inf
         self.speed = LinkSpeed()
 
     @property
@@ -58,7 +48,7 @@ class Wire:
         """Reason for the end of the connection, once it has ended."""
         return self._link.ending
 
-    def send(self, *message: Any, arrays: Arrays = ()) -> None:
+    def send(self, *message: Any, arrays: Sequence[np.ndarray] = ()) -> None:
         """Send a message with arrays without waiting; do nothing on a closed connection."""
         shapes = [[array.dtype.name, *array.shape] for array in arrays]
         content = b"".join(array.tobytes() for array in arrays)
@@ -105,16 +95,16 @@ class Wire:
             while (received := await self.receive()) is not None:
                 match received[0]:
                     case ["ping", sent_s]:
+                        if any(probe.size for probe in received[1]):
+                            self._probed_s = clock.time()
                         self.send("pong", sent_s)
                     case ["pong", float(sent_s)]:
                         taken_s = clock.time() - sent_s
-                        known_s = self.speed.round_trip_s
                         if (echo := self._echoes.pop(sent_s, None)) is not None:
+                            self._probed_s = clock.time()
                             echo.set_result(taken_s)
-                        elif known_s is None:
-                            self.speed = self.speed._replace(round_trip_s=taken_s)
-                        else:
-                            smoothed_s = 0.8 * known_s + 0.2 * taken_s
+                        elif sent_s > self._probed_s:
+                            smoothed_s = 0.8 * (self.speed.round_trip_s or taken_s) + 0.2 * taken_s
                             self.speed = self.speed._replace(round_trip_s=smoothed_s)
                     case _:
                         take(*received)
@@ -124,21 +114,10 @@ class Wire:
             self.close()
 
     async def _measure(self, probing: asyncio.Lock) -> None:
-        """Measure the bandwidth by messages of increasing size."""
         async with probing:
-            round_trip_s = min([await self._echo(0) for _ in range(PROBES)])
-            size, transfer_s = 0, LEAST_S
-            for size in PROBE_BYTES:
-                # The first ones take longer than later ones, as TCP's window grows meanwhile.
-                shortest_s = await self._echo(size)
-                for _ in range(PROBES - 1):
-                    before_s, shortest_s = shortest_s, min(shortest_s, await self._echo(size))
-                    if shortest_s > 0.9 * before_s:
-                        break
-                transfer_s = max(LEAST_S, shortest_s - round_trip_s)
-                if transfer_s > max(PROBE_S, 2 * round_trip_s):
-                    break
-            self.speed = self.speed._replace(bytes_per_s=size / transfer_s)
+            round_trip_s = await shortest_round_trip_s(self._echo)
+            bytes_per_s = await measured_bandwidth(self._echo, round_trip_s)
+            self.speed = LinkSpeed(round_trip_s, bytes_per_s)
 
     async def _echo(self, size: int) -> float:
         """Return the seconds until the other host has answered a message of `size` bytes."""

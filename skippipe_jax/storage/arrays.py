@@ -102,9 +102,9 @@ class ArrayFiles:
 
     def described(self) -> Mapping[str, Any]:
         """Return a description of each array by name, with its `shape` and `dtype`."""
-        found = self._reader.metadata(self.folder).item_metadata
-        assert found is not None
-        return found.tree
+        metadata = self._reader.metadata(self.folder).item_metadata
+        assert metadata is not None
+        return metadata.tree
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
         """Read some arrays by name, with the shapes and types of the files."""

@@ -191,8 +191,8 @@ def part_of(name: str) -> str:
 
 def committed_steps(run_dir: Path) -> list[int]:
     """Return the steps that have a committed checkpoint, ascending."""
-    found = steps_with_folders(run_dir)
-    return [step for step in found if is_committed(step_folder(run_dir, step))]
+    steps = steps_with_folders(run_dir)
+    return [step for step in steps if is_committed(step_folder(run_dir, step))]
 
 
 def steps_with_folders(run_dir: Path) -> list[int]:
@@ -266,12 +266,12 @@ def require_intact(checkpoint: Checkpoint, part: str) -> None:
     # COMMITTED lists no file of this part: report its folder as missing.
     for name, expected in (recorded or {part: "no files"}).items():
         path = checkpoint.folder / name
-        found = digest(path) if path.is_file() else "missing"
-        if found != expected:
+        actual = digest(path) if path.is_file() else "missing"
+        if actual != expected:
             raise CorruptCheckpoint(
                 checkpoint.step,
                 str(path),
-                found,
+                actual,
                 f"the commit record lists {expected}",
                 _remedy(checkpoint.folder),
             )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from skippipe_sched.errors import DISK_FULL_ERRNOS, InputError, TemporaryError
+from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
@@ -46,19 +46,9 @@ from skippipe_jax.storage.run_dir import RunDir
 
 T = TypeVar("T")
 
-# Errors of the file system, which Orbax reports only as text.
-FILE_SYSTEM_ERRORS = {
-    os.strerror(number): number
-    for number in (
-        *DISK_FULL_ERRNOS,
-        errno.EROFS,
-        errno.EFBIG,
-        errno.EACCES,
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    )
-}
+# TensorStore, with which Orbax writes arrays, raises ValueErrors without a cause: only their texts
+# have the errno.
+OS_ERROR_CODE = re.compile(r"\bos_error_code='(\d+)'")
 
 BEST_METRIC = "validation_loss"
 """Metric whose lowest value marks the best checkpoint."""
@@ -92,7 +82,9 @@ class RetentionPolicy:
 
     def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step of lowest validation loss, which is kept too; None without the metric."""
-        losses = [(own[BEST_METRIC], step) for step, own in metrics.items() if BEST_METRIC in own]
+        losses = [
+            (values[BEST_METRIC], step) for step, values in metrics.items() if BEST_METRIC in values
+        ]
         return min(losses)[1] if losses else None
 
     def retained(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
@@ -256,12 +248,9 @@ class Checkpointer:
 
         A previous leader may have been lost while it copied.
         """
-        if self._mirror is not None:
-            self._copying.submit(self._complete_copy, self._mirror).result()
-
-    def _complete_copy(self, mirror: Mirror) -> None:
-        if self._not_copied(mirror):
-            self._copy(mirror)
+        mirror, copying = self._mirror, self._copying
+        if mirror is not None and copying.submit(self._not_copied, mirror).result():
+            copying.submit(self._copy, mirror).result()
 
     def _not_copied(self, mirror: Mirror) -> list[int]:
         return sorted(self._retained(committed_steps(self._run_dir)) - mirror.copied)
@@ -429,11 +418,22 @@ def _attempt_write(act: Callable[[], T]) -> T:
     try:
         return act()
     except Exception as error:
-        failure = os_error_behind(error)  # Orbax does not always raise OSError.
-        reason = next((text for text in FILE_SYSTEM_ERRORS if text in str(error)), None)
-        if failure is None and reason is None:
+        reason = _file_system_reason(error)
+        if reason is None:
             raise
-        raise NotWritten(str(reason if failure is None else failure.strerror)) from error
+        raise NotWritten(reason) from error
+
+
+def _file_system_reason(error: BaseException | None) -> str | None:
+    """Return the text of the file system error behind an error; None if there is none."""
+    if error is None:
+        return None
+    if (failure := os_error_behind(error)) is not None:
+        return str(failure.strerror)
+    if (code := OS_ERROR_CODE.search(str(error))) is not None:
+        return os.strerror(int(code[1]))
+    # The writer of one part may fail to close after the file system has failed for another.
+    return _file_system_reason(error.__cause__ if error.__suppress_context__ else error.__context__)
 
 
 def _discard(folder: Path, parts: Collection[str]) -> None:

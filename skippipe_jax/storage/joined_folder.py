@@ -66,8 +66,8 @@ def file_stamps(folder: Path) -> list[tuple[str, int, int]]:
         InputError: if they cannot be accessed.
     """
     with os_errors_as("run_dir", folder, "cannot be read", "Make the folder readable"):
-        found = [(path, path.stat()) for path in _files_of_run(folder)]
-    return [(str(path), status.st_mtime_ns, status.st_size) for path, status in found]
+        files = [(path, path.stat()) for path in _files_of_run(folder)]
+    return [(str(path), status.st_mtime_ns, status.st_size) for path, status in files]
 
 
 def _files_of_run(folder: Path) -> list[Path]:
@@ -139,11 +139,11 @@ def configurations(folder: Path, overrides: Sequence[str]) -> tuple[Config, Conf
         InputError: if `overrides` set a value that must be the same on all hosts.
     """
     theirs = saved_config(folder, "--run-dir")
-    own = saved_config(folder, "--run-dir", overrides)
-    require_same_on_all_hosts(own, theirs)
+    local = saved_config(folder, "--run-dir", overrides)
+    require_same_on_all_hosts(local, theirs)
     # Only runs in `independent` mode can be joined.
-    cluster = replace(own.cluster, runtime=INDEPENDENT)
-    return theirs, replace(own, run_dir=str(folder), cluster=cluster)
+    cluster = replace(local.cluster, runtime=INDEPENDENT)
+    return theirs, replace(local, run_dir=str(folder), cluster=cluster)
 
 
 def _identity(contents: Mapping[str, bytes]) -> dict[str, str]:

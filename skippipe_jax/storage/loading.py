@@ -24,10 +24,7 @@ from skippipe_jax.storage.checkpoint import (
 
 
 def load_stage(
-    checkpoint: Checkpoint,
-    stage_layers: Sequence[int],
-    stage: int,
-    abstract: Mapping[str, PyTree],
+    checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int, abstract: Mapping[str, PyTree]
 ) -> PyTree:
     """Load a stage as `load_stage_numpy` does onto devices, in buffers that may be donated.
 
@@ -42,10 +39,7 @@ def load_stage(
 
 
 def load_stage_numpy(
-    checkpoint: Checkpoint,
-    stage_layers: Sequence[int],
-    stage: int,
-    abstract: Mapping[str, PyTree],
+    checkpoint: Checkpoint, stage_layers: Sequence[int], stage: int, abstract: Mapping[str, PyTree]
 ) -> PyTree:
     """Read the state of one stage, bit for bit as it was saved, under any stage partition.
 
@@ -85,8 +79,8 @@ def load_stage_numpy(
             pieces[name].append(array[rows].copy() if _is_of_blocks(name) else array)
     leaves = []
     for name in wanted:
-        own = pieces.pop(name)  # Free the pieces after concatenation.
-        leaves.append(own[0] if len(own) == 1 else np.concatenate(own))
+        arrays = pieces.pop(name)  # Free the pieces after concatenation.
+        leaves.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
@@ -158,13 +152,13 @@ def _rows_of_saved_stages(
     """Return the saved stages that hold blocks of a stage, in order, and their rows."""
     first = sum(stage_layers[:stage])
     last = first + stage_layers[stage]
-    found = []
+    parts = []
     for saved, layers in enumerate(saved_layers):
         before = sum(saved_layers[:saved])
         rows = slice(max(0, first - before), min(layers, last - before))
         if rows.start < rows.stop:
-            found.append((saved, rows))
-    return found
+            parts.append((saved, rows))
+    return parts
 
 
 def _read_saved(

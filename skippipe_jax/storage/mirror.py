@@ -152,7 +152,7 @@ class Mirror:
     def before(self, step: int) -> list[int]:
         """Return the steps before `step` with committed checkpoints here; [] on an error."""
         try:
-            return [found for found in self.steps() if found < step]
+            return [other for other in self.steps() if other < step]
         except Exception as error:  # whatever the file system raises
             log.warning(f"no earlier step was fetched: {self._unusable(error)}")
             return []

@@ -169,7 +169,7 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
     """Map every operation of the plan to its run."""
     field = f"{TIMELINES}/{step:08d}"
     missing = {operation for operations in plan.order for operation in operations}
-    found: dict[Operation, Run] = {}
+    by_operation: dict[Operation, Run] = {}
     for run in runs:
         if run.operation not in missing:
             raise InputError(
@@ -179,17 +179,17 @@ def _by_operation(runs: Iterable[Run], plan: Plan, step: int) -> dict[Operation,
                 "Remove the recordings of this step: some are of another run",
             )
         missing.remove(run.operation)
-        found[run.operation] = run
+        by_operation[run.operation] = run
     if missing:
         nodes = sorted({operation.node for operation in missing})
         raise IncompleteRecordingError(
             field,
-            f"{len(found)} operations",
+            f"{len(by_operation)} operations",
             f"the recording of step {step} is incomplete: operations of nodes "
             f"{', '.join(map(str, nodes))} are missing",
             "Copy the recordings of their hosts into this folder, or remove it",
         )
-    return found
+    return by_operation
 
 
 def _relative_to(zero_s: float, run: Run) -> Run:

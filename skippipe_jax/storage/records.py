@@ -193,15 +193,15 @@ def read_records(path: Path, kind: type[T]) -> list[T]:
     """
     with os_errors_as(path.name, path, "cannot be read", "Check the path"):
         lines = path.read_bytes().split(b"\n")[:-1]
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_decode(line, kind))
+            records.append(_decode(line, kind))
         except DAMAGE as error:
             text = line.decode(errors="replace")
             field = f"{path}, line {number}"
             log.warning(str(InputError(field, text, str(error), "This line is skipped")))
-    return found
+    return records
 
 
 def last_record(path: Path, kind: type[T]) -> T | None:
@@ -210,7 +210,7 @@ def last_record(path: Path, kind: type[T]) -> T | None:
     Raises:
         OSError: if the file cannot be read.
     """
-    return next((found for _, line in lines_from_end(path) if (found := _try(line, kind))), None)
+    return next((record for _, line in lines_from_end(path) if (record := _try(line, kind))), None)
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -245,9 +245,9 @@ def end_of_step(path: Path, step: int) -> tuple[int, int]:
         OSError: if the file cannot be read.
     """
     for end, line in lines_from_end(path):
-        found = _try(line, _Step)
-        if found is not None and found.step <= step:
-            return end, found.step
+        record = _try(line, _Step)
+        if record is not None and record.step <= step:
+            return end, record.step
     return 0, 0
 
 

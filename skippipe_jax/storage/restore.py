@@ -44,10 +44,10 @@ def latest_intact(run_dir: Path, step: int | None = None) -> Checkpoint:
     Raises:
         InputError: if there is none, as raised by `open_checkpoint` and `require_intact`.
     """
-    found = open_checkpoint(run_dir, step) if step is not None else _latest_intact(run_dir)
-    for sentence in found.staleness_warnings():
+    checkpoint = open_checkpoint(run_dir, step) if step is not None else _latest_intact(run_dir)
+    for sentence in checkpoint.staleness_warnings():
         log.warning(sentence)
-    return found
+    return checkpoint
 
 
 def _latest_intact(run_dir: Path) -> Checkpoint:
@@ -55,13 +55,13 @@ def _latest_intact(run_dir: Path) -> Checkpoint:
     damages: list[CorruptCheckpoint] = []
     while steps:
         try:
-            found = verify(open_checkpoint(run_dir, steps.pop()), every_stage)
+            checkpoint = verify(open_checkpoint(run_dir, steps.pop()), every_stage)
         except CorruptCheckpoint as error:
             damages.append(error)
         else:
             for damage in damages:
-                log.warning(str(damage.with_remedy(f"Step {found.step} is read instead")))
-            return found
+                log.warning(str(damage.with_remedy(f"Step {checkpoint.step} is read instead")))
+            return checkpoint
     raise damages[-1]
 
 
@@ -103,6 +103,7 @@ class CheckpointSearch:
     """Search of all hosts together for a checkpoint that is intact on each.
 
     Attributes:
+        opened: the checkpoints that `look` has found intact on this host, by step.
         damages: the errors of damaged checkpoints, by step.
         unusable_copies: the steps whose copies are damaged too.
     """
@@ -124,9 +125,9 @@ class CheckpointSearch:
         """
         self.run_dir, self.host, self.parts, self.mirror = run_dir, host, parts, mirror
         self.timeout_s, self.up_to = timeout_s, up_to
+        self.opened: dict[int, Checkpoint] = {}
         self.damages: dict[int, CorruptCheckpoint] = {}
         self.unusable_copies: list[int] = []
-        self._opened: dict[int, Checkpoint] = {}
 
     def newest(
         self,
@@ -145,14 +146,14 @@ class CheckpointSearch:
         if steps is None:
             steps = list[int](self._of_host_0("steps", self.saved))
         for step in reversed(steps):
-            found = self._verified_by_all(step, "found", damaged)
+            result = self._verified_by_all(step, "found", damaged)
             damaged = None
-            if isinstance(found, Checkpoint):
-                return found
-            self.damages[step] = found
-            found = self._restored(step)
-            if found is not None:
-                return found
+            if isinstance(result, Checkpoint):
+                return result
+            self.damages[step] = result
+            result = self._restored(step)
+            if result is not None:
+                return result
         if not steps:
             return None
         # A run that was fetched from its copy has only some of its checkpoints here.
@@ -161,9 +162,9 @@ class CheckpointSearch:
             "copies", lambda: [] if mirror is None else mirror.before(steps[0])
         )
         for step in reversed(copies):
-            found = self._restored(step)
-            if found is not None:
-                return found
+            restored = self._restored(step)
+            if restored is not None:
+                return restored
         raise self.damages[steps[0]]
 
     def saved(self) -> list[int]:
@@ -192,7 +193,7 @@ class CheckpointSearch:
         """Verify a checkpoint on this host; return the fields of its error, or None if intact."""
         parts = self.parts
         if parts is None:  # A host that reads nothing has no record.
-            self._opened[step] = Checkpoint(
+            self.opened[step] = Checkpoint(
                 step_folder(self.run_dir, step), CommitRecord(step=step, stage_layers=(), files={})
             )
             return None
@@ -201,14 +202,10 @@ class CheckpointSearch:
             return verify(open_checkpoint(self.run_dir, step), parts)
 
         try:
-            self._opened[step] = retry(self.run_dir, verify_local)
+            self.opened[step] = retry(self.run_dir, verify_local)
         except CorruptCheckpoint as error:
             return error.fields()
         return None
-
-    def opened(self, step: int) -> Checkpoint:
-        """Return a checkpoint that `look` has found intact on this host."""
-        return self._opened[step]
 
     def _verified_by_all(
         self, step: int, when: str, damaged: Sequence[Sequence[str] | None] | None = None
@@ -220,7 +217,7 @@ class CheckpointSearch:
         for fields in damaged:
             if fields is not None:
                 return CorruptCheckpoint(step, *fields)
-        return self._opened[step]
+        return self.opened[step]
 
     def _restored(self, step: int) -> Checkpoint | None:
         """Fetch the checkpoint from the copy again; return it if it is intact, else None."""
@@ -230,10 +227,10 @@ class CheckpointSearch:
         )
         if not is_restored:
             return None
-        found = self._verified_by_all(step, "restored")
-        if isinstance(found, Checkpoint):
-            return found
-        self.damages.setdefault(step, found)
+        result = self._verified_by_all(step, "restored")
+        if isinstance(result, Checkpoint):
+            return result
+        self.damages.setdefault(step, result)
         self.unusable_copies.append(step)
         return None
 
@@ -244,12 +241,12 @@ class CheckpointSearch:
 def _clear(run_dir: Path, last: Checkpoint | None, damaged: Collection[int]) -> None:
     """Remove folders of steps after `last` and uncommitted ones; quarantine damaged ones."""
     remove_unfinished(run_dir)
-    for found in steps_with_folders(run_dir):
-        folder = step_folder(run_dir, found)
-        is_last = last is not None and found == last.step
-        if found in damaged and not is_last and is_committed(folder):
+    for step in steps_with_folders(run_dir):
+        folder = step_folder(run_dir, step)
+        is_last = last is not None and step == last.step
+        if step in damaged and not is_last and is_committed(folder):
             quarantine(folder)
-        elif last is None or found > last.step or not is_committed(folder):
+        elif last is None or step > last.step or not is_committed(folder):
             remove(folder)
 
 

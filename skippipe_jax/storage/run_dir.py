@@ -162,16 +162,16 @@ class RunDir:
         excluded = (CHECKPOINTS, "timelines", "profile", "tensorboard", "wandb")
         # Do not list excluded folders: those of checkpoints may change meanwhile.
         tops = [path for path in sorted(self.path.iterdir()) if path.name not in excluded]
-        found = (p for top in tops for p in (sorted(top.rglob("*")) if top.is_dir() else [top]))
-        return [p for p in found if p.is_file() and p.suffix != PARTIAL and p.name != LEASE]
+        paths = (p for top in tops for p in (sorted(top.rglob("*")) if top.is_dir() else [top]))
+        return [p for p in paths if p.is_file() and p.suffix != PARTIAL and p.name != LEASE]
 
     def metrics(self) -> list[StepMetrics]:
         """Read the metrics of all steps, each with its validation loss."""
         losses = {line.step: line.validation_loss for line in self._records(ValidationMetrics)}
         lines = read_records(self.path / METRICS, StepMetrics)
-        own = {line.step: line.validation_loss or None for line in lines}  # Former versions.
+        former = {line.step: line.validation_loss or None for line in lines}  # Former versions.
         return [
-            msgspec.structs.replace(n, validation_loss=losses.get(n.step, own[n.step]))
+            msgspec.structs.replace(n, validation_loss=losses.get(n.step, former[n.step]))
             for n in lines
         ]
 
@@ -345,19 +345,19 @@ class RunDir:
         from skippipe_jax.data.batches import tokenizer_of  # These import JAX.
         from skippipe_jax.data.tokenizer import copy_tokenizer
 
-        name, own = tokenizer_of(config), self.path / TOKENIZER_FOLDER
-        if name != BYTES and not own.is_dir():
-            with new_directory(own, "run_dir") as partial:
+        name, folder = tokenizer_of(config), self.path / TOKENIZER_FOLDER
+        if name != BYTES and not folder.is_dir():
+            with new_directory(folder, "run_dir") as partial:
                 copy_tokenizer(name, partial)
 
     def keep_chat_template(self, config: DataConfig) -> None:
         """Write the configured chat template, in place of that of the tokenizer."""
         from skippipe_jax.data.chat import template_text
 
-        name, own = config.chat_template, self.path / TOKENIZER_FOLDER
-        if name is not None and own.is_dir():
+        name, folder = config.chat_template, self.path / TOKENIZER_FOLDER
+        if name is not None and folder.is_dir():
             text = template_text(name, "data.chat_template")
-            atomic_write(own / CHAT_TEMPLATE, text)
+            atomic_write(folder / CHAT_TEMPLATE, text)
 
     def with_tokenizer(self, config: DataConfig) -> DataConfig:
         """Return the configuration with the folder's tokenizer, unless it is the byte tokenizer.

@@ -211,9 +211,9 @@ class _Lease:
     def _read(self) -> dict[str, Any] | None:
         """Return the content of the file; None if there is no file, {} if it is damaged."""
         try:
-            found = json.loads(self._path.read_bytes())
+            content = json.loads(self._path.read_bytes())
         except FileNotFoundError:
             return None
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}

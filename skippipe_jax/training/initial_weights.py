@@ -25,12 +25,7 @@ from jaxtyping import PyTree
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, StagePartition
-from skippipe_jax.config.data import (
-    BYTES,
-    TOKENIZER_FOLDER,
-    TOKENS_INDEX,
-    has_tokenizer,
-)
+from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER, TOKENS_INDEX, has_tokenizer
 from skippipe_jax.config.parsing import CONFIG, saved_config
 from skippipe_jax.config.pretrained import RUN, parse_init_from, require_shapes
 from skippipe_jax.data.batches import tokenizer_of

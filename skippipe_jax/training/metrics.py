@@ -75,11 +75,8 @@ class MetricsCollector:
             for step in (1, last)
         }
         topology = runtime.topology
-        self.own_devices = list(
-            dict.fromkeys(
-                device for node in topology.nodes for device in topology.spread(node).devices
-            )
-        )
+        spreads = map(topology.spread, topology.nodes)
+        self.own_devices = list(dict.fromkeys(d for spread in spreads for d in spread.devices))
         data = config.data
         self.flops = {
             name: iteration_flops(config.model, plan, data.microbatch_size, data.sequence_length)

@@ -47,6 +47,7 @@ from skippipe_jax.training.preemption import Preemption
 from skippipe_jax.training.setup import (
     COPYING_S,
     RunSetup,
+    close_on_error,
     open_checkpointer,
     restores_replica_states,
 )
@@ -149,7 +150,7 @@ class Session:
         self.microbatches_read = state.microbatches_read
         # The results of an iteration are read when this many later ones have been dispatched, so
         # that devices have work while the host reads.
-        self._metrics_lag = config.averaging.iterations_apart
+        self._metrics_lag = config.averaging.max_lag
         self._saved_step, self._attempt = -1 if start.unfinished else state.step, 1
         self._copied_step: int | None = None
         self.stop_signals: dict[int, signal.Signals] | None = None
@@ -158,15 +159,11 @@ class Session:
         # Others may still fetch these states, until a step without them is committed.
         self._first_own_step = state.step + 1
         self._still_offered = dict(state.replicas or {})
-        with ExitStack() as after_error:
-            after_error.callback(setup.transfers.close)
+        with close_on_error(setup.transfers), ExitStack() as opened:
             self.runtime = build_runtime(config, start)
-            after_error.callback(self.runtime.close)
-            with ExitStack() as opened:
-                self._open(opened)
-                self._opened = opened.pop_all()
-            # No error: keep everything open.
-            after_error.pop_all()
+            opened.callback(self.runtime.close)
+            self._open(opened)
+            self._opened = opened.pop_all()  # No error: keep everything open.
 
     def _open(self, opened: ExitStack) -> None:
         """Open metrics, validation, data, checkpoints and callbacks, to be closed in reverse."""
@@ -388,10 +385,7 @@ class Session:
 
 
 def default_callbacks(
-    run: RunContext,
-    group: Group,
-    step: int,
-    skipped_updates: int,
+    run: RunContext, group: Group, step: int, skipped_updates: int
 ) -> list[Callback]:
     """Open the built-in and the configured callbacks, most of them on host 0 only.
 

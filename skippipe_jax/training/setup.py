@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,7 @@ from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0, gather, hear, tell
 from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import (
-    Config,
-    DataConfig,
-    StagePartition,
-    require_same_run,
-)
+from skippipe_jax.config import Config, DataConfig, StagePartition, require_same_run
 from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.config.model import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
@@ -165,9 +160,13 @@ def setup_run(
     claim_run_dir = partial(_claim_run_dir, config, mirror, lock, resume=resume)
     # With `plan.measure` the cluster is measured over its own links.
     transfers, profile = None, None
+    # A checkpoint of another run is read in full to verify it, so it is opened only once.
+    open_weights = cache(
+        lambda: None if resume else open_initial_weights(config, anew=host.index == 0)
+    )
     if config.plan.measure:
         claim = partial(_claim_to_measure, config, host, lock, claim_run_dir, resume=resume)
-        needs_planning, transfers, profile = _measure_or_reuse(config, host, claim)
+        needs_planning, transfers, profile = _measure_or_reuse(config, host, claim, open_weights)
     else:
         needs_planning = leads and claim_run_dir()
     # Host 0 makes the plans or reads those of the run; the others wait until it has written them.
@@ -178,7 +177,7 @@ def setup_run(
         schedule = make_plans(config, config_folder, None if profile is None else profile.case)
     else:
         schedule = RunDir(folder).schedule()
-    setup = _open_inputs(config, host, schedule, mirror, resume=resume)
+    setup = _open_inputs(config, host, schedule, mirror, open_weights)
     parts = parts_to_restore(config, setup)
     search = CheckpointSearch(folder, host, parts, mirror)
     if leads:
@@ -197,10 +196,12 @@ def setup_run(
         transfers.connect(setup.agreed.endpoints)
         if leads:
             search.clear(setup.checkpoint)
-            checkpoint = setup.checkpoint
-            log_planned_time(config, schedule, 0 if checkpoint is None else checkpoint.step)
-        if leads and resume:
-            _resume_run_dir(config, setup.checkpoint)
+            step = 0 if setup.checkpoint is None else setup.checkpoint.step
+            log_planned_time(config, schedule, step)
+            if resume and step >= config.train.steps:
+                log.output(f"already finished: step {step} of {config.train.steps}")
+            if resume:
+                truncate_run(config, step)
         if host.count > 1 and not host.is_distributed:
             lock.share(host.process)
     return setup
@@ -217,7 +218,10 @@ def close_on_error(transfers: Transfers) -> Iterator[None]:
 
 
 def _measure_or_reuse(
-    config: Config, host: Membership, claim: Callable[[], dict[str, Any]]
+    config: Config,
+    host: Membership,
+    claim: Callable[[], dict[str, Any]],
+    open_weights: Callable[[], WeightSource | None],
 ) -> tuple[bool, Transfers | None, Profile | None]:
     """Measure the cluster, unless the resumed run was measured on these hosts.
 
@@ -250,7 +254,7 @@ def _measure_or_reuse(
                 f"not measured again: making a new plan from the measurement of {recorded['at']}"
             )
             return True, None, _recorded(config, host)[1] if host.index == 0 else None
-    return True, *_measure_cluster(config, host)
+    return True, *_measure_cluster(config, host, open_weights)
 
 
 def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | None, Profile | None]:
@@ -261,11 +265,14 @@ def _recorded(config: Config, host: Membership) -> tuple[Mapping[str, Any] | Non
     )
 
 
-def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profile | None]:
+def _measure_cluster(
+    config: Config, host: Membership, open_weights: Callable[[], WeightSource | None]
+) -> tuple[Transfers, Profile | None]:
     """Measure the cluster, together with all hosts; only host 0 returns a profile."""
     if host.count == 1:
         # Report wrong inputs before spending time on measuring.
-        require_inputs(config)
+        require_text(config)
+        open_weights()
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
     transfers = open_transfers(host)
@@ -275,7 +282,11 @@ def _measure_cluster(config: Config, host: Membership) -> tuple[Transfers, Profi
 
 
 def _open_inputs(
-    config: Config, host: Membership, schedule: Schedule, mirror: Mirror | None, *, resume: bool
+    config: Config,
+    host: Membership,
+    schedule: Schedule,
+    mirror: Mirror | None,
+    open_weights: Callable[[], WeightSource | None],
 ) -> HostSetup:
     """Open the inputs of this host for `schedule`: programs, text, and initial weights."""
     plan = schedule.plans[OWN]
@@ -285,19 +296,17 @@ def _open_inputs(
     _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
-    data = open_training_data(config, plan, programs[OWN])
-    held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
+    data, held_out = _open_text(config, plan, programs[OWN])
     config.model.stage_partition(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
-    weights = None if resume else open_initial_weights(config, anew=host.index == 0)
     return HostSetup(
         schedule=schedule,
         host_of=host_of,
         programs=programs,
         data=data,
         held_out=held_out,
-        weights=weights,
+        weights=open_weights(),
         mirror=mirror,
     )
 
@@ -354,7 +363,7 @@ def _agreed(
 ) -> RunSetup:
     """Exchange reports, and agree on the checkpoint to resume from: one of `steps`, if any."""
     damaged = search.look(steps[-1]) if steps else None
-    newest = search.opened(steps[-1]) if steps and damaged is None else None
+    newest = search.opened.get(steps[-1]) if steps else None
     member: dict[str, Any] = {}
     if host.count > 1 and not host.is_distributed:
         nodes = [node for node, own in enumerate(setup.host_of) if own == host.index]
@@ -414,17 +423,15 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
     host_of = hosts_of_nodes(len(case.nodes), host.count, config.cluster.host_of_node)
     _give_threads(config, host, host_of.count(host.index), case)
     _require_attention(config)
+    setup = HostSetup(schedule=schedule, host_of=host_of, programs={})
     if host.index >= host.count:  # The others assign its stage.
-        return HostSetup(schedule=schedule, host_of=host_of, programs={})
+        return setup
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
     data, held_out = None, ()
     with suppress(InputError):  # A host that gets a data node tries again, with a warning.
-        data = open_training_data(config, schedule.plans[OWN], programs[OWN])
-        held_out = () if data is None else read_held_out(config, with_run_tokenizer(config))
-    return HostSetup(
-        schedule=schedule, host_of=host_of, programs=programs, data=data, held_out=held_out
-    )
+        data, held_out = _open_text(config, setup.plan, programs[OWN])
+    return replace(setup, programs=programs, data=data, held_out=held_out)
 
 
 def parts_to_restore(config: Config, setup: HostSetup) -> Callable[[Checkpoint], set[str]]:
@@ -455,22 +462,13 @@ def restores_replica_states(config: Config, plan: Plan, checkpoint: Checkpoint) 
     return checkpoint.record.replica_states == own and checkpoint.record.stage_layers == tuple(cut)
 
 
-def _resume_run_dir(config: Config, checkpoint: Checkpoint | None) -> None:
-    """Prepare the folder of a run on host 0 to resume after a checkpoint."""
-    step, last = 0 if checkpoint is None else checkpoint.step, config.train.steps
-    if step >= last:
-        log.output(f"already finished: step {step} of {last}")
-    truncate_run(config, step)
-
-
 def truncate_run(config: Config, step: int, *, is_own: bool = False) -> None:
     """Prepare the folder of a run on host 0 to continue after `step`.
 
     `is_own`: this process was the last to write the metrics.
     """
-    folder = Path(config.run_dir)
-    RunDir(folder).truncate_after(step, config, is_own=is_own)
-    remove_recordings(folder, after=step)
+    RunDir(config.run_dir).truncate_after(step, config, is_own=is_own)
+    remove_recordings(Path(config.run_dir), after=step)
 
 
 def own_report(setup: HostSetup, **known: Any) -> GenerationReport:
@@ -634,25 +632,26 @@ def _digest_of_plans(schedule: Schedule) -> str:
     return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
-def open_training_data(config: Config, plan: Plan, program: Program) -> TrainingBatches | None:
-    """Open the microbatches of the run; None if this host serves no data node."""
-    data = with_run_tokenizer(config)
-    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
+def _open_text(
+    config: Config, plan: Plan, program: Program
+) -> tuple[TrainingBatches | None, tuple[Batch, ...]]:
+    """Open the training and the held-out text; None and () if this host serves no data node."""
+    text = with_run_tokenizer(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(text)))
     if not set(plan.stages[0]) & set(program.nodes):
-        return None
-    return TrainingBatches(data)
+        return None, ()
+    return TrainingBatches(text), read_held_out(config, text)
 
 
-def require_inputs(config: Config) -> None:
-    """Read the text and open the initial weights, as a host that serves all stages does.
+def require_text(config: Config) -> None:
+    """Read the text, as a host with a data node does.
 
     Raises:
-        InputError: if one of them cannot be used.
+        InputError: if it cannot be used.
     """
     data = with_run_tokenizer(config)
     check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
     load_corpora(data)
-    open_initial_weights(config, anew=True)
 
 
 def try_open_text(config: Config, setup: HostSetup) -> HostSetup:

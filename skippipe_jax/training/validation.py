@@ -1,4 +1,4 @@
-"""Held-out loss of the full model during training."""
+"""Validation loss of the full model during training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
 
 
 def best_step(losses: Mapping[int, float]) -> int:
-    """Return the first step with the lowest held-out loss; `losses` is keyed by step."""
+    """Return the first step with the lowest validation loss; `losses` is keyed by step."""
     return min(sorted(losses), key=losses.__getitem__)
 
 
@@ -37,15 +37,10 @@ def is_out_of_patience(losses: Mapping[int, float], patience: int) -> bool:
 
 
 class Validator:
-    """Evaluator of the held-out loss; every host makes one, and all use it at the same steps."""
+    """Evaluator of the validation loss; every host makes one, and all use it at the same steps."""
 
     def __init__(
-        self,
-        config: Config,
-        batches: Sequence[Batch],
-        count: int,
-        runtime: Runtime,
-        host: Group,
+        self, config: Config, batches: Sequence[Batch], count: int, runtime: Runtime, host: Group
     ):
         """Store `count` microbatches to validate on; hosts with a data node hold `batches`."""
         self.host = host
@@ -56,7 +51,7 @@ class Validator:
         self.batches = {number: batches[number] for number in self.held_out.microbatches}
 
     def evaluate(self, step: int) -> float | None:
-        """Compute the mean held-out loss [nats per token] after `step`; None on hosts other than 0.
+        """Compute the mean validation loss [nats per token] after `step`; None except on host 0.
 
         All hosts call this together, between two iterations.
 

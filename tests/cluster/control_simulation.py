@@ -44,8 +44,6 @@ from skippipe_jax.training.elastic import coordinator
 from skippipe_jax.training.elastic.coordinator import (
     AwaitGeneration,
     Cause,
-    Closed,
-    CloseSession,
     Confirming,
     Entered,
     Failed,
@@ -320,9 +318,9 @@ class ControlSimulation(Simulation):
         own.has_cut_transfers = False
         if not isinstance(own.at, Suspended):
             own.advance(Signal.ENDED)
-        action = own.advance(Entered(generation))
-        if isinstance(action, CloseSession):
-            action = own.advance(Closed(len(own.applied)))
+        assert isinstance(own.at, Suspended)
+        has_session = own.at.source is None
+        action = own.advance(Entered(generation, len(own.applied) if has_session else None))
         assert isinstance(action, OpenSession), action
         match action.source.origin:
             case Origin.PEERS:

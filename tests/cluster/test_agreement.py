@@ -1,4 +1,4 @@
-"""Hosts that are threads tell each other what they have, and agree or not."""
+"""Hosts that are threads tell each other what they have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.agreement import agree, barrier, from_host_0, gather, hear, tell
+from skippipe_jax.cluster.agreement import barrier, from_host_0, gather, hear, tell
 from skippipe_jax.errors import PeerFailed
 from tests.thread_hosts import ThreadHost, on_hosts
 
@@ -37,8 +37,7 @@ def test_a_host_alone_agrees_with_itself():
     host = ThreadHost()
     assert from_host_0(host, "a", lambda: (1,), 0.0) == [1]
     assert gather(host, "b", lambda: "x", 0.0) == {0: "x"}
-    agree(host, "c", (1, 2), 0.0, lambda first: AssertionError(first))
-    barrier(host, "d", 0.0)
+    barrier(host, "c", 0.0)
 
 
 def test_where_host_0_fails_all_others_name_its_error():
@@ -79,22 +78,6 @@ def test_where_one_of_many_fails_the_others_name_it():
         assert "host 1 failed at 'it': InputError: field = 1" in str(error)
 
 
-def test_hosts_agree_or_those_that_differ_say_so():
-    def act(host: ThreadHost) -> Any:
-        value = {"text": (1, "other" if host.index == 3 else "same")}
-        asked = [1, 2, 3]
-        if host.index in asked:
-            agree(
-                host, "text", value, WAIT_S, lambda first: InputError("f", 3, str(first), ""), asked
-            )
-        return "agreed"
-
-    *agreeing, differing = on_hosts(4, act)
-    assert agreeing == ["agreed"] * 3
-    assert isinstance(differing, InputError)
-    assert differing.problem == "1"
-
-
 def test_who_tells_waits_for_nobody():
     host = ThreadHost(count=2)
     assert tell(host, "it", lambda: (1,)) == [1]
@@ -122,7 +105,6 @@ def test_nobody_passes_a_barrier_before_the_last_has_come():
         lambda host: gather(host, "it", list, 0.05),
         lambda host: hear(host, "it", [0, 1, 2], 0.05),
         lambda host: barrier(host, "it", 0.05),
-        lambda host: agree(host.peer(1), "it", 1, 0.05, AssertionError),
     ],
 )
 def test_who_waits_in_vain_learns_for_whom(act: Any):

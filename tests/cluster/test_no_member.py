@@ -12,9 +12,8 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.joining import joined
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.cluster.place import Place
-from skippipe_jax.cluster.team import Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Hello

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from skippipe_jax.cli.main import main
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import load_config
-from skippipe_jax.training.trainer import Trainer
 from tests.commands.examples import Command, Result, write_inputs
+from tests.training_runs import train_alone
 
 
 @pytest.fixture
@@ -51,9 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_inputs(folder)
     with contextlib.chdir(folder):
-        config = load_config(Path("config.yaml"))
-        alone = Membership(config.cluster, index=0, count=1)
-        Trainer(config, host=alone, config_folder=folder).run()
+        train_alone(load_config(Path("config.yaml")))
     return folder
 
 

@@ -25,14 +25,7 @@ CASE: dict[str, Any] = {
 CONFIG: dict[str, Any] = {
     "run_dir": "run",
     "compilation_cache": None,
-    "model": {
-        "width": 16,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
-        "ffn_width": 24,
-        "context": 32,
-    },
+    "model": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32},
     "plan": {"case": CASE, "method": "balanced"},
     "data": {
         "source": "text",
@@ -56,6 +49,14 @@ class Result:
 
 
 Command = Callable[..., Result]
+
+
+TRAIN = ("train", "--config", "config.yaml")
+
+
+def given(*values: str) -> list[str]:
+    """Arguments that set values of the configuration, each written as KEY=VALUE."""
+    return [word for value in values for word in ("--set", value)]
 
 
 def write_inputs(folder: Path) -> None:

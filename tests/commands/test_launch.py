@@ -235,6 +235,16 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def fake_python(folder: Path, monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
+    """Have hosts note their words in `started`; the first begins the run and dies, others end."""
+    (folder / "python").write_text(
+        '#!/bin/sh\necho "$*" >> started\n[ $(wc -l < started) = 1 ] || exit 0\n'
+        f"mkdir -p run\ntouch run/config.yaml\n{begin}\nkill -9 $$\n"
+    )
+    (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+
+
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("lives", [False, True])
 def test_a_host_joins_those_that_live_where_it_is_told_to(
@@ -243,21 +253,10 @@ def test_a_host_joins_those_that_live_where_it_is_told_to(
     """If none does, the run goes on as it has begun."""
     process = os.getpid() if lives else 1 << 30
     member = {"host": 1, "pid": process, "address": "127.0.0.1:8477"}
-    generation = {
-        "generation": 1,
-        "step": 0,
-        "leader": 1,
-        "at": "now",
-        "cause": "",
-        "rewound": False,
-    }
-    (folder / "told").write_text(json.dumps(generation | {"members": [member]}) + "\n")
-    (folder / "python").write_text(
-        '#!/bin/sh\necho "$*" >> started\n[ $(wc -l < started) = 1 ] || exit 0\n'
-        "mkdir -p run\ntouch run/config.yaml\ncp told run/membership.jsonl\nkill -9 $$\n"
-    )
-    (folder / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    generation = {"generation": 1, "step": 0, "leader": 1, "at": "now", "cause": ""}
+    line = generation | {"rewound": False, "members": [member]}
+    (folder / "told").write_text(json.dumps(line) + "\n")
+    fake_python(folder, monkeypatch, "cp told run/membership.jsonl")
     given = ("--config", "config.yaml", "--hosts", "1", "--set", "cluster.secret=secret")
     (folder / "secret").write_text("thisIsTheSecretOfThisRunAndOfNoOther\n")
     result = command("launch", *given, "--restart=join", "--log-level=warning")
@@ -279,12 +278,7 @@ def test_a_host_goes_on_with_the_run_that_was_begun_here(
     if is_there:
         (folder / "run").mkdir()
         (folder / "run" / "config.yaml").touch()
-    (folder / "python").write_text(
-        '#!/bin/sh\necho "$*" >> started\n[ $(wc -l < started) = 1 ] || exit 0\n'
-        "mkdir -p run\ntouch run/config.yaml\nkill -9 $$\n"
-    )
-    (folder / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    fake_python(folder, monkeypatch, "true")
     result = command("launch", "--config", "config.yaml", "--hosts", "1", "--restart=resume")
     assert result.code == 0, result.out
     started = (folder / "started").read_text().splitlines()

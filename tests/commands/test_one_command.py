@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -20,8 +18,6 @@ from skippipe_sched import commands as planner
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
-from experiments.benchmarks import start
-from skippipe_jax.cli import convert, evaluate, generate, lm_eval
 from skippipe_jax.cli import main as skippipe
 from tests.commands.examples import CASE, Command
 
@@ -56,34 +52,29 @@ def loaded(module: str, *words: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["skippipe_sched", "skippipe_jax", "skippipe_jax.config", "skippipe_jax.program"]
+    ("module", "others"),
+    [
+        ("skippipe_sched", {"scipy"}),
+        ("skippipe_jax", {"scipy"}),
+        ("skippipe_jax.program", {"scipy"}),
+        ("skippipe_jax.program.compiler", set()),
+        ("skippipe_jax.program.schedule", set()),
+        # Until a configuration is read.
+        ("skippipe_jax.config", {"scipy", "numpy", "jaxtyping", "yaml"}),
+        ("skippipe_jax.connections.addresses", {"fsspec"}),
+        ("skippipe_jax.storage.run_dir", {"fsspec"}),
+        ("skippipe_jax.storage.checkpoint", {"scipy", "numpy"}),
+    ],
 )
-def test_packages_without_arrays_of_jax_are_light(package: str):
-    assert not loaded(package) & (HEAVY | {"scipy"})
-
-
-def test_the_configuration_needs_neither_arrays_nor_yaml_until_it_is_read():
-    assert not loaded("skippipe_jax.config") & {"numpy", "jaxtyping", "yaml"}
-
-
-def test_programs_are_made_without_jax():
-    assert not loaded("skippipe_jax.program.compiler") & HEAVY
-    assert not loaded("skippipe_jax.program.schedule") & HEAVY
+def test_modules_that_compute_nothing_are_light(module: str, others: set[str]):
+    assert not loaded(module) & (HEAVY | others)
 
 
 def test_commands_that_compute_nothing_are_light(folder: Path):
     helps = [[name, "--help", "+"] for name in skippipe.COMMANDS]
     wrong = ["launch", "--config", "config.yaml", "--hosts", "2", "--set", "train.stepz=3", "+"]
-    words = [
-        "--help",
-        "+",
-        *itertools.chain(*helps),
-        *wrong,
-        "config",
-        "show",
-        "--config",
-        "config.yaml",
-    ]
+    shown = ["config", "show", "--config", "config.yaml"]
+    words = ["--help", "+", *itertools.chain(*helps), *wrong, *shown]
     found = loaded("skippipe_jax.cli.main", *words)
     assert not found & (HEAVY | {"scipy"})
     assert "yaml" in found  # It did run.
@@ -91,30 +82,6 @@ def test_commands_that_compute_nothing_are_light(folder: Path):
     assert not loaded("skippipe_jax.cli.main", "train", "--config", "wrong.yaml") & (
         HEAVY | {"scipy"}
     )
-
-
-def parser_of(module: Any) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    return parser
-
-
-def shown(parser: argparse.ArgumentParser) -> set[tuple[str, str]]:
-    """The options that the help of a parser and its own commands tells of, and what they take."""
-    found = set()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found |= {option for own in action.choices.values() for option in shown(own)}
-        elif action.help != argparse.SUPPRESS:
-            found |= {(flag, str(action.metavar)) for flag in action.option_strings}
-    return found
-
-
-def test_stages_are_those_that_run_and_cut_is_how_many_there_are(capsys):
-    modules = (convert, evaluate, generate, lm_eval)
-    options = set().union(*(shown(parser_of(module)) for module in modules))
-    found = {(flag, takes) for flag, takes in options if "stage" in flag or flag == "--cut"}
-    assert found == {("--num-stages", "N"), ("--stage-order", "0,2,1")}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +93,7 @@ def test_stages_are_those_that_run_and_cut_is_how_many_there_are(capsys):
             "generate --run a --prompt b --tokens 3 --stages 0,1",
             "generate --run a --prompt b --max-new-tokens 3 --stage-order 0,1",
         ),
-        (
-            "harness --run a --tasks b --keep 0.5",
-            "lm-eval --run a --tasks b --keep-fraction 0.5",
-        ),
+        ("harness --run a --tasks b --keep 0.5", "lm-eval --run a --tasks b --keep-fraction 0.5"),
         ("convert from-hf a -o b --cut 3", "convert from-hf a -o b --num-stages 3"),
         ("tokenize a -o b --processes 3", "tokenize a -o b --num-workers 3"),
         (
@@ -184,18 +148,6 @@ def test_a_report_is_written_without_jax(run: Path):
     found = loaded("skippipe_jax.cli.main", "report", str(run))
     assert (run / "report.html").is_file()
     assert not found & HEAVY
-
-
-@pytest.mark.nightly
-def test_the_benchmark_says_what_starting_takes(run: Path, command: Command):
-    result = command(start, "--run", "run", "--starts", "1", "--against", str(start.ROOT))
-    assert result.code == 0, result.err
-    figures = json.loads(result.out.splitlines()[-1])["commands"]
-    assert {name.split()[1] for name in figures} >= {"train", "report", "plot", "--help"}
-    for name, row in figures.items():
-        assert row["here_s"] > 0
-        assert (row["there_s"] is None) == (start.COMMANDS[name][1] is None)
-    assert figures["skippipe report RUN"]["at_most_s"] == 1.5
 
 
 def test_the_list_has_every_command(command: Command):
@@ -269,10 +221,14 @@ def test_a_command_runs_under_the_one_name(folder: Path, command: Command):
     assert wrong.err.startswith("error: model.depth = 3: unknown key.")
 
 
-def test_a_command_that_there_is_not_is_refused(command: Command):
-    result = command("trian")
-    assert result.code == 2
-    assert "invalid choice: 'trian'" in result.err
+def test_commands_and_arguments_that_there_are_not_are_refused(command: Command):
+    for words, told in (
+        (("trian",), "invalid choice: 'trian'"),
+        (("train", "--fast"), "unrecognized arguments: --fast"),
+    ):
+        result = command(*words)
+        assert result.code == 2
+        assert told in result.err
 
 
 COMPLETE = """
@@ -323,28 +279,6 @@ def test_other_shells_are_told_of_commands_and_options(
     if shutil.which(shell) is not None:
         (tmp_path / "script").write_text(script)
         subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("train", ["--config", "YAML", "--set KEY.SUB=VALUE", "--resume"]),
-        ("evaluate", ["--run", "folder of a run", "--step", "--json", "perplexity"]),
-        ("launch", ["--config", "YAML", "--hosts N", "machine"]),
-    ],
-)
-def test_help_explains_the_command(name: str, wanted: list[str], command: Command):
-    result = command(name, "--help")
-    for words in wanted:
-        assert words in result.out
-
-
-@pytest.mark.parametrize("name", ["train", "evaluate", "launch"])
-def test_unknown_arguments_are_refused(name: str, command: Command):
-    result = command(name, "--config", "config.yaml", "--run", "run", "--fast")
-    assert result.code == 2
-    assert "usage: " in result.err
-    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(

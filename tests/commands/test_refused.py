@@ -14,18 +14,10 @@ from skippipe_sched.problem.case import parse_case
 
 from skippipe_jax.local import hosts
 from skippipe_jax.storage.checkpoint import step_folder
-from tests.commands.examples import CASE, Command, expect_one_error
+from tests.commands.examples import CASE, TRAIN, Command, expect_one_error, given
 
-# Trains by plan.json instead of the case of the configuration.
-TRAIN_BY_FILE = [
-    "train",
-    "--config",
-    "config.yaml",
-    "--set",
-    "plan.case=null",
-    "--set",
-    "plan.file=plan.json",
-]
+# A plan in a file instead of the case of the configuration.
+BY_FILE = given("plan.case=null", "plan.file=plan.json")
 
 
 def case_with(**changes: Any) -> str:
@@ -107,19 +99,13 @@ def test_wrong_values_are_refused_before_anything_is_written(
 ):
     overrides, words = WRONG_VALUES[name]
     before = sorted(folder.rglob("*"))
-    result = command(
-        "train",
-        "--config",
-        "config.yaml",
-        *(word for text in overrides for word in ("--set", text)),
-    )
-    expect_one_error(result, *words)
+    expect_one_error(command(*TRAIN, *given(*overrides)), *words)
     assert sorted(folder.rglob("*")) == before
 
 
 def test_a_dry_run_shows_plan_and_memory_and_writes_nothing(folder: Path, command: Command):
     before = sorted(folder.rglob("*"))
-    shown = command("train", "--config", "config.yaml", "--dry-run")
+    shown = command(*TRAIN, "--dry-run")
     assert (shown.code, shown.err) == (0, "")
     assert "width: 16" in shown.out
     assert "by the timing model" not in shown.out, "nobody has measured what the case says"
@@ -128,7 +114,7 @@ def test_a_dry_run_shows_plan_and_memory_and_writes_nothing(folder: Path, comman
 
 
 def test_a_log_level_leaves_lines_on_stderr_out(folder: Path, command: Command):
-    words = ("train", "--config", "config.yaml", "--dry-run", "--set", case_with(stage_bytes=1))
+    words = (*TRAIN, "--dry-run", "--set", case_with(stage_bytes=1))
     told = command(*words, "--log-level", "warning")
     assert "warning: case.stage_bytes[0] = 1, " in told.err
     quiet = command(*words, "--log-level", "error")
@@ -149,7 +135,7 @@ def test_a_log_level_leaves_lines_on_stderr_out(folder: Path, command: Command):
 def test_a_dry_run_refuses_what_a_run_does(
     arguments: list[str], words: list[str], folder: Path, command: Command
 ):
-    result = command("train", "--config", "config.yaml", "--dry-run", *arguments)
+    result = command(*TRAIN, "--dry-run", *arguments)
     assert result.code == 2
     [line] = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert all(word in line for word in words)
@@ -157,15 +143,15 @@ def test_a_dry_run_refuses_what_a_run_does(
 
 
 def test_a_dry_run_over_a_run_is_refused(run: Path, command: Command):
-    assert command("train", "--config", "config.yaml", "--dry-run", "--resume").code == 0
-    result = command("train", "--config", "config.yaml", "--dry-run")
+    assert command(*TRAIN, "--dry-run", "--resume").code == 0
+    result = command(*TRAIN, "--dry-run")
     assert result.code == 2
     assert f"run_dir = '{run.name}': already contains a run" in result.err
 
 
 def test_times_may_have_units(command: Command, folder: Path):
-    given = ["--set", "cluster.grace_s=2min", "--set", "network.deadline_s=0.5h"]
-    shown = command("config", "show", "--config", "config.yaml", *given)
+    times = given("cluster.grace_s=2min", "network.deadline_s=0.5h")
+    shown = command("config", "show", "--config", "config.yaml", *times)
     config = yaml.safe_load(shown.out)
     assert (config["cluster"]["grace_s"], config["network"]["deadline_s"]) == (120, 1800)
     wrong = command("config", "show", "--config", "config.yaml", "--set", "cluster.grace_s=2 weeks")
@@ -257,18 +243,14 @@ def test_wrong_parents_are_refused_before_anything_is_written(
     change, overrides, words = WRONG_PARENTS[name]
     change(run)
     before = sorted(folder.rglob("*"))
-    settings = ["run_dir=child", "init_from=run:run", *overrides]
-    result = command(
-        "train", "--config", "config.yaml", *(word for text in settings for word in ("--set", text))
-    )
+    result = command(*TRAIN, *given("run_dir=child", "init_from=run:run", *overrides))
     expect_one_error(result, *words)
     assert sorted(folder.rglob("*")) == before
 
 
 def test_a_parent_without_a_whole_checkpoint_is_refused(run: Path, folder: Path, command: Command):
     damage(2, 3)(run)
-    settings = ["--set", "run_dir=child", "--set", "init_from=run:run"]
-    result = command("train", "--config", "config.yaml", *settings)
+    result = command(*TRAIN, *given("run_dir=child", "init_from=run:run"))
     expect_one_error(result, "init_from = 'run:run'", "the commit record lists", "Start a new run")
     assert not (folder / "child").exists()
 
@@ -277,9 +259,7 @@ def test_a_configuration_that_names_its_own_folder_is_refused(folder: Path, comm
     path = folder / "config.yaml"
     tree = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump(tree | {"model": {}, "init_from": f"run:{folder}"}))
-    expect_one_error(
-        command("train", "--config", "config.yaml"), "init_from", "checkpoint does not exist"
-    )
+    expect_one_error(command(*TRAIN), "init_from", "checkpoint does not exist")
 
 
 def damaged_plan(damage: Callable[[dict[str, Any]], Any]) -> str:
@@ -321,15 +301,13 @@ def test_plans_that_mean_nothing_are_refused(
     damage: Callable[[Any], Any], words: list[str], folder: Path, command: Command
 ):
     (folder / "plan.json").write_text(damaged_plan(damage))
-    result = command(*TRAIN_BY_FILE)
-    expect_one_error(result, *words)
+    expect_one_error(command(*TRAIN, *BY_FILE), *words)
     assert not (folder / "run").exists()
 
 
 def test_a_plan_file_that_is_no_json_is_refused(folder: Path, command: Command):
     (folder / "plan.json").write_text('{"format": ')
-    result = command(*TRAIN_BY_FILE)
-    expect_one_error(result, "plan = 'plan.json'", "not valid JSON")
+    expect_one_error(command(*TRAIN, *BY_FILE), "plan = 'plan.json'", "not valid JSON")
 
 
 @pytest.mark.parametrize(
@@ -346,7 +324,7 @@ def test_a_plan_file_that_is_no_json_is_refused(folder: Path, command: Command):
 def test_hosts_that_make_no_cluster_are_refused(
     arguments: list[str], words: list[str], folder: Path, command: Command
 ):
-    expect_one_error(command("train", "--config", "config.yaml", *arguments), *words)
+    expect_one_error(command(*TRAIN, *arguments), *words)
     assert not (folder / "run").exists()
 
 
@@ -367,11 +345,10 @@ def test_the_place_of_a_host_may_come_from_the_environment(
 ):
     for name, value in variables.items():
         monkeypatch.setenv(f"SKIPPIPE_{name}", value)
-    expect_one_error(command("train", "--config", "config.yaml"), *words)
+    expect_one_error(command(*TRAIN), *words)
 
 
-IN_A_FILE = ["--set", "plan.case=null", "--set", "plan.file=plan.json"]
-ON_TWO_HOSTS = ["--set", "cluster.host_of_node=[0, 1, 0]"]
+ON_TWO_HOSTS = given("cluster.host_of_node=[0, 1, 0]")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +358,7 @@ ON_TWO_HOSTS = ["--set", "cluster.host_of_node=[0, 1, 0]"]
         (["--hosts", "2", "--kill-after", "-1"], ["--kill-after = -1", "at least 0"]),
         (["--hosts", "2", "--set", "train.stepz=3"], ["train.stepz = 3", "unknown key"]),
         (["--hosts", "100"], ["--hosts = 100", "3 nodes", "Start 3 hosts or fewer"]),
-        (["--hosts", "4", *IN_A_FILE], ["--hosts = 4", "3 nodes"]),
+        (["--hosts", "4", *BY_FILE], ["--hosts = 4", "3 nodes"]),
         (["--hosts", "3", *ON_TWO_HOSTS], ["cluster.host_of_node", "Start 2 hosts"]),
         (["--hosts", "3", "--set", "plan=auto", *ON_TWO_HOSTS], ["cluster.host_of_node"]),
         (["--hosts", "2", "--set", "plan.case=none.yaml"], ["case = 'none.yaml'", "No such file"]),

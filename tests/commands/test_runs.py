@@ -25,17 +25,19 @@ from skippipe_jax.storage.checkpoint import committed_steps
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training import compilations
-from tests.commands.examples import CASE, Command, expect_one_error
+from tests.commands.examples import CASE, TRAIN, Command, expect_one_error, given
+
+RESUMED = (*TRAIN, "--resume", *given("train.steps=5"))
 
 
 @pytest.mark.nightly
 def test_a_corrected_start_needs_no_resume(folder: Path, command: Command):
     """A refused start leaves nothing; a start over a run is refused and leaves that run alone."""
-    wrong = command("train", "--config", "config.yaml", "--set", "data.path=nowhere")
+    wrong = command(*TRAIN, "--set", "data.path=nowhere")
     expect_one_error(wrong, "data.path")
-    assert command("train", "--config", "config.yaml", "--set", "train.steps=1").code == 0
+    assert command(*TRAIN, "--set", "train.steps=1").code == 0
     files = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
-    again = command("train", "--config", "config.yaml")
+    again = command(*TRAIN)
     expect_one_error(again, "run_dir = 'run'", "already contains a run", "--resume")
     assert files == {p: p.read_bytes() for p in (folder / "run").rglob("*") if p.is_file()}
 
@@ -50,7 +52,7 @@ def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_training_tells_how_to_go_on(folder: Path, command: Command):
-    result = command("train", "--config", "config.yaml")
+    result = command(*TRAIN)
     assert result.code == 0
     # What differs from the defaults, as a file that could be given again.
     *shown_lines, of_text, last, of_page = result.out.splitlines()
@@ -71,14 +73,11 @@ def test_a_plan_for_other_sizes_is_warned_of(folder: Path, command: Command):
     """Both numbers, the key and what to do; a ready plan, and a run that goes on, are told too."""
     invented = CASE | {"activation_bytes": 1, "stage_bytes": 7}
     make_plan(parse_case(invented), "balanced").save(folder / "plan.json")
-    once = ("--config", "config.yaml", "--set", "train.steps=1")
-    of_case = command("train", *once, "--set", f"plan.case={json.dumps(invented)}")
-    of_file = command(
-        "train",
-        *(*once, "--set", "run_dir=other", "--set", "plan.case=null"),
-        *("--set", "plan.file=plan.json"),
-    )
-    again = command("train", *once, "--resume", "--set", f"plan.case={json.dumps(invented)}")
+    once = (*TRAIN, *given("train.steps=1"))
+    by_case = given(f"plan.case={json.dumps(invented)}")
+    of_case = command(*once, *by_case)
+    of_file = command(*once, *given("run_dir=other", "plan.case=null", "plan.file=plan.json"))
+    again = command(*once, "--resume", *by_case)
     for result, remedies in (
         (of_case, ("Remove it, or set it to auto",) * 2),
         (of_file, ("Plan again with activation_bytes: 4096", "[41024, 7808]")),
@@ -108,8 +107,7 @@ def test_a_plan_for_these_sizes_is_not_warned_of(sizes: str, folder: Path, comma
             case[key] = "auto"
         elif sizes == "left out":
             del case[key]
-    given = ("--set", f"plan.case={json.dumps(case)}", "--set", "train.steps=1")
-    result = command("train", "--config", "config.yaml", *given)
+    result = command(*TRAIN, *given(f"plan.case={json.dumps(case)}", "train.steps=1"))
     assert result.code == 0
     assert "warning" not in result.err
 
@@ -117,9 +115,7 @@ def test_a_plan_for_these_sizes_is_not_warned_of(sizes: str, folder: Path, comma
 def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command):
     metrics = (run / "metrics.jsonl").read_bytes()
     for steps in ("3", "2"):
-        result = command(
-            "train", "--config", "config.yaml", "--resume", "--set", f"train.steps={steps}"
-        )
+        result = command(*TRAIN, "--resume", *given(f"train.steps={steps}"))
         assert (result.code, result.err) == (0, "")
         assert "finished 3 steps" in result.out
         assert f"already finished: step 3 of {steps}" in result.out
@@ -128,15 +124,8 @@ def test_resuming_a_run_that_is_over_changes_nothing(run: Path, command: Command
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, command: Command):
-    result = command(
-        "train",
-        "--config",
-        "config.yaml",
-        *("--set", "optimizer.learning_rate=1e38"),
-        *("--set", "optimizer.warmup_steps=0"),
-        *("--set", "checkpoint.every=1"),
-        *("--set", "train.steps=9"),
-    )
+    explosive = given("optimizer.learning_rate=1e38", "optimizer.warmup_steps=0")
+    result = command(*TRAIN, *explosive, *given("checkpoint.every=1", "train.steps=9"))
     assert result.code == 2
     assert "Traceback" not in result.err
     [line] = [line for line in result.err.splitlines() if line.startswith("error: ")]
@@ -152,6 +141,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(folder: Path, c
         (["model.ffn_width=32"], ["model.ffn_width = 32", "must be 24", "Set model.ffn_width=24"]),
         (["seed=1"], ["seed = 1", "Set seed=0"]),
         (["data.held_out=0.1"], ["data.held_out = 0.1", "another run_dir"]),
+        (["data.microbatch_size=1"], ["data.microbatch_size = 1"]),
         (
             ["run_dir=elsewhere"],
             ["run_dir = 'elsewhere'", "does not contain a run", "elsewhere/config.yaml"],
@@ -162,19 +152,14 @@ def test_a_run_cannot_be_resumed_as_another(
     overrides: list[str], words: list[str], run: Path, command: Command
 ):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    result = command(
-        "train",
-        *("--config", "config.yaml", "--resume"),
-        *(word for text in overrides for word in ("--set", text)),
-    )
-    expect_one_error(result, *words)
+    expect_one_error(command(*TRAIN, "--resume", *given(*overrides)), *words)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert not Path("elsewhere").exists()
 
 
 def test_a_text_that_has_changed_is_refused(run: Path, command: Command):
     Path("text").write_text(Path("text").read_text().replace("stage", "steps"))
-    result = command("train", "--config", "config.yaml", "--resume", "--set", "train.steps=5")
-    expect_one_error(result, "data_state.fingerprint", "other data")
+    expect_one_error(command(*RESUMED), "data_state.fingerprint", "other data")
 
 
 def truncate(path: Path) -> None:
@@ -191,14 +176,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty config": lambda path: path.write_text(""),
     "config of a list": lambda path: path.write_text("- model"),
 }
-RESUMED = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("command_name", ["train", "evaluate"])
 def test_a_damaged_run_is_refused(name: str, command_name: str, run: Path, command: Command):
     DAMAGES[name](run / "config.yaml")
-    result = command(command_name, *{"train": RESUMED, "evaluate": ("--run", "run")}[command_name])
+    result = command(*(RESUMED if command_name == "train" else ("evaluate", "--run", "run")))
     expect_one_error(result, "run/config.yaml")
     assert [line.step for line in RunDir(run).metrics()] == [1, 2, 3]
 
@@ -211,7 +195,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, command: Co
     assert f"warning: {damaged.absolute()} = " in result.err
     named = command("evaluate", "--run", "run", "--step", "3")
     expect_one_error(named, str(damaged), "commit record lists", "the previous checkpoint: step 2")
-    result = command("train", *RESUMED)
+    result = command(*RESUMED)
     assert result.code == 0
     assert f"warning: {damaged.absolute()} = " in result.err
     assert "The run continues from step 2." in result.err
@@ -222,14 +206,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, command: Co
 def test_where_no_checkpoint_is_whole_a_run_ends(run: Path, command: Command):
     for step in committed_steps(run):
         truncate(run / "checkpoints" / f"{step:08d}" / "COMMITTED")
-    expect_one_error(command("train", *RESUMED), "COMMITTED", "Start a new run")
+    expect_one_error(command(*RESUMED), "COMMITTED", "Start a new run")
     assert committed_steps(run) == [2, 3]
 
 
 def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command):
-    result = command(
-        *("train", "--config", "config.yaml", "--resume", "--set", "compilation_cache=text")
-    )
+    result = command(*TRAIN, "--resume", *given("compilation_cache=text"))
     assert result.code == 0
     assert result.err.startswith("warning: compilation_cache = 'text': cannot be used: File exists")
     assert result.err.count("\n") == 1
@@ -266,18 +248,17 @@ def test_a_model_that_is_used_keeps_its_programs(
 
 def test_two_trainings_do_not_write_one_folder(run: Path, command: Command):
     words = "another training run is writing to it", "set another folder"
-    resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=4"
-    new = "--config", "config.yaml", "--set", "run_dir=new"
+    resumed, new = (*TRAIN, "--resume", *given("train.steps=4")), (*TRAIN, *given("run_dir=new"))
     with RunLock(run) as lock, RunLock(Path("new")) as other:
         lock.acquire()
         other.acquire()
         # The other may be at its end, or stopped and killed later.
         again = TEMPORARY_EXIT_CODE
-        expect_one_error(command("train", *resumed), "run_dir = 'run'", *words, code=again)
-        expect_one_error(command("train", *new), "run_dir = 'new'", *words, code=again)
+        expect_one_error(command(*resumed), "run_dir = 'run'", *words, code=again)
+        expect_one_error(command(*new), "run_dir = 'new'", *words, code=again)
 
-    assert command("train", *resumed).code == 0
-    assert command("train", *new).code == 0
+    assert command(*resumed).code == 0
+    assert command(*new).code == 0
 
 
 def test_a_disk_that_is_full_may_have_room_later(
@@ -290,30 +271,17 @@ def test_a_disk_that_is_full_may_have_room_later(
 
     monkeypatch.setattr(files, "RETRY_PAUSES_S", (0.0,))
     monkeypatch.setattr(RunDir, "write_best", full)
-    resumed = "--config", "config.yaml", "--resume", "--set", "train.steps=5"
-    result = command("train", *resumed, "--set", "validation.every=1")
+    result = command(*RESUMED, *given("validation.every=1"))
     assert result.code == TEMPORARY_EXIT_CODE
     line = "error: run_dir = 'run': cannot be used: No space left on device (run/best.json). Fix"
     assert result.err.splitlines()[-1].startswith(line)
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "two"}'])
-def test_a_damaged_line_of_the_metrics_is_named_and_left_out(
-    line: str, run: Path, capsys: pytest.CaptureFixture[str]
-):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[2], ""]))
-    assert [found["step"] for found in Run(run).metrics] == [1, 3]
-    [told] = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"warning: {run}/metrics.jsonl, line 2 = ")
-
-
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
 def test_a_missing_file_of_a_run_is_named(name: str, run: Path, command: Command):
     (run / name).unlink()
-    result = command("train", "--config", "config.yaml", "--resume", "--set", "train.steps=5")
-    expect_one_error(result, f"run/{name}", "No such file")
+    expect_one_error(command(*RESUMED), f"run/{name}", "No such file")
 
 
 @pytest.mark.parametrize(
@@ -353,8 +321,7 @@ def test_a_run_without_a_checkpoint_cannot_be_evaluated(run: Path, command: Comm
 
 
 def test_the_best_checkpoint_is_told_of_and_evaluated_by_its_name(run: Path, command: Command):
-    changed = ("--set", "train.steps=5", "--set", "validation.every=1")
-    result = command("train", *RESUMED, *changed)
+    result = command(*RESUMED, *given("validation.every=1"))
     best = json.loads((run / "best.json").read_text())
     told = f"step {best['step']}, validation loss {best['validation_loss']:.4f}"
     assert f"best checkpoint (--step best): {told}\n" in result.out

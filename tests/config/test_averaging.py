@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import EXACT, parse_averaging
 
 from skippipe_jax.config import (
@@ -22,16 +20,10 @@ from skippipe_jax.config import (
 )
 from skippipe_jax.config.describe import sections
 from skippipe_jax.config.parsing import FORMER_KEYS
+from tests.messages import refusal
 
 OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 3, "delay": 2}
 properties = settings(max_examples=50)
-
-
-def refused(tree: Any) -> InputError:
-    with pytest.raises(InputError) as caught:
-        parse_config(tree)
-    assert len(str(caught.value).splitlines()) == 1
-    return caught.value
 
 
 @st.composite
@@ -106,59 +98,58 @@ def test_a_case_says_what_the_planner_needs():
 
 
 @pytest.mark.parametrize(
-    ("change", "field", "problem"),
+    ("key", "value", "problem"),
     [
-        ({"mode": "sometimes"}, "mode", "unknown name"),
-        ({"every": 0}, "every", "at least 1"),
-        ({"fragments": 0}, "fragments", "at least 1"),
-        ({"fragments": 11}, "fragments", "must be at most every = 10"),
-        ({"delay": -1}, "delay", "at least 0"),
-        ({"delay": 10}, "delay", "must be less than every = 10"),
-        ({"dtype": "int4"}, "dtype", "unknown name"),
-        ({"rate": 0}, "rate", "greater than 0"),
-        ({"momentum": 1.0}, "momentum", "less than 1"),
-        ({"momentum": -0.1}, "momentum", "at least 0"),
-        ({"exact_steps": -1}, "exact_steps", "at least 0"),
-        ({"evry": 3}, "evry", "unknown key"),
+        ("mode", "sometimes", "unknown name"),
+        ("every", 0, "must be at least 1"),
+        ("fragments", 0, "must be at least 1"),
+        ("fragments", 11, "must be at most every = 10"),
+        ("delay", -1, "must be at least 0"),
+        ("delay", 10, "must be less than every = 10"),
+        ("dtype", "int4", "unknown name"),
+        ("rate", 0.0, "must be greater than 0"),
+        ("momentum", 1.0, "must be less than 1"),
+        ("momentum", -0.1, "must be at least 0"),
+        ("exact_steps", -1, "must be at least 0"),
+        ("evry", 3, "unknown key"),
     ],
 )
-def test_what_is_no_averaging_is_refused(change: dict[str, Any], field: str, problem: str):
-    error = refused({"averaging": OUTER | change})
-    assert error.field == f"averaging.{field}"
-    assert problem in error.problem
+def test_what_is_no_averaging_is_refused(key: str, value: Any, problem: str):
+    with refusal(f"averaging.{key} = {value!r}: {problem}"):
+        parse_config({"averaging": OUTER | {key: value}})
 
 
 @pytest.mark.parametrize(
-    "key",
-    [{"every": 10}, {"fragments": 2}, {"delay": 2}, {"dtype": "float32"}, {"rate": 1},
-     {"momentum": 0.5}, {"exact_steps": 3}],
-    ids=str,
-)  # fmt: skip
-def test_what_has_no_effect_with_exact_is_refused(key: dict[str, Any]):
-    [name] = key
-    error = refused({"averaging": key})
-    assert error.field == f"averaging.{name}"
-    assert error.problem == "has no effect with averaging.mode: exact"
+    ("key", "value"),
+    [*OUTER.items(), ("dtype", "float32"), ("rate", 1.0), ("momentum", 0.5), ("exact_steps", 3)][
+        1:
+    ],
+)
+def test_what_has_no_effect_with_exact_is_refused(key: str, value: Any):
+    with refusal(f"averaging.{key} = {value!r}: has no effect with averaging.mode: exact"):
+        parse_config({"averaging": {key: value}})
     # As a configuration has it that is written in full.
     parse_config({"averaging": to_tree(AveragingConfig())})
 
 
 @pytest.mark.parametrize(
-    ("sections", "field", "also"),
+    ("sections", "told"),
     [
-        ({"network": {"averaging": "collective"}}, "network.averaging", "exact_steps"),
-        ({"network": {"averaging_dtype": "bfloat16"}}, "network.averaging_dtype", "exact_steps"),
-        ({"recovery": {"lost_stage": "average"}}, "recovery.lost_stage", "at different steps"),
-        ({"train": {"steps": 11}}, "train.steps", "at least 12"),
-        ({"cluster": {"runtime": "distributed"}}, "cluster.runtime", "no host waits"),
-        ({"recovery": {"lost_stage": "buddy"}}, "recovery.lost_stage", "at different steps"),
-        ({"model": {"layers": 5, "stage_layers": [3, 2]}}, "averaging.fragments", "stage 1 has 2"),
+        ({"network": {"averaging": "collective"}}, "network.averaging = ...exact_steps"),
+        ({"network": {"averaging_dtype": "bfloat16"}}, "network.averaging_dtype = ...exact_steps"),
+        ({"recovery": {"lost_stage": "average"}}, "recovery.lost_stage = ...at different steps"),
+        ({"train": {"steps": 11}}, "train.steps = 11...at least 12"),
+        ({"cluster": {"runtime": "distributed"}}, "cluster.runtime = ...no host waits"),
+        ({"recovery": {"lost_stage": "buddy"}}, "recovery.lost_stage = ...at different steps"),
+        (
+            {"model": {"layers": 5, "stage_layers": [3, 2]}},
+            "averaging.fragments = 3...stage 1 has",
+        ),
     ],
 )
-def test_what_contradicts_outer_is_refused(sections: dict[str, Any], field: str, also: str):
-    error = refused({"averaging": OUTER} | sections)
-    assert error.field == field
-    assert also in error.problem
+def test_what_contradicts_outer_is_refused(sections: dict[str, Any], told: str):
+    with refusal(told):
+        parse_config({"averaging": OUTER} | sections)
     parse_config(sections | {"averaging": {"mode": "exact"}})
 
 
@@ -183,13 +174,19 @@ def test_what_outer_goes_with_is_taken(sections: dict[str, Any]):
 
 
 def test_the_former_key_is_refused_with_what_to_write():
-    error = refused({"recipe": {"average_parameters_every": 20}})
-    assert error.field == "recipe.average_parameters_every"
-    assert "averaging: {mode: outer}" in error.remedy
-    with pytest.raises(InputError, match=r"recipe\.average_parameters_every = 20"):
+    with refusal("recipe.average_parameters_every = 20...averaging: {mode: outer}"):
+        parse_config({"recipe": {"average_parameters_every": 20}})
+    with refusal("recipe.average_parameters_every = 20"):
         parse_config({}, ["recipe.average_parameters_every=20"])
     # As a run says it that was saved by an earlier version.
     assert parse_config({"recipe": {"average_parameters_every": None}}) == Config()
+
+
+def test_a_former_key_passes_with_its_value_without_effect_only():
+    assert parse_config({"data": {"prefetch": True}}) == Config()
+    for value in (False, 1, 1.0, "true"):
+        with refusal(f"data.prefetch = {value!r}"):
+            parse_config({"data": {"prefetch": value}})
 
 
 def test_former_keys_are_keys_no_more():
@@ -198,8 +195,8 @@ def test_former_keys_are_keys_no_more():
     for path, told in FORMER_KEYS.items():
         section, _, key = path.rpartition(".")
         assert section in {own.name for own in sections()}
-        error = refused(functools.reduce(lambda tree, name: {name: tree}, [key, section], 2))
-        assert (error.field, error.remedy) == (path, told.remedy)
+        with refusal(f"{path} = 2...{told.remedy}"):
+            parse_config({section: {key: 2}})
 
 
 def test_how_replicas_average_may_change_when_a_run_is_resumed():

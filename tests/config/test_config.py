@@ -71,7 +71,7 @@ def test_set_overrides_the_file(tmp_path: Path):
         "model.rope_scaling.factor=4",
         "model.stage_layers=[1, 2, 3]",
         "data.held_out=0.5",
-        "run_dir=elsewhere",
+        "run_dir=runs/a=b",
         "compilation_cache=null",
     )
     assert (config.model.layers, config.model.width) == (6, 1024)
@@ -79,17 +79,15 @@ def test_set_overrides_the_file(tmp_path: Path):
     assert config.model.stage_layers == (1, 2, 3)
     assert (config.train.steps, config.data.held_out) == (7, 0.5)
     assert config.optimizer.learning_rate == 3e-4
-    assert (config.run_dir, config.compilation_cache) == ("elsewhere", None)
+    assert (config.run_dir, config.compilation_cache) == ("runs/a=b", None)
 
 
-@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "'3e-4'"])
-def test_numbers_may_be_written_as_people_write_them(tmp_path: Path, text: str):
-    assert load(tmp_path, f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate == 3e-4
-
-
-def test_whole_numbers_are_numbers_too():
-    rate = parse_config({"optimizer": {"learning_rate": 1}}).optimizer.learning_rate
-    assert (rate, type(rate)) == (1.0, float)
+@pytest.mark.parametrize(
+    ("text", "rate"), [("3e-4", 3e-4), ("3.0e-4", 3e-4), ("'3e-4'", 3e-4), ("1", 1.0)]
+)
+def test_numbers_may_be_written_as_people_write_them(tmp_path: Path, text: str, rate: float):
+    found = load(tmp_path, f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate
+    assert (found, type(found)) == (rate, float)
 
 
 @pytest.mark.parametrize(
@@ -109,49 +107,60 @@ def test_unknown_keys_are_refused_at_every_level(tree: Any, field: str):
     assert "use one of: " in error.remedy
 
 
+ROUNDED = {"activation_dtype": "int8", "gradient_rounding": "stochastic"}
+WRONG: dict[str, list[Any]] = {
+    "train.steps": ["100", True, 1.5, 1.0, None, [1], 0],
+    "model.layers": ["four"],
+    "model.stage_layers": [4, "2, 2"],
+    "model.tied_head": [1, "yes please"],
+    "model.rope_scaling": [8.0],
+    "model.preset": ["13b"],
+    "model.width": [10**22],
+    "optimizer.learning_rate": ["fast", True, float("nan"), float("inf")],
+    "optimizer.warmup_steps": [2**31],
+    "optimizer.decay_steps": [2.5, 2**31],
+    "data.source": [3, "web"],
+    "data.path": [["a", "b"]],
+    "data.sequence_length": [300, 0],
+    "data.microbatch_size": [0],
+    "data.held_out": [0.0, 1.0, float("nan")],
+    "data.shuffle_seed": [-1, 2**32],
+    "data.packing": ["tight"],
+    "data.tokenizer": [""],
+    "plan.case": [3, ["nodes"]],
+    "plan.file": [{"stages": 3}],
+    "plan.method": ["best"],
+    "plan.seed": [-1],
+    "checkpoint.every": [0],
+    "checkpoint.keep": [0],
+    "checkpoint.keep_every": [0],
+    "checkpoint.copy_to": [""],
+    "cluster.host_of_node": [3],
+    "cluster.heartbeat_timeout_s": [0],
+    "recovery.lost_stage": ["wait"],
+    "recovery.buddy_every": [0],
+    "validation.every": [0],
+    "validation.sequences": [0],
+    "network.activation_dtype": ["int4"],
+    "network.gradient_dtype": ["float16"],
+    "network.averaging_dtype": ["int8"],
+    "network.gradient_rounding": ["stochastic"],
+    "run_dir": [None, "", 3, "s3://bucket/run"],
+    "compilation_cache": [False],
+    "seed": [-1, "0", 2**32],
+    "model": [None, "tiny"],
+    "train": [[{"steps": 3}]],
+}
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("train.steps", "100"),
-        ("train.steps", True),
-        ("train.steps", 1.5),
-        ("train.steps", 1.0),
-        ("train.steps", None),
-        ("train.steps", [1]),
-        ("model.layers", "four"),
-        ("model.stage_layers", 4),
-        ("model.stage_layers", "2, 2"),
-        ("model.tied_head", 1),
-        ("model.tied_head", "yes please"),
-        ("model.rope_scaling", 8.0),
-        ("model.preset", "13b"),
-        ("optimizer.learning_rate", "fast"),
-        ("optimizer.learning_rate", True),
-        ("optimizer.learning_rate", float("nan")),
-        ("optimizer.learning_rate", float("inf")),
-        ("optimizer.decay_steps", 2.5),
-        ("data.source", 3),
-        ("data.path", ["a", "b"]),
-        ("plan.case", 3),
-        ("plan.case", ["nodes"]),
-        ("plan.file", {"stages": 3}),
-        ("cluster.host_of_node", 3),
-        ("run_dir", None),
-        ("run_dir", ""),
-        ("run_dir", 3),
-        ("compilation_cache", False),
-        ("seed", -1),
-        ("seed", "0"),
-        ("model", None),
-        ("model", "tiny"),
-        ("train", [{"steps": 3}]),
-    ],
+    ("field", "value"), [(field, value) for field, values in WRONG.items() for value in values]
 )
-def test_values_of_another_type_are_refused(field: str, value: Any):
+def test_wrong_values_are_refused(field: str, value: Any):
     section, _, key = field.partition(".")
     error = refused({section: {key: value} if key else value})
     assert error.field == field
-    assert error.value is value
+    assert error.value is value or error.value == value
 
 
 def test_entries_of_lists_are_named_by_their_place():
@@ -167,45 +176,13 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
 @pytest.mark.parametrize(
     ("field", "tree"),
     [
-        ("data.sequence_length", {"data": {"sequence_length": 300}}),
-        ("train.steps", {"train": {"steps": 0}}),
-        ("checkpoint.every", {"checkpoint": {"every": 0}}),
-        ("checkpoint.keep", {"checkpoint": {"keep": 0}}),
-        ("checkpoint.keep_every", {"checkpoint": {"keep_every": 0}}),
         ("checkpoint.keep_every", {"checkpoint": {"keep_every": 30, "every": 20}}),
-        ("checkpoint.copy_to", {"checkpoint": {"copy_to": ""}}),
-        ("plan.method", {"plan": {"method": "best"}}),
-        ("plan.seed", {"plan": {"seed": -1}}),
         ("plan.file", {"plan": {"file": "plan.json", "case": "case.yaml"}}),
         ("data.path", {"data": {"source": "text"}}),
         ("data.path", {"data": {"path": "text"}}),
         ("data.mixture[1].wait", {"data": {"mixture": [{"source": "text"}, {"wait": 3}]}}),
         ("data.mixture[0].source", {"data": {"mixture": [{"source": 3}]}}),
-        ("data.held_out", {"data": {"held_out": 1.0}}),
-        ("cluster.heartbeat_timeout_s", {"cluster": {"heartbeat_timeout_s": 0}}),
-        ("recovery.lost_stage", {"recovery": {"lost_stage": "wait"}}),
-        ("recovery.buddy_every", {"recovery": {"buddy_every": 0}}),
-        ("validation.every", {"validation": {"every": 0}}),
-        ("validation.sequences", {"validation": {"sequences": 0}}),
-        ("network.activation_dtype", {"network": {"activation_dtype": "int4"}}),
-        ("network.gradient_dtype", {"network": {"gradient_dtype": "float16"}}),
-        ("network.averaging_dtype", {"network": {"averaging_dtype": "int8"}}),
-        ("network.gradient_rounding", {"network": {"gradient_rounding": "stochastic"}}),
-        (
-            "network.gradient_rounding",
-            {
-                "network": {
-                    "activation_dtype": "int8",
-                    "gradient_dtype": "bfloat16",
-                    "gradient_rounding": "stochastic",
-                }
-            },
-        ),
-        ("optimizer.warmup_steps", {"optimizer": {"warmup_steps": 2**31}}),
-        ("optimizer.decay_steps", {"optimizer": {"decay_steps": 2**31}}),
-        ("model.width", {"model": {"width": 10**22}}),
-        ("seed", {"seed": 2**32}),
-        ("run_dir", {"run_dir": "s3://bucket/run"}),
+        ("network.gradient_rounding", {"network": ROUNDED | {"gradient_dtype": "bfloat16"}}),
         ("log.profile_steps", {"log": {"profile_steps": [0]}}),
         ("log.profile_steps", {"train": {"steps": 5}, "log": {"profile_steps": [2, 6]}}),
     ],
@@ -230,10 +207,6 @@ def test_overrides_that_override_nothing_are_refused(tmp_path: Path, override: s
     with pytest.raises(InputError) as caught:
         load(tmp_path, "run_dir: here", override)
     assert caught.value.field == field
-
-
-def test_text_of_an_override_may_hold_an_equals_sign(tmp_path: Path):
-    assert load(tmp_path, "", "run_dir=runs/a=b").run_dir == "runs/a=b"
 
 
 CASE = {"nodes": 2, "locations": ["Köln"], "links": [["Köln", "here", 1.5, 1e-3]]}

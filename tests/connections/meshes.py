@@ -7,11 +7,11 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
-from skippipe_jax.connections.addresses import parse_address
+from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.hello import Hello, Run
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret
@@ -52,6 +52,9 @@ KEYS, OTHER_KEYS = keys_of("a"), keys_of("b")
 class Host:
     """One of them: its connections, and what came over them."""
 
+    living: ClassVar[set[Host]] = set()
+    """Those that listen."""
+
     def __init__(
         self,
         host: int,
@@ -86,16 +89,35 @@ class Host:
     def address(self) -> tuple[str, int]:
         return parse_address("address", self.mesh.directory.hello.address)
 
-    async def listen(self) -> None:
+    async def listen(self) -> Host:
+        self.living.add(self)
         await self.mesh.listen(["127.0.0.1"], 0)
+        return self
+
+    async def gather(self) -> asyncio.Task[None]:
+        """Listen, and return the task that waits for the others."""
+        await self.listen()
+        return asyncio.create_task(self.mesh.gather())
 
     async def join(self, first: Host) -> None:
         await self.listen()
         await self.mesh.join(first.address, await reach(first.address, PATIENCE_S, self.keys))
 
+    async def rejoin(self, first: Host) -> bool:
+        """Listen, and come back to the run of another host; return whether it is its run."""
+        await self.listen()
+        return await self.mesh.rejoin(await reach(first.address, PATIENCE_S, self.keys))
+
     def end(self) -> None:
         """End like a process, without a farewell and for good."""
+        self.living.discard(self)
         self.mesh.close()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End all that listen."""
+        for host in [*cls.living]:
+            host.end()
 
     async def says(self, host: Host, word: str) -> None:
         """Return when what this host says has come to another, once they are connected."""
@@ -115,15 +137,24 @@ async def gathered(
     """Hosts that have met, of a run that outlives them."""
     hosts = [Host(host, count, keys=keys) for host in range(count)]
     try:
-        await hosts[0].listen()
-        joining = [host.join(hosts[0]) for host in hosts[1:]]
-        await asyncio.gather(hosts[0].mesh.gather(), *joining)
+        gathering = await hosts[0].gather()
+        await asyncio.gather(gathering, *(host.join(hosts[0]) for host in hosts[1:]))
         for host in hosts:
             host.mesh.directory.outlives = outlives
         yield hosts
     finally:
         for host in hosts:
             host.end()
+
+
+@asynccontextmanager
+async def without_third(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[tuple[Host, Host]]:
+    """The first two hosts of three, once they have lost the third."""
+    async with gathered(3, keys=keys) as (first, second, third):
+        await assert_all_connected([first, second])
+        third.end()
+        await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
+        yield first, second
 
 
 async def assert_all_connected(hosts: list[Host], word: str = "there") -> None:
@@ -136,6 +167,10 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def address_of(host: Host) -> str:
+    return join_address(*host.address)
 
 
 async def stranger(host: Host) -> Link:

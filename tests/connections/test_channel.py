@@ -29,6 +29,7 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
 
 
@@ -120,77 +121,65 @@ def test_a_process_that_was_met_before_is_told_nothing_twice():
     assert other.takes(json.loads(own.send("new"))[0])
 
 
-def test_who_takes_in_too_little_is_lost_until_the_others_go_on_without_it(
+async def test_who_takes_in_too_little_is_lost_until_the_others_go_on_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(channel, "MAX_UNACKNOWLEDGED_BYTES", 1 << 20)
-
-    async def meet() -> None:
-        async with gathered(3) as (first, second, third):
-            known = third.mesh.directory.hello.process
-            first.mesh._links[2].break_off("cut")
-            first.mesh._door.close()  # So that it does not come back.
-            for _ in range(30):
-                first.mesh.send(2, "put", "key", "x" * (1 << 16))
-            assert first.lost == [(2, STOPPED_READING)]
-            assert sum(len(own[1]) for own in first.mesh._channels[2]._unacknowledged) == 0
-            refusal = first.mesh._refusal(third.mesh.directory.hello)
-            assert isinstance(refusal, TemporaryError)
-            first.mesh._goes_on_without = {2}.__contains__
-            first.mesh.beat()
-            assert first.mesh._refusal(third.mesh.directory.hello) is None
-            assert first.mesh._channels[2].process == known
-            await second.says(third, "there")
-
-    asyncio.run(meet())
+    async with gathered(3) as (first, second, third):
+        known = third.mesh.directory.hello.process
+        first.mesh._links[2].break_off("cut")
+        first.mesh._door.close()  # So that it does not come back.
+        for _ in range(30):
+            first.mesh.send(2, "put", "key", "x" * (1 << 16))
+        assert first.lost == [(2, STOPPED_READING)]
+        assert sum(len(own[1]) for own in first.mesh._channels[2]._unacknowledged) == 0
+        refusal = first.mesh._refusal(third.mesh.directory.hello)
+        assert isinstance(refusal, TemporaryError)
+        first.mesh._goes_on_without = {2}.__contains__
+        first.mesh.beat()
+        assert first.mesh._refusal(third.mesh.directory.hello) is None
+        assert first.mesh._channels[2].process == known
+        await second.says(third, "there")
 
 
-def test_what_is_sent_right_before_and_after_a_reset_comes_once_and_in_order():
-    async def meet() -> None:
-        chance, resets = random.Random(2), 0
-        async with gathered(3, keys=KEYS) as hosts:
-            told: dict[int, list[str]] = {host: [] for host in range(3)}
-            while resets < 200:
-                host = chance.randrange(3)
-                own, other = hosts[host].mesh, chance.choice([*{0, 1, 2} - {host}])
-                for _ in range(2):
-                    own.broadcast("put", str(len(told[host])), "x" * chance.choice([1, 100_000]))
-                    told[host].append(str(len(told[host])))
-                    if other in own._links and chance.random() < 0.5:
-                        own._links[other].writer.transport.abort()
-                        resets += 1
-                if chance.random() < 0.3:
-                    own.beat()
-                await asyncio.sleep(chance.choice([0, 0, 0.001, 0.01]))
+async def test_what_is_sent_right_before_and_after_a_reset_comes_once_and_in_order():
+    chance, resets = random.Random(2), 0
+    async with gathered(3, keys=KEYS) as hosts:
+        told: dict[int, list[str]] = {host: [] for host in range(3)}
+        while resets < 200:
+            host = chance.randrange(3)
+            own, other = hosts[host].mesh, chance.choice([*{0, 1, 2} - {host}])
+            for _ in range(2):
+                own.broadcast("put", str(len(told[host])), "x" * chance.choice([1, 100_000]))
+                told[host].append(str(len(told[host])))
+                if other in own._links and chance.random() < 0.5:
+                    own._links[other].writer.transport.abort()
+                    resets += 1
+            if chance.random() < 0.3:
+                own.beat()
+            await asyncio.sleep(chance.choice([0, 0, 0.001, 0.01]))
 
-            def heard(host: int, source: int) -> list[str]:
-                return [said[1] for by, said in hosts[host].received if by == source]
+        def heard(host: int, source: int) -> list[str]:
+            return [said[1] for by, said in hosts[host].received if by == source]
 
-            pairs = [(host, source) for host in range(3) for source in range(3) if host != source]
-            await until(lambda: all(len(heard(*pair)) >= len(told[pair[1]]) for pair in pairs))
-            await assert_all_connected(hosts)
-            for host, source in pairs:
-                assert heard(host, source)[: len(told[source])] == told[source]
-                assert hosts[host].lost == []
-
-    asyncio.run(meet())
+        pairs = [(host, source) for host in range(3) for source in range(3) if host != source]
+        await until(lambda: all(len(heard(*pair)) >= len(told[pair[1]]) for pair in pairs))
+        await assert_all_connected(hosts)
+        for host, source in pairs:
+            assert heard(host, source)[: len(told[source])] == told[source]
+            assert hosts[host].lost == []
 
 
-def test_what_was_told_to_a_process_that_is_gone_is_told_to_no_other():
-    async def meet() -> None:
-        async with gathered(2) as (first, second):
-            second.end()
-            await until(lambda: 1 in first.mesh.missed)
-            first.mesh.send(1, "put", "key", "old")
-            again = Host(1, 2)
-            again.mesh.directory.hello = replace(again.mesh.directory.hello, process=5000)
-            await again.listen()
-            assert await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
-            await first.says(again, "new")
-            assert next(said[1] for _, said in again.received if said[0] == "put") == "new"
-            again.end()
-
-    asyncio.run(meet())
+async def test_what_was_told_to_a_process_that_is_gone_is_told_to_no_other():
+    async with gathered(2) as (first, second):
+        second.end()
+        await until(lambda: 1 in first.mesh.missed)
+        first.mesh.send(1, "put", "key", "old")
+        again = Host(1, 2)
+        again.mesh.directory.hello = replace(again.mesh.directory.hello, process=5000)
+        assert await again.rejoin(first)
+        await first.says(again, "new")
+        assert next(said[1] for _, said in again.received if said[0] == "put") == "new"
 
 
 class Relay:
@@ -224,150 +213,123 @@ class Relay:
         await asyncio.gather(forward(reader, to_host), forward(answers, writer))
 
 
-def test_a_connection_over_which_nothing_comes_is_made_again_and_nobody_is_lost():
-    async def meet() -> None:
-        first, second = Host(0, 2), Host(1, 2)
-        await first.listen()
-        relay = Relay(first.address)
-        address = await relay.listen()
-        await second.listen()
+async def test_a_connection_over_which_nothing_comes_is_made_again_and_nobody_is_lost():
+    first, second = Host(0, 2), Host(1, 2)
+    await first.listen()
+    relay = Relay(first.address)
+    address = await relay.listen()
+    await second.listen()
 
-        async def join() -> None:
-            await second.mesh.join(address, await reach(address, PATIENCE_S))
+    async def join() -> None:
+        await second.mesh.join(address, await reach(address, PATIENCE_S))
 
-        await asyncio.gather(first.mesh.gather(), join())
-        for host in (first, second):
-            host.mesh.directory.outlives = True
-        await assert_all_connected([first, second])
-        before = [first.mesh._links[1], second.mesh._links[0]]
-        relay.stop_forwarding()
-        first.mesh.send(1, "put", "into the void", "")
-        for _ in range(BEATS_OF_LINK):
-            first.mesh.beat()
-            second.mesh.beat()
-            await asyncio.sleep(0.01)
-        assert [first.mesh._links[1], second.mesh._links[0]] == before
+    await asyncio.gather(first.mesh.gather(), join())
+    for host in (first, second):
+        host.mesh.directory.outlives = True
+    await assert_all_connected([first, second])
+    before = [first.mesh._links[1], second.mesh._links[0]]
+    relay.stop_forwarding()
+    first.mesh.send(1, "put", "into the void", "")
+    for _ in range(BEATS_OF_LINK):
         first.mesh.beat()
         second.mesh.beat()
-        await until(lambda: (0, ["put", "into the void", ""]) in second.received)
-        await assert_all_connected([first, second], "again")
-        assert first.lost == second.lost == []
-        first.end()
-        second.end()
-        relay.server.close()
+        await asyncio.sleep(0.01)
+    assert [first.mesh._links[1], second.mesh._links[0]] == before
+    first.mesh.beat()
+    second.mesh.beat()
+    await until(lambda: (0, ["put", "into the void", ""]) in second.received)
+    await assert_all_connected([first, second], "again")
+    assert first.lost == second.lost == []
+    relay.server.close()
 
-    asyncio.run(meet())
 
-
-def test_silence_counts_for_a_connection_before_it_counts_for_its_host():
-    async def meet() -> None:
-        async with gathered(2, outlives=False) as (first, second):
-            link = first.mesh._links[1]
-            for _ in range(BEATS):
-                first.mesh.beat()
-            # Where a run does not outlive its hosts, none takes its place.
-            assert first.mesh._links[1] is link
-            assert first.lost == []
+async def test_silence_counts_for_a_connection_before_it_counts_for_its_host():
+    async with gathered(2, outlives=False) as (first, second):
+        link = first.mesh._links[1]
+        for _ in range(BEATS):
             first.mesh.beat()
-            assert first.lost == [(1, "no message for 10 s")]
-            assert second.lost == []
-
-    asyncio.run(meet())
+        # Where a run does not outlive its hosts, none takes its place.
+        assert first.mesh._links[1] is link
+        assert first.lost == []
+        first.mesh.beat()
+        assert first.lost == [(1, "no message for 10 s")]
+        assert second.lost == []
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
-def test_the_kernel_ends_a_connection_that_is_silent_as_long_as_a_lost_host():
-    async def meet() -> None:
-        async with gathered(2) as (first, second):
-            for link in (first.mesh._links[1], second.mesh._links[0]):
-                own = link.writer.get_extra_info("socket")
-                assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
-                assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-                assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
-
-    asyncio.run(meet())
+async def test_the_kernel_ends_a_connection_that_is_silent_as_long_as_a_lost_host():
+    async with gathered(2) as (first, second):
+        for link in (first.mesh._links[1], second.mesh._links[0]):
+            own = link.writer.get_extra_info("socket")
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+            assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
 
 
-def test_a_process_whose_end_of_a_connection_broke_takes_its_place_at_once(
+async def test_a_process_whose_end_of_a_connection_broke_takes_its_place_at_once(
     capfd: pytest.CaptureFixture[str],
 ):
     """The other end has not noticed: nothing has come of the break."""
-
-    async def meet() -> None:
-        async with gathered(2) as (first, second):
-            before = first.mesh._links[1]
-            second.mesh._links.clear()
-            second.mesh._calls.begin(0)
-            await until(lambda: first.mesh._links.get(1) not in (None, before))
-            await assert_all_connected([first, second])
-            # Another process of the same number is refused, as long as this one is there.
-            [answer] = await answer_to(first, line([hello_of(1, 2, start=1000)]))
-            assert answer[:3] == ["refused", 2, "--host-id"]
-
-    asyncio.run(meet())
+    async with gathered(2) as (first, second):
+        before = first.mesh._links[1]
+        second.mesh._links.clear()
+        second.mesh._calls.begin(0)
+        await until(lambda: first.mesh._links.get(1) not in (None, before))
+        await assert_all_connected([first, second])
+        # Another process of the same number is refused, as long as this one is there.
+        [answer] = await answer_to(first, line([hello_of(1, 2, start=1000)]))
+        assert answer[:3] == ["refused", 2, "--host-id"]
     assert "host 0 rejected" in capfd.readouterr().err.splitlines()[0]
 
 
-def test_of_two_that_come_for_one_place_every_host_lets_the_same_one_in():
-    async def meet() -> None:
-        async with gathered(3) as (first, second, third):
-            third.end()
-            await until(lambda: first.mesh.missed == second.mesh.missed == {2})
-            for host in (first, second):
-                host.mesh._goes_on_without = {2}.__contains__
-            links = list[Link]()
+async def test_of_two_that_come_for_one_place_every_host_lets_the_same_one_in():
+    async with without_third() as (first, second):
+        for host in (first, second):
+            host.mesh._goes_on_without = {2}.__contains__
+        links = list[Link]()
 
-            async def answer(host: Host, process: int) -> str:
-                links.append(await stranger(host))
-                hello = hello_of(2, 3, process=process, comes_back=True)
-                links[-1].writer.write(line([hello]))
-                return json.loads(await links[-1].reader.readline())[0]
+        async def answer(host: Host, process: int) -> str:
+            links.append(await stranger(host))
+            hello = hello_of(2, 3, process=process, comes_back=True)
+            links[-1].writer.write(line([hello]))
+            return json.loads(await links[-1].reader.readline())[0]
 
-            assert await answer(first, 7000) == "welcome"
-            assert await answer(second, 6000) == "welcome"
-            assert await answer(first, 6000) == "welcome"
-            assert await answer(second, 7000) == "refused"
-            assert await answer(first, 7000) == "refused"
-            for link in links:
-                link.writer.close()
-
-    asyncio.run(meet())
+        assert await answer(first, 7000) == "welcome"
+        assert await answer(second, 6000) == "welcome"
+        assert await answer(first, 6000) == "welcome"
+        assert await answer(second, 7000) == "refused"
+        assert await answer(first, 7000) == "refused"
+        for link in links:
+            link.writer.close()
 
 
-def test_a_host_that_does_not_answer_is_called_less_and_less_often(
+async def test_a_host_that_does_not_answer_is_called_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ):
     pauses = list[float]()
     sleep = asyncio.sleep
+    called = asyncio.Event()
 
-    async def call() -> None:
-        called = asyncio.Event()
+    async def fails(host: int, comes_back: bool) -> bool:
+        if len(pauses) == 10:
+            called.set()
+        return len(pauses) == 10
 
-        async def fails(host: int, comes_back: bool) -> bool:
-            if len(pauses) == 10:
-                called.set()
-            return len(pauses) == 10
+    async def pause(delay_s: float) -> None:
+        pauses.append(delay_s)
+        await sleep(0)
 
-        async def pause(delay_s: float) -> None:
-            pauses.append(delay_s)
-            await sleep(0)
-
-        monkeypatch.setattr("skippipe_jax.connections.mesh.asyncio.sleep", pause)
-        calls = Calls(fails, 60.0)
-        calls.begin(3)
-        calls.begin(3)  # It is being called.
-        await called.wait()
-
-    asyncio.run(call())
+    monkeypatch.setattr("skippipe_jax.connections.mesh.asyncio.sleep", pause)
+    calls = Calls(fails, 60.0)
+    calls.begin(3)
+    calls.begin(3)  # It is being called.
+    await called.wait()
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0])
 
 
-def test_a_message_that_comes_by_two_connections_counts_once():
-    async def meet() -> None:
-        async with gathered(2) as (first, second):
-            first.mesh.send(1, "put", "once", "")
-            first.mesh._links[1].write(line([1, "put", "once", ""]))
-            await first.says(second, "then")
-            assert second.received.count((0, ["put", "once", ""])) == 1
-
-    asyncio.run(meet())
+async def test_a_message_that_comes_by_two_connections_counts_once():
+    async with gathered(2) as (first, second):
+        first.mesh.send(1, "put", "once", "")
+        first.mesh._links[1].write(line([1, "put", "once", ""]))
+        await first.says(second, "then")
+        assert second.received.count((0, ["put", "once", ""])) == 1

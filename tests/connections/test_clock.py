@@ -8,8 +8,7 @@ import time
 import pytest
 
 from skippipe_jax.cluster.mailboxes import Mailboxes
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.consensus.generations import Generation

@@ -25,6 +25,7 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
 
 # Nothing here waits for that long.
@@ -68,21 +69,15 @@ NO_HELLOS = [
 
 
 @pytest.mark.parametrize("hello", NO_HELLOS, ids=range(len(NO_HELLOS)))
-def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
-    async def meet() -> None:
-        first = Host(0, 3)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        assert await answer_to(first, line([hello])[:-1].strip(b"[]") + b"\n") == []
-        assert await answer_to(first, line([hello])) == []
-        # It did not count as one of those that are waited for.
-        others = [Host(host, 3) for host in (1, 2)]
-        await asyncio.gather(gathering, *(host.join(first) for host in others))
-        await assert_all_connected([first, *others])
-        for host in (first, *others):
-            host.end()
-
-    asyncio.run(meet())
+async def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
+    first = Host(0, 3)
+    gathering = await first.gather()
+    assert await answer_to(first, line([hello])[:-1].strip(b"[]") + b"\n") == []
+    assert await answer_to(first, line([hello])) == []
+    # It did not count as one of those that are waited for.
+    others = [Host(host, 3) for host in (1, 2)]
+    await asyncio.gather(gathering, *(host.join(first) for host in others))
+    await assert_all_connected([first, *others])
 
 
 @pytest.mark.parametrize(
@@ -95,129 +90,81 @@ def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
         (replace(RUN, versions={}), "jax version = None"),
     ],
 )
-def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_it(
+async def test_a_host_of_another_run_or_version_is_refused_and_both_sides_name_it(
     run: Run, named: str, capfd: pytest.CaptureFixture[str]
 ):
-    async def meet() -> None:
-        first, foreign, second = Host(0, 2), Host(1, 2, run), Host(1, 2)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        with pytest.raises(InputError) as caught:
-            await foreign.join(first)
-        assert type(caught.value) is InputError
-        assert str(caught.value).startswith(f"{named}: host 1 has this, and host 0 has ")
-        assert not gathering.done()
-        # In its place comes the right one.
-        await asyncio.gather(gathering, second.join(first))
-        await assert_all_connected([first, second])
-        for host in (first, second, foreign):
-            host.end()
-
-    asyncio.run(meet())
+    first, foreign, second = Host(0, 2), Host(1, 2, run), Host(1, 2)
+    gathering = await first.gather()
+    with pytest.raises(InputError) as caught:
+        await foreign.join(first)
+    assert type(caught.value) is InputError
+    assert str(caught.value).startswith(f"{named}: host 1 has this, and host 0 has ")
+    assert not gathering.done()
+    # In its place comes the right one.
+    await asyncio.gather(gathering, second.join(first))
+    await assert_all_connected([first, second])
     told = capfd.readouterr().err
     assert told.count("\n") == 1
     assert told.startswith("host 0 rejected host 1 from ")
     assert named in told
 
 
-def test_settings_are_compared_with_a_host_that_comes_back():
+async def test_settings_are_compared_with_a_host_that_comes_back():
     """While hosts gather, all of them end for it; it is compared later."""
     other = replace(RUN, settings={"train": "other"})
-
-    async def meet() -> None:
-        async with gathered(3) as (first, second, third):
-            third.end()
-            await until(lambda: 2 in first.mesh.missed)
-            again = Host(2, 3, other)
-            await again.listen()
-            with pytest.raises(InputError, match="train = 'other': host 2 has this, and host 0"):
-                await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
-            again.end()
-            again = Host(2, 3)
-            await again.listen()
-            assert await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
-            await assert_all_connected([first, second, again], "again")
-            again.end()
-
-    asyncio.run(meet())
-
-    async def gather() -> None:
-        hosts = [Host(0, 2), Host(1, 2, other)]
-        await hosts[0].listen()
-        await asyncio.gather(hosts[0].mesh.gather(), hosts[1].join(hosts[0]))
-        for host in hosts:
-            host.end()
-
-    asyncio.run(gather())
+    async with without_third() as (first, second):
+        with pytest.raises(InputError, match="train = 'other': host 2 has this, and host 0"):
+            await Host(2, 3, other).rejoin(first)
+        again = Host(2, 3)
+        assert await again.rejoin(first)
+        await assert_all_connected([first, second, again], "again")
+    hosts = [Host(0, 2), Host(1, 2, other)]
+    await asyncio.gather(await hosts[0].gather(), hosts[1].join(hosts[0]))
 
 
 @pytest.mark.parametrize("where", ["another run", "a run that begins"])
-def test_who_comes_back_is_told_where_it_cannot(where: str):
+async def test_who_comes_back_is_told_where_it_cannot(where: str):
     """There it looks on, or begins with the others."""
-
-    async def meet() -> None:
-        run = replace(RUN, identity={"run_dir": "runs/b"}) if where == "another run" else RUN
-        there, again = Host(0, 2, run), Host(1, 2)
-        await there.listen()
-        await again.listen()
-        assert not await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
-        there.end()
-        again.end()
-
-    asyncio.run(meet())
+    run = replace(RUN, identity={"run_dir": "runs/b"}) if where == "another run" else RUN
+    there, again = Host(0, 2, run), Host(1, 2)
+    await there.listen()
+    assert not await again.rejoin(there)
 
 
-def test_who_looks_for_the_run_is_no_part_of_it_before_it_is_taken_in():
+async def test_who_looks_for_the_run_is_no_part_of_it_before_it_is_taken_in():
     """Two that are started again would else wait for one another, and never for those that are."""
-
-    async def meet() -> None:
-        there, again = Host(0, 3), Host(1, 3)
-        await there.listen()
-        await again.listen()
-        there.mesh.directory.come_back()
-        assert not await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
-        there.mesh.directory.is_outside = False
-        assert await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
-        there.end()
-        again.end()
-
-    asyncio.run(meet())
+    there, again = Host(0, 3), Host(1, 3)
+    await there.listen()
+    there.mesh.directory.come_back()
+    assert not await again.rejoin(there)
+    there.mesh.directory.is_outside = False
+    assert await again.mesh.rejoin(await reach(there.address, PATIENCE_S))
 
 
-def test_a_host_that_is_left_of_an_earlier_start_is_not_taken_for_one_of_this():
-    async def meet() -> None:
-        async with gathered(2) as (_, second):
-            # Host 0 was started again, where the others look for it.
-            first = Host(0, 2)
-            await first.listen()
-            gathering = asyncio.create_task(first.mesh.gather())
-            hello = second.mesh.directory.hello
-            [refused] = await answer_to(first, line([hello.to_json()]))
-            assert refused[:3] == ["refused", TemporaryError.exit_code, "--host-id"]
-            assert "belongs to an earlier start" in refused[4]
-            gathering.cancel()
-            first.end()
-
-    asyncio.run(meet())
+async def test_a_host_that_is_left_of_an_earlier_start_is_not_taken_for_one_of_this():
+    async with gathered(2) as (_, second):
+        # Host 0 was started again, where the others look for it.
+        first = Host(0, 2)
+        gathering = await first.gather()
+        hello = second.mesh.directory.hello
+        [refused] = await answer_to(first, line([hello.to_json()]))
+        assert refused[:3] == ["refused", TemporaryError.exit_code, "--host-id"]
+        assert "belongs to an earlier start" in refused[4]
+        gathering.cancel()
 
 
 @pytest.mark.parametrize(
     "first_line",
     [["join", 1, 2, "host 1 of the first protocol"], [{"protocol": 2}], [{"protocol": 10**30}]],
 )
-def test_another_protocol_is_answered_in_words_that_all_understand(
+async def test_another_protocol_is_answered_in_words_that_all_understand(
     first_line: Any, capfd: pytest.CaptureFixture[str]
 ):
-    async def meet() -> None:
-        first = Host(0, 2)
-        await first.listen()
-        [answer] = await answer_to(first, line(first_line))
-        theirs = 1 if first_line[0] == "join" else first_line[0]["protocol"]
-        assert answer[:4] == ["refused", 2, "protocol version", theirs]
-        assert answer[4] == f"host 0 has version {PROTOCOL}"
-        first.end()
-
-    asyncio.run(meet())
+    first = await Host(0, 2).listen()
+    [answer] = await answer_to(first, line(first_line))
+    theirs = 1 if first_line[0] == "join" else first_line[0]["protocol"]
+    assert answer[:4] == ["refused", 2, "protocol version", theirs]
+    assert answer[4] == f"host 0 has version {PROTOCOL}"
     assert f"host 0 has version {PROTOCOL}" in capfd.readouterr().err
 
 
@@ -242,65 +189,46 @@ NO_WELCOMES = [
 
 
 @pytest.mark.parametrize("welcome", NO_WELCOMES, ids=range(len(NO_WELCOMES)))
-def test_a_welcome_with_anything_out_of_range_is_none(welcome: dict[str, Any]):
-    async def meet() -> None:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readline()
-            writer.write(line(["welcome", welcome]))
-            await reader.read()  # The other end is closed.
-            writer.close()
+async def test_a_welcome_with_anything_out_of_range_is_none(welcome: dict[str, Any]):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(line(["welcome", welcome]))
+        await reader.read()  # The other end is closed.
+        writer.close()
 
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()[:2]
-        host = Host(2, 3)
-        await host.listen()
-        before = descriptors()
-        with pytest.raises(TemporaryError):
-            await host.mesh.join(address, await reach(address, PATIENCE_S))
-        await until(lambda: descriptors() == before)
-        server.close()
-        host.end()
-
-    asyncio.run(meet())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()[:2]
+    host = await Host(2, 3).listen()
+    before = descriptors()
+    with pytest.raises(TemporaryError):
+        await host.mesh.join(address, await reach(address, PATIENCE_S))
+    await until(lambda: descriptors() == before)
+    server.close()
 
 
-def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.MonkeyPatch):
+async def test_strangers_that_say_nothing_keep_no_host_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
-
-    async def meet() -> None:
-        before = descriptors()
-        first, second = Host(0, 2), Host(1, 2)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        silent = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
-        for link in silent[: 2 * host_listener.MAX_UNIDENTIFIED]:
-            assert await link.reader.read() == b""  # The oldest are closed.
-            link.writer.close()
-        assert not any(
-            link.reader.at_eof() for link in silent[2 * host_listener.MAX_UNIDENTIFIED :]
-        )
-        await asyncio.gather(gathering, second.join(first))
-        await assert_all_connected([first, second])
-        for link in silent:
-            link.writer.close()
-        for host in (first, second):
-            host.end()
-        await until(lambda: descriptors() <= before)
-
-    asyncio.run(meet())
+    before = descriptors()
+    first, second = Host(0, 2), Host(1, 2)
+    gathering = await first.gather()
+    silent = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
+    for link in silent[: 2 * host_listener.MAX_UNIDENTIFIED]:
+        assert await link.reader.read() == b""  # The oldest are closed.
+        link.writer.close()
+    assert not any(link.reader.at_eof() for link in silent[2 * host_listener.MAX_UNIDENTIFIED :])
+    await asyncio.gather(gathering, second.join(first))
+    await assert_all_connected([first, second])
+    for link in silent:
+        link.writer.close()
+    Host.end_all()
+    await until(lambda: descriptors() <= before)
 
 
-def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
+async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "HELLO_S", 0.05)
-
-    async def meet() -> None:
-        first = Host(0, 2)
-        await first.listen()
-        assert await answer_to(first, b"") == []
-        assert await answer_to(first, b'[{"protocol":') == []
-        first.end()
-
-    asyncio.run(meet())
+    first = await Host(0, 2).listen()
+    assert await answer_to(first, b"") == []
+    assert await answer_to(first, b'[{"protocol":') == []
 
 
 @pytest.mark.parametrize(
@@ -319,62 +247,48 @@ def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytest.Monk
         pytest.param(line(["jax"]), id="JAX, which is not there"),
     ],
 )
-def test_what_strangers_send_is_closed_and_leaves_nothing(content: bytes):
-    async def meet() -> None:
-        async with gathered(2) as hosts:
-            await assert_all_connected(hosts)
-            before = descriptors()
+async def test_what_strangers_send_is_closed_and_leaves_nothing(content: bytes):
+    async with gathered(2) as hosts:
+        await assert_all_connected(hosts)
+        before = descriptors()
 
-            async def send() -> None:
-                link = await stranger(hosts[0])
-                link.writer.write(content)
-                if not content:
-                    link.writer.close()  # It has only looked whether somebody is there.
-                assert await link.reader.read() in (b"",)
-                link.writer.close()
+        async def send() -> None:
+            link = await stranger(hosts[0])
+            link.writer.write(content)
+            if not content:
+                link.writer.close()  # It has only looked whether somebody is there.
+            assert await link.reader.read() in (b"",)
+            link.writer.close()
 
-            for _ in range(5):
-                done = await asyncio.gather(*(send() for _ in range(20)), return_exceptions=True)
-                assert {type(one) for one in done} <= {type(None), ConnectionResetError}
-            await until(lambda: descriptors() <= before)
-            await assert_all_connected(hosts, "still there")
-            words = {message[1] for host in hosts for _, message in host.received}
-            assert words == {"there", "still there"}
-
-    asyncio.run(meet())
+        for _ in range(5):
+            done = await asyncio.gather(*(send() for _ in range(20)), return_exceptions=True)
+            assert {type(one) for one in done} <= {type(None), ConnectionResetError}
+        await until(lambda: descriptors() <= before)
+        await assert_all_connected(hosts, "still there")
+        words = {message[1] for host in hosts for _, message in host.received}
+        assert words == {"there", "still there"}
 
 
-def test_strangers_are_refused_without_a_word_in_the_end(
+async def test_strangers_are_refused_without_a_word_in_the_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 5)
-
-    async def meet() -> None:
-        first = Host(0, 2)
-        await first.listen()
-        for _ in range(20):
-            assert await answer_to(first, b"noise\n") == []
-        first.end()
-
-    asyncio.run(meet())
+    first = await Host(0, 2).listen()
+    for _ in range(20):
+        assert await answer_to(first, b"noise\n") == []
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 6
     assert told[-1] == "host 0: further rejections are not logged"
 
 
-def test_what_a_stranger_calls_itself_does_nothing_to_a_terminal(
+async def test_what_a_stranger_calls_itself_does_nothing_to_a_terminal(
     capfd: pytest.CaptureFixture[str],
 ):
-    async def meet() -> None:
-        first = Host(0, 2)
-        await first.listen()
-        name = "\x1b[2Jhost 1\nhost 0 is well \ud800\x9b"
-        hello = changed(host=1, hosts=2, name=name, run=hello_of(1, 2)["run"] | {"identity": {}})
-        [refused] = await answer_to(first, line([hello]))
-        assert refused[0] == "refused"
-        first.end()
-
-    asyncio.run(meet())
+    first = await Host(0, 2).listen()
+    name = "\x1b[2Jhost 1\nhost 0 is well \ud800\x9b"
+    hello = changed(host=1, hosts=2, name=name, run=hello_of(1, 2)["run"] | {"identity": {}})
+    [refused] = await answer_to(first, line([hello]))
+    assert refused[0] == "refused"
     told = capfd.readouterr().err
     assert told.count("\n") == 1
     assert told.rstrip("\n").isprintable()
@@ -394,104 +308,80 @@ def test_what_a_stranger_calls_itself_does_nothing_to_a_terminal(
     ],
     ids=range(8),
 )
-def test_who_sends_what_no_host_sends_is_lost(nonsense: bytes):
-    async def meet() -> None:
-        async with gathered(2, outlives=False) as hosts:
-            hosts[1].mesh._links[0].writer.write(nonsense)
-            await until(lambda: bool(hosts[0].lost))
-            assert hosts[0].lost == [(1, INVALID_MESSAGE)]
-
-    asyncio.run(meet())
+async def test_who_sends_what_no_host_sends_is_lost(nonsense: bytes):
+    async with gathered(2, outlives=False) as hosts:
+        hosts[1].mesh._links[0].writer.write(nonsense)
+        await until(lambda: bool(hosts[0].lost))
+        assert hosts[0].lost == [(1, INVALID_MESSAGE)]
 
 
-def test_a_host_that_takes_nothing_in_holds_up_so_much_and_no_more(
+async def test_a_host_that_takes_nothing_in_holds_up_so_much_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(links, "MOST_WAITING", 1 << 20)
-
-    async def meet() -> None:
-        async with gathered(2) as (first, _):
-            link = first.mesh._links[1]
-            for _ in range(400):  # Without a pause, in which it could be sent.
-                first.mesh.send(1, "put", "key", "x" * (1 << 16))
-                assert link.writer.transport.get_write_buffer_size() < 2 << 20
-            assert link.ending == "it stopped reading messages"
-
-    asyncio.run(meet())
+    async with gathered(2) as (first, _):
+        link = first.mesh._links[1]
+        for _ in range(400):  # Without a pause, in which it could be sent.
+            first.mesh.send(1, "put", "key", "x" * (1 << 16))
+            assert link.writer.transport.get_write_buffer_size() < 2 << 20
+        assert link.ending == "it stopped reading messages"
 
 
-def test_links_that_break_and_hosts_that_come_back_leave_nothing():
-    async def meet() -> None:
-        async with gathered(3) as hosts:
-            await assert_all_connected(hosts)
-            before, tasks = descriptors(), len(asyncio.all_tasks())
-            for count in range(30):
-                # Such a connection takes the place of that of host 2 each time, which calls again.
-                for one, other in ((2, 0), (0, 1)):
-                    if other in hosts[one].mesh._links:
-                        hosts[one].mesh._links[other].break_off("cut")
-                link = await stranger(hosts[1])
-                link.writer.write(line([hello_of(2, 3, comes_back=True)]))
-                link.writer.close()
-                if count % 10 == 0:
-                    await asyncio.sleep(0.05)
-            await asyncio.sleep(0.3)
-            await assert_all_connected(hosts, "again")
-            await until(lambda: descriptors() <= before and len(asyncio.all_tasks()) <= tasks)
-
-    asyncio.run(meet())
-
-
-def test_a_message_is_as_long_as_it_has_to_be():
-    """So long as that of a host with thousands of stages, and no longer than any."""
-
-    async def meet() -> None:
-        async with gathered(2) as (first, second):
-            totals = [n / 7 for n in range(16_000)]
-            first.mesh.send(1, "control", ["Contribution", 1, 1, totals])
-            value = '"\\\u20ac\U0001f600' * (links.MESSAGE_CHARACTERS // 4)
-            first.mesh.send(1, "put", "key", value)
-            await until(lambda: len(second.received) == 2)
-            assert second.received[0][1] == ["control", ["Contribution", 1, 1, totals]]
-            assert second.received[1][1] == ["put", "key", value]
-            assert len(json.dumps(value)) > links.LINE_BYTES
-
-            second.mesh.directory.outlives = False
-            first.mesh.send(1, "put", "key", "x" * (links.MESSAGE_BYTES + links.LINE_BYTES))
-            await until(lambda: bool(second.lost))
-            assert second.lost == [(0, INVALID_MESSAGE)]
-
-    asyncio.run(meet())
-
-
-def test_a_farewell_in_the_place_of_another_keeps_it_out_no_longer_than_the_connection():
-    async def meet() -> None:
-        async with gathered(3) as (first, second, third):
-            third.end()
-            await until(lambda: 2 in first.mesh.missed)
-            before = descriptors()
-            content = line([hello_of(2, 3, comes_back=True)]) + line(["farewell"])
-            link = await stranger(first)
-            link.writer.write(content)
-            await link.reader.readline()
+async def test_links_that_break_and_hosts_that_come_back_leave_nothing():
+    async with gathered(3) as hosts:
+        await assert_all_connected(hosts)
+        before, tasks = descriptors(), len(asyncio.all_tasks())
+        for count in range(30):
+            # Such a connection takes the place of that of host 2 each time, which calls again.
+            for one, other in ((2, 0), (0, 1)):
+                if other in hosts[one].mesh._links:
+                    hosts[one].mesh._links[other].break_off("cut")
+            link = await stranger(hosts[1])
+            link.writer.write(line([hello_of(2, 3, comes_back=True)]))
             link.writer.close()
-            await until(lambda: 2 not in first.mesh._links and descriptors() <= before)
-            again = Host(2, 3)
-            await again.listen()
-            assert await again.mesh.rejoin(await reach(first.address, PATIENCE_S))
-            await assert_all_connected([first, second, again], "again")
-            again.end()
+            if count % 10 == 0:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        await assert_all_connected(hosts, "again")
+        await until(lambda: descriptors() <= before and len(asyncio.all_tasks()) <= tasks)
 
-    asyncio.run(meet())
+
+async def test_a_message_is_as_long_as_it_has_to_be():
+    """So long as that of a host with thousands of stages, and no longer than any."""
+    async with gathered(2) as (first, second):
+        totals = [n / 7 for n in range(16_000)]
+        first.mesh.send(1, "control", ["Contribution", 1, 1, totals])
+        value = '"\\\u20ac\U0001f600' * (links.MESSAGE_CHARACTERS // 4)
+        first.mesh.send(1, "put", "key", value)
+        await until(lambda: len(second.received) == 2)
+        assert second.received[0][1] == ["control", ["Contribution", 1, 1, totals]]
+        assert second.received[1][1] == ["put", "key", value]
+        assert len(json.dumps(value)) > links.LINE_BYTES
+
+        second.mesh.directory.outlives = False
+        first.mesh.send(1, "put", "key", "x" * (links.MESSAGE_BYTES + links.LINE_BYTES))
+        await until(lambda: bool(second.lost))
+        assert second.lost == [(0, INVALID_MESSAGE)]
+
+
+async def test_a_farewell_in_the_place_of_another_keeps_it_out_no_longer_than_the_connection():
+    async with without_third() as (first, second):
+        before = descriptors()
+        content = line([hello_of(2, 3, comes_back=True)]) + line(["farewell"])
+        link = await stranger(first)
+        link.writer.write(content)
+        await link.reader.readline()
+        link.writer.close()
+        await until(lambda: 2 not in first.mesh._links and descriptors() <= before)
+        again = Host(2, 3)
+        assert await again.rejoin(first)
+        await assert_all_connected([first, second, again], "again")
 
 
 @pytest.mark.parametrize("outlives", [True, False])
-def test_hosts_part_and_nobody_is_lost(outlives: bool):
-    async def meet() -> None:
-        before = descriptors()
-        async with gathered(3, outlives=outlives) as hosts:
-            await asyncio.gather(*(host.mesh.part(10.0) for host in hosts))
-            assert [host.lost for host in hosts] == [[], [], []]
-            await until(lambda: descriptors() <= before)
-
-    asyncio.run(meet())
+async def test_hosts_part_and_nobody_is_lost(outlives: bool):
+    before = descriptors()
+    async with gathered(3, outlives=outlives) as hosts:
+        await asyncio.gather(*(host.mesh.part(10.0) for host in hosts))
+        assert [host.lost for host in hosts] == [[], [], []]
+        await until(lambda: descriptors() <= before)

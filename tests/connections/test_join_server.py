@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax.connections import asking, join_server
+from skippipe_jax.connections import join_server
 from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import PROTOCOL
@@ -26,19 +26,23 @@ from skippipe_jax.connections.join_offer import (
     JoinOffer,
     Place,
 )
-from skippipe_jax.connections.join_server import Pauses
+from skippipe_jax.connections.join_server import REQUESTERS, Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
+from skippipe_jax.connections.link_probe import SIZES
 from tests.connections.meshes import (
     KEYS,
     OTHER_KEYS,
     RUN,
     Host,
+    address_of,
     answer_to,
     gathered,
     line,
     stranger,
     until,
+    without_third,
 )
+from tests.json_values import json_values
 from tests.ports import free_port
 
 CONTENTS = {
@@ -66,113 +70,85 @@ class Run:
 @asynccontextmanager
 async def listening(keys: Keys = LOOPBACK_ONLY) -> AsyncIterator[Host]:
     """A host that has met no other yet."""
-    host = Host(0, 2, keys=keys)
-    await host.listen()
+    host = await Host(0, 2, keys=keys).listen()
     yield host
     host.end()
 
 
-def address_of(host: Host) -> str:
-    return join_address(*host.address)
+async def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
+    async with without_third() as (first, second):
+        second.join_server.inviting = Run()
+        asking = JoinClient()
+        asked, told = await asking.ask([address_of(second)])
+        assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
+        assert told.addresses[0] == address_of(first)
+        assert told.addresses[1] == address_of(second)
+        assert told.places == (Place(2, (0, 2), 0.5),)
+        assert told.text == "0123"
+        assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
+        assert asking.contents == CONTENTS
+        assert asking.fetched == sum(map(len, CONTENTS.values()))
 
 
-@pytest.fixture(autouse=True)
-def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "versions", lambda: RUN.versions)
-
-
-def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
-    async def live() -> None:
-        async with gathered(3) as (first, second, third):
-            third.end()
-            await until(lambda: first.mesh.missed == second.mesh.missed == {2})
-            second.join_server.inviting = Run()
-            asking = JoinClient()
-            asked, told = await asking.ask([address_of(second)])
-            assert (asked, told.host, told.hosts) == (address_of(second), 1, 3)
-            assert told.addresses[0] == address_of(first)
-            assert told.addresses[1] == address_of(second)
-            assert told.places == (Place(2, (0, 2), 0.5),)
-            assert told.text == "0123"
-            assert (told.members, told.placement) == ((0, 1), ((0, 2), (1,)))
-            assert asking.contents == CONTENTS
-            assert asking.fetched == sum(map(len, CONTENTS.values()))
-
-    asyncio.run(live())
-
-
-def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addresses():
+async def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addresses():
     closed = f"127.0.0.1:{free_port()}"
-
-    async def live() -> None:
-        problem = rf"join = '{closed}': connection refused: no process listens at "
-        with pytest.raises(NoListener, match=problem):
-            await JoinClient().ask([closed, closed])
-        async with listening() as host:  # Its run has not begun.
-            with pytest.raises(TemporaryError, match="the run has not started") as caught:
-                await JoinClient().ask([closed, address_of(host)])
-            assert not isinstance(caught.value, NoListener)
-
-    asyncio.run(live())
+    problem = rf"join = '{closed}': connection refused: no process listens at "
+    with pytest.raises(NoListener, match=problem):
+        await JoinClient().ask([closed, closed])
+    async with listening() as host:  # Its run has not begun.
+        with pytest.raises(TemporaryError, match="the run has not started") as caught:
+            await JoinClient().ask([closed, address_of(host)])
+        assert not isinstance(caught.value, NoListener)
 
 
-def test_the_place_of_a_host_that_was_told_to_leave_is_free():
-    async def live() -> None:
-        async with gathered(3) as (_, second, third):
-            second.join_server.inviting = Run()
-            asking = JoinClient()
-            _, told = await asking.ask([address_of(second)])
-            assert not told.places
-            await third.mesh.part(0.1)
-            async with asyncio.timeout(10.0):
-                while not told.places:
-                    _, told = await asking.ask([address_of(second)])
-            assert told.places == (Place(2, (0, 2), 0.5),)
-            assert not second.mesh.missed
-
-    asyncio.run(live())
+async def test_the_place_of_a_host_that_was_told_to_leave_is_free():
+    async with gathered(3) as (_, second, third):
+        second.join_server.inviting = Run()
+        asking = JoinClient()
+        _, told = await asking.ask([address_of(second)])
+        assert not told.places
+        await third.mesh.part(0.1)
+        async with asyncio.timeout(10.0):
+            while not told.places:
+                _, told = await asking.ask([address_of(second)])
+        assert told.places == (Place(2, (0, 2), 0.5),)
+        assert not second.mesh.missed
 
 
-def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoever_is_asked():
-    async def live() -> None:
-        async with gathered(2) as (first, second):
-            asking = JoinClient()
-            first.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
-            await asking.ask([address_of(first)], wanted=["config.yaml"])
-            assert (asking.contents, asking.fetched) == ({"config.yaml": b"1"}, 1)
-            second.join_server.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
-            await asking.ask([address_of(second)])
-            assert asking.contents == {"config.yaml": b"1", "plans/a.json": b"345"}
-            assert asking.fetched == 4
-            second.join_server.inviting = Run({"config.yaml": b"67"})
-            await asking.ask([address_of(second)])
-            assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
-
-    asyncio.run(live())
+async def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoever_is_asked():
+    async with gathered(2) as (first, second):
+        asking = JoinClient()
+        first.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+        await asking.ask([address_of(first)], wanted=["config.yaml"])
+        assert (asking.contents, asking.fetched) == ({"config.yaml": b"1"}, 1)
+        second.join_server.inviting = Run({"config.yaml": b"1", "plans/a.json": b"345"})
+        await asking.ask([address_of(second)])
+        assert asking.contents == {"config.yaml": b"1", "plans/a.json": b"345"}
+        assert asking.fetched == 4
+        second.join_server.inviting = Run({"config.yaml": b"67"})
+        await asking.ask([address_of(second)])
+        assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
 
 
-def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
+async def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
     capfd: pytest.CaptureFixture[str],
 ):
-    async def live() -> None:
-        async with listening(KEYS) as first:
-            first.join_server.inviting = run = Run()
-            for keys, why in (
-                (LOOPBACK_ONLY, "requires a secret, and this host has none"),
-                (OTHER_KEYS, "different secret"),
-            ):
-                with pytest.raises(InputError, match=why) as caught:
-                    await JoinClient(keys).ask([address_of(first)])
-                assert type(caught.value) is InputError
-            assert run.read == 0
-            asking = JoinClient(KEYS)
-            await asking.ask([address_of(first)])
-            assert asking.contents == CONTENTS
-        async with listening() as first:
-            with pytest.raises(InputError, match="does not use TLS: it has no secret"):
-                await JoinClient(KEYS).ask([address_of(first)])
-
-    asyncio.run(live())
+    async with listening(KEYS) as first:
+        first.join_server.inviting = run = Run()
+        for keys, why in (
+            (LOOPBACK_ONLY, "requires a secret, and this host has none"),
+            (OTHER_KEYS, "different secret"),
+        ):
+            with pytest.raises(InputError, match=why) as caught:
+                await JoinClient(keys).ask([address_of(first)])
+            assert type(caught.value) is InputError
+        assert run.read == 0
+        asking = JoinClient(KEYS)
+        await asking.ask([address_of(first)])
+        assert asking.contents == CONTENTS
+    async with listening() as first:
+        with pytest.raises(InputError, match="does not use TLS: it has no secret"):
+            await JoinClient(KEYS).ask([address_of(first)])
     told = capfd.readouterr().err
     assert "it has no secret, and this run has one" in told
     assert "it does not have the secret of this run" in told
@@ -186,111 +162,98 @@ class Forged(Files):
         self._contents = [b"1", b"3"]
 
 
-def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    async def live() -> None:
-        async with gathered(2) as (first, second):
-            run = Run()
-            monkeypatch.setattr(run, "files", Forged)
-            first.join_server.inviting = run
-            asking = JoinClient()
-            with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
-                await asking.ask([address_of(first)])
-            assert asking.contents == {"config.yaml": b"1"}
-            second.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
-            asked, _ = await asking.ask([address_of(first), address_of(second)])
-            assert asked == address_of(second)
-            assert asking.contents == {"config.yaml": b"1", "plan.json": b"2"}
-
-    asyncio.run(live())
+async def test_what_came_otherwise_than_it_was_told_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    async with gathered(2) as (first, second):
+        run = Run()
+        monkeypatch.setattr(run, "files", Forged)
+        first.join_server.inviting = run
+        asking = JoinClient()
+        with pytest.raises(TemporaryError, match=r"plan\.json does not match its anno"):
+            await asking.ask([address_of(first)])
+        assert asking.contents == {"config.yaml": b"1"}
+        second.join_server.inviting = Run({"config.yaml": b"1", "plan.json": b"2"})
+        asked, _ = await asking.ask([address_of(first), address_of(second)])
+        assert asked == address_of(second)
+        assert asking.contents == {"config.yaml": b"1", "plan.json": b"2"}
 
 
-def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
-    async def live() -> None:
-        async with listening() as first:
-            with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
-                await JoinClient().ask([address_of(first)])
-            first.join_server.inviting, first.join_server.has_ended = (
-                Run({"config.yaml": b"1"}),
-                True,
-            )
-            with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
-                await JoinClient().ask([address_of(first)])
-            gone = address_of(first)
-            first.end()
-            with pytest.raises(TemporaryError, match="connection refused"):
-                await JoinClient().ask([gone])
-
-    asyncio.run(live())
+async def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
+    async with listening() as first:
+        with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
+            await JoinClient().ask([address_of(first)])
+        first.join_server.inviting, first.join_server.has_ended = (Run({"config.yaml": b"1"}), True)
+        with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
+            await JoinClient().ask([address_of(first)])
+        gone = address_of(first)
+        first.end()
+        with pytest.raises(TemporaryError, match="connection refused"):
+            await JoinClient().ask([gone])
 
 
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ([PROTOCOL + 1, {"jax": "1.0"}], f"protocol version = {PROTOCOL + 1}: host 0"),
-        ([PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the joiner has this, and"),
-        ([PROTOCOL, {}], "jax version = None: the joiner has this, and host 0 has '1.0'"),
-        ([PROTOCOL, {"jax": 1}], "jax version = None"),
-        ([PROTOCOL], "joiner = None: is not a valid request of a joiner"),
-        ([PROTOCOL, 3], "joiner = None: is not a valid request of a joiner"),
+        (["joiner", PROTOCOL + 1, {"jax": "1.0"}], f"protocol version = {PROTOCOL + 1}: host 0"),
+        (["joiner", PROTOCOL, {"jax": "0.9"}], "jax version = '0.9': the joiner has this, and"),
+        (["joiner", PROTOCOL, {}], "jax version = None: the joiner has this, and host 0 has '1.0'"),
+        (["joiner", PROTOCOL, {"jax": 1}], "jax version = None"),
+        (["joiner", PROTOCOL], "joiner = None: is not a valid request of a joiner"),
+        (["joiner", PROTOCOL, 3], "joiner = None: is not a valid request of a joiner"),
+        (["observer", PROTOCOL + 1, {}], f"protocol version = {PROTOCOL + 1}: host 0 has"),
+        (
+            ["observer", PROTOCOL, {"skippipe-jax": "0.1"}],
+            "skippipe-jax version = '0.1': the observer has this, and host 0 has None",
+        ),
+        (["observer", PROTOCOL], "observer = None: is not a valid request of an observer"),
     ],
 )
-def test_a_newcomer_of_another_version_is_refused_and_both_sides_name_it(
+async def test_a_guest_of_another_version_is_refused_and_both_sides_name_it(
     said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
 ):
-    async def live() -> None:
-        async with listening() as first:
-            first.join_server.inviting = Run()
-            [answer] = await answer_to(first, line(["joiner", *said]))
-            assert answer[:2] == ["refused", InputError.exit_code]
-            assert first.join_server.inviting.read == 0
-
-    asyncio.run(live())
+    async with listening() as first:
+        first.join_server.inviting = Run()
+        [answer] = await answer_to(first, line(said))
+        assert answer[:2] == ["refused", InputError.exit_code]
+        assert first.join_server.inviting.read == 0
     told = capfd.readouterr().err
-    assert told.startswith("host 0 rejected a joiner from ")
+    assert told.startswith(f"host 0 rejected {REQUESTERS[said[0]]} from ")
     assert named in told
     assert told.count("\n") == 1
 
 
-def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
+async def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_longest(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(join_server, "MAX_JOINERS", 2)
-
-    async def live() -> None:
-        async with listening() as first:
-            first.join_server.inviting = Run()
-            asking = []
-            for _ in range(3):
-                link = await stranger(first)
-                link.send("joiner", PROTOCOL, dict(RUN.versions))
-                assert (await link.receive())[0] == "offer"
-                asking.append(link)
-            assert await asking[0].receive() is None
-            for link in asking[1:]:
-                link.send("piece", 0, 0)
-                assert (await link.receive())[:3] == ["piece", 0, 0]
-                link.writer.close()
-            await until(lambda: not first.join_server._served)
-
-    asyncio.run(live())
+    async with listening() as first:
+        first.join_server.inviting = Run()
+        asking = []
+        for _ in range(3):
+            link = await stranger(first)
+            link.send("joiner", PROTOCOL, dict(RUN.versions))
+            assert (await link.receive())[0] == "offer"
+            asking.append(link)
+        assert await asking[0].receive() is None
+        for link in asking[1:]:
+            link.send("piece", 0, 0)
+            assert (await link.receive())[:3] == ["piece", 0, 0]
+            link.writer.close()
+        await until(lambda: not first.join_server._served)
 
 
-def assert_tells_no_more_than_the_invitation(asked: list[Any]) -> None:
-    """A joiner that asks this is not answered."""
-
-    async def live() -> None:
-        async with listening() as first:
-            first.join_server.inviting = Run()
-            hello = line(["joiner", PROTOCOL, dict(RUN.versions)])
-            [told] = await answer_to(first, hello + line(asked))
-            assert told[0] == "offer"
-
-    asyncio.run(live())
-
-
-@pytest.mark.parametrize("asked", [["piece", 3, 0], ["piece", 0, 1], ["piece", 0, -1], ["piece"]])
-def test_who_asks_for_a_piece_that_there_is_not_is_told_nothing_more(asked: list[Any]):
-    assert_tells_no_more_than_the_invitation(asked)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(["piece", 3, 0], ["piece", 0, 1], ["piece", 0, -1], ["piece"]),
+        *(["give", -1], ["give", SIZES[-1] + 1], ["give", "1"], ["take"], ["take", 1.0]),
+    ],
+)
+async def test_who_asks_for_what_there_is_not_is_told_no_more_than_the_invitation(asked: list[Any]):
+    async with listening() as first:
+        first.join_server.inviting = Run()
+        hello = line(["joiner", PROTOCOL, dict(RUN.versions)])
+        [told] = await answer_to(first, hello + line(asked))
+        assert told[0] == "offer"
 
 
 INVITATION = JoinOffer(
@@ -337,12 +300,7 @@ def test_an_invitation_with_anything_out_of_range_is_none(told: Any):
         JoinOffer.parse(told)
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-JSON = st.recursive(
-    SCALARS | st.just(10**400),
-    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts),
-    max_leaves=6,
-)
+JSON = json_values(st.sampled_from(["127.0.0.1:9", "\ud800"]))
 
 
 @given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))

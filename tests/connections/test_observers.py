@@ -13,23 +13,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from skippipe_sched.errors import InputError, TemporaryError
+from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cli.main import main
 from skippipe_jax.connections import asking
 from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.asking import NoListener, observe
-from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secret
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
 from tests.connections.meshes import (
     KEYS,
+    PATIENCE_S,
     STATUS,
     Host,
-    answer_to,
+    address_of,
     assert_all_connected,
     gathered,
-    line,
 )
 from tests.ports import free_port
 
@@ -40,77 +39,49 @@ def _versions_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "versions", lambda: {"skippipe-jax": None, "jax": "2.0"})
 
 
-def address_of(host: Host) -> str:
-    return join_address(*host.address)
-
-
 @pytest.mark.parametrize("keys", [LOOPBACK_ONLY, KEYS])
-def test_any_host_tells_an_observer_the_status_and_counts_no_host_more(keys: Keys):
-    async def live() -> None:
-        async with gathered(2, keys=keys) as hosts:
-            for host in hosts:
-                for _ in range(3):
-                    assert await observe([address_of(host)], keys) == (address_of(host), STATUS)
-            await assert_all_connected(hosts)
-            for host in hosts:
-                assert host.lost == []
-                assert host.mesh.directory.others == [1 - host.mesh.directory.hello.host]
-
-    asyncio.run(live())
+async def test_any_host_tells_an_observer_the_status_and_counts_no_host_more(keys: Keys):
+    async with gathered(2, keys=keys) as hosts:
+        for host in hosts:
+            for _ in range(3):
+                assert await observe([address_of(host)], keys) == (address_of(host), STATUS)
+        await assert_all_connected(hosts)
+        for host in hosts:
+            assert host.lost == []
+            assert host.mesh.directory.others == [1 - host.mesh.directory.hello.host]
 
 
-def test_of_several_addresses_the_first_is_asked_at_which_a_host_answers():
+async def test_of_several_addresses_the_first_is_asked_at_which_a_host_answers():
     closed = f"127.0.0.1:{free_port()}"
-
-    async def live() -> None:
-        with pytest.raises(NoListener, match=rf"status = '{closed}': connection refused"):
-            await observe([closed])
-        async with gathered(2) as (first, _):
-            assert (await observe([closed, address_of(first)]))[0] == address_of(first)
-
-    asyncio.run(live())
+    with pytest.raises(NoListener, match=rf"status = '{closed}': connection refused"):
+        await observe([closed])
+    async with gathered(2) as (first, _):
+        assert (await observe([closed, address_of(first)]))[0] == address_of(first)
 
 
-def test_what_is_no_host_of_a_run_is_told_from_one():
-    async def live() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readline()
-            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            writer.close()
+async def test_what_is_no_host_of_a_run_is_told_from_one():
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        address = join_address(*server.sockets[0].getsockname()[:2])
-        with pytest.raises(TemporaryError, match="no host of a run answered at this") as caught:
-            await observe([address])
-        assert not isinstance(caught.value, NoListener)
-        server.close()
-
-    asyncio.run(live())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = join_address(*server.sockets[0].getsockname()[:2])
+    with pytest.raises(TemporaryError, match="no host of a run answered at this") as caught:
+        await observe([address])
+    assert not isinstance(caught.value, NoListener)
+    server.close()
 
 
-@pytest.mark.parametrize(
-    ("said", "named"),
-    [
-        ([PROTOCOL + 1, {}], f"protocol version = {PROTOCOL + 1}: host 0 has"),
-        (
-            [PROTOCOL, {"skippipe-jax": "0.1"}],
-            "skippipe-jax version = '0.1': the observer has this, and host 0 has None",
-        ),
-        ([PROTOCOL], "observer = None: is not a valid request of an observer"),
-    ],
-)
-def test_an_observer_of_another_version_is_refused_and_both_sides_name_it(
-    said: list[Any], named: str, capfd: pytest.CaptureFixture[str]
-):
-    async def live() -> None:
-        async with gathered(2) as (first, _):
-            [answer] = await answer_to(first, line(["observer", *said]))
-            assert answer[:2] == ["refused", InputError.exit_code]
-
-    asyncio.run(live())
-    told = capfd.readouterr().err
-    assert told.startswith("host 0 rejected an observer from ")
-    assert named in told
+@pytest.mark.parametrize("error", [OSError("a full disk"), ValueError("a bad value")])
+async def test_errors_of_the_caller_are_not_taken_for_those_of_a_host(error: Exception):
+    question = asking.OBSERVER, {part: asking.versions()[part] for part in asking.OBSERVED}
+    async with gathered(2) as (first, _):
+        how = "status", address_of(first), LOOPBACK_ONLY, question
+        with pytest.raises(type(error)) as caught:
+            async with asking.asking(*how, ("status", RunStatus.parse), PATIENCE_S):
+                raise error
+        assert caught.value is error
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,9 @@ from tests.connections.meshes import (
     line,
     stranger,
     until,
+    without_third,
 )
-from tests.connections.test_fuzz import LINES, nothing_left
+from tests.connections.test_fuzz import LINES, nothing_left, run_quietly
 
 NEVER_S = 1e6
 HELLO = line([hello_of(2, 3, comes_back=True)])
@@ -65,25 +66,21 @@ def first_flight() -> bytes:
     return seal.waiting()
 
 
-def test_hosts_that_have_the_secret_meet_and_come_back():
-    async def meet() -> None:
-        before = descriptors()
-        async with gathered(3, keys=KEYS) as (first, second, third):
-            await assert_all_connected([first, second, third])
-            # A message of several lines, with all that JSON may hold.
-            value = '"\\\u20ac\U0001f600' * (links.MESSAGE_CHARACTERS // 4)
-            first.mesh.send(2, "put", "key", value)
-            await until(lambda: (0, ["put", "key", value]) in third.received)
-            third.end()
-            await until(lambda: first.mesh.missed == second.mesh.missed == {2})
-            again = Host(2, 3, keys=KEYS)
-            await again.listen()
-            assert await again.mesh.rejoin(await reach(first.address, 1.0, KEYS))
-            await assert_all_connected([first, second, again], "again")
-            again.end()
-        await until(lambda: descriptors() <= before)
-
-    asyncio.run(meet())
+async def test_hosts_that_have_the_secret_meet_and_come_back():
+    before = descriptors()
+    async with gathered(3, keys=KEYS) as (first, second, third):
+        await assert_all_connected([first, second, third])
+        # A message of several lines, with all that JSON may hold.
+        value = '"\\\u20ac\U0001f600' * (links.MESSAGE_CHARACTERS // 4)
+        first.mesh.send(2, "put", "key", value)
+        await until(lambda: (0, ["put", "key", value]) in third.received)
+        third.end()
+        await until(lambda: first.mesh.missed == second.mesh.missed == {2})
+        again = Host(2, 3, keys=KEYS)
+        assert await again.rejoin(first)
+        await assert_all_connected([first, second, again], "again")
+        again.end()
+    await until(lambda: descriptors() <= before)
 
 
 @pytest.mark.parametrize(
@@ -95,64 +92,50 @@ def test_hosts_that_have_the_secret_meet_and_come_back():
     ],
     ids=["another secret", "no secret", "a secret where there is none"],
 )
-def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
+async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     there: Keys, here: Keys, told_here: str, told_there: str, capfd: pytest.CaptureFixture[str]
 ):
-    async def meet() -> None:
-        first, second = Host(0, 2, keys=there), Host(1, 2, keys=there)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        for _ in range(3):
-            foreign = Host(1, 2, keys=here)
-            with pytest.raises(InputError) as caught:
-                await foreign.join(first)
-            assert type(caught.value) is InputError
-            assert caught.value.field == "cluster.secret"
-            assert told_here in caught.value.problem
-            foreign.end()
-        assert not gathering.done()
-        # In its place comes the right one.
-        await asyncio.gather(gathering, second.join(first))
-        await assert_all_connected([first, second])
-        # Neither does it come back to the run.
-        again = Host(1, 2, keys=here)
-        await again.listen()
+    first, second = Host(0, 2, keys=there), Host(1, 2, keys=there)
+    gathering = await first.gather()
+    for _ in range(3):
+        foreign = Host(1, 2, keys=here)
+        with pytest.raises(InputError) as caught:
+            await foreign.join(first)
+        assert type(caught.value) is InputError
+        assert caught.value.field == "cluster.secret"
+        assert told_here in caught.value.problem
+    assert not gathering.done()
+    # In its place comes the right one.
+    await asyncio.gather(gathering, second.join(first))
+    await assert_all_connected([first, second])
+    # Neither does it come back to the run.
+    again = await Host(1, 2, keys=here).listen()
 
-        async def comes_back() -> None:
-            link = await answered("{}:{}".format(*first.address), here)
-            assert link is not None
-            await again.mesh.rejoin(link)
+    async def comes_back() -> None:
+        link = await answered("{}:{}".format(*first.address), here)
+        assert link is not None
+        await again.mesh.rejoin(link)
 
-        with pytest.raises(InputError, match=told_here):
-            await comes_back()
-        assert first.mesh._links.keys() == {1}
-        for host in (first, second, again):
-            host.end()
-
-    asyncio.run(meet())
+    with pytest.raises(InputError, match=told_here):
+        await comes_back()
+    assert first.mesh._links.keys() == {1}
     told = capfd.readouterr().err
     assert told.count("\n") == 1
     assert told.startswith("host 0 rejected a connection from ('127.0.0.1', ")
     assert told_there in told
 
 
-def test_strangers_are_told_of_for_so_many_addresses_only(
+async def test_strangers_are_told_of_for_so_many_addresses_only(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 3)
-
-    async def meet() -> None:
-        first = Host(0, 2, keys=KEYS)
-        await first.listen()
-        for last in range(1, 9):
-            local = f"127.0.0.{last}", 0
-            opened = await asyncio.open_connection(*first.address, local_addr=local)
-            opened[1].write(b"noise\n")
-            assert await opened[0].read() == ALERT
-            opened[1].close()
-        first.end()
-
-    asyncio.run(meet())
+    first = await Host(0, 2, keys=KEYS).listen()
+    for last in range(1, 9):
+        local = f"127.0.0.{last}", 0
+        opened = await asyncio.open_connection(*first.address, local_addr=local)
+        opened[1].write(b"noise\n")
+        assert await opened[0].read() == ALERT
+        opened[1].close()
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 4
     assert told[-1] == "host 0: further rejections are not logged"
@@ -161,153 +144,124 @@ def test_strangers_are_told_of_for_so_many_addresses_only(
 # Time, and how many at once.
 
 
-def test_a_handshake_that_is_not_ended_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
+async def test_a_handshake_that_is_not_ended_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "HELLO_S", 0.5)
     flight = first_flight()
-
-    async def meet() -> None:
-        first = Host(0, 2, keys=KEYS)
-        await first.listen()
-        for said in (b"", flight[:1], flight[:100], flight):
-            link = await stranger(first)
-            link.writer.write(said)
-            answer = await asyncio.wait_for(link.reader.read(), PATIENCE_S)
-            assert bool(answer) == (said == flight)
-            link.writer.close()
-        first.end()
-
-    asyncio.run(meet())
+    first = await Host(0, 2, keys=KEYS).listen()
+    for said in (b"", flight[:1], flight[:100], flight):
+        link = await stranger(first)
+        link.writer.write(said)
+        answer = await asyncio.wait_for(link.reader.read(), PATIENCE_S)
+        assert bool(answer) == (said == flight)
+        link.writer.close()
 
 
 @pytest.mark.parametrize(
     "said", [b"", first_flight()[:100], first_flight()], ids=["nothing", "half", "all"]
 )
-def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
+async def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
-
-    async def meet() -> None:
-        before = descriptors()
-        first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        waiting = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
-        for link in waiting:
-            link.writer.write(said)
-        await until(lambda: len(first.mesh._door._unidentified) == host_listener.MAX_UNIDENTIFIED)
-        await asyncio.gather(gathering, second.join(first))
-        await assert_all_connected([first, second])
-        assert len(first.mesh._door._unidentified) <= host_listener.MAX_UNIDENTIFIED
-        for link in waiting:
-            link.writer.transport.abort()
-        for host in (first, second):
-            host.end()
-        await until(lambda: descriptors() <= before)
-
-    asyncio.run(meet())
+    before = descriptors()
+    first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
+    gathering = await first.gather()
+    waiting = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
+    for link in waiting:
+        link.writer.write(said)
+    await until(lambda: len(first.mesh._door._unidentified) == host_listener.MAX_UNIDENTIFIED)
+    await asyncio.gather(gathering, second.join(first))
+    await assert_all_connected([first, second])
+    assert len(first.mesh._door._unidentified) <= host_listener.MAX_UNIDENTIFIED
+    for link in waiting:
+        link.writer.transport.abort()
+    Host.end_all()
+    await until(lambda: descriptors() <= before)
 
 
-def test_strangers_at_one_address_take_the_place_of_each_other(monkeypatch: pytest.MonkeyPatch):
+async def test_strangers_at_one_address_take_the_place_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """A host whose handshake takes long, since it is far, is not put out for them."""
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
-
-    async def meet() -> None:
-        first = Host(0, 2, keys=KEYS)
-        await first.listen()
-        far = Link(
-            *await asyncio.open_connection(
-                *first.address, limit=LINE_BYTES, local_addr=("127.0.0.2", 0)
-            )
+    first = await Host(0, 2, keys=KEYS).listen()
+    far = Link(
+        *await asyncio.open_connection(
+            *first.address, limit=LINE_BYTES, local_addr=("127.0.0.2", 0)
         )
-        near = [await stranger(first) for _ in range(2 * host_listener.MAX_UNIDENTIFIED)]
-        for link in near[: host_listener.MAX_UNIDENTIFIED]:
-            assert await link.reader.read() == b""
-        assert KEYS.calling is not None
-        await far.seal(KEYS.calling)
-        far.write(line([hello_of(1, 2)]))
-        await until(lambda: 1 in first.mesh._links)
-        for link in (far, *near):
-            link.writer.close()
-        first.end()
-
-    asyncio.run(meet())
+    )
+    near = [await stranger(first) for _ in range(2 * host_listener.MAX_UNIDENTIFIED)]
+    for link in near[: host_listener.MAX_UNIDENTIFIED]:
+        assert await link.reader.read() == b""
+    assert KEYS.calling is not None
+    await far.seal(KEYS.calling)
+    far.write(line([hello_of(1, 2)]))
+    await until(lambda: 1 in first.mesh._links)
+    for link in (far, *near):
+        link.writer.close()
 
 
-def test_a_host_that_is_called_and_does_not_go_on_is_given_up_in_time():
-    async def meet() -> None:
-        async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()  # It says nothing until the other end is closed.
-            writer.close()
+async def test_a_host_that_is_called_and_does_not_go_on_is_given_up_in_time():
+    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # It says nothing until the other end is closed.
+        writer.close()
 
-        server = await asyncio.start_server(attend, "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()[:2]
-        before = descriptors()
-        with pytest.raises(TemporaryError, match=r"no connection within 0\.1 s"):
-            await reach(address, 0.1, KEYS)
-        await until(lambda: descriptors() <= before)
-        server.close()
-
-    asyncio.run(meet())
+    server = await asyncio.start_server(attend, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()[:2]
+    before = descriptors()
+    with pytest.raises(TemporaryError, match=r"no connection within 0\.1 s"):
+        await reach(address, 0.1, KEYS)
+    await until(lambda: descriptors() <= before)
+    server.close()
 
 
-def test_another_program_at_the_address_is_not_taken_for_a_host():
-    async def meet() -> None:
-        async def attend(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
-            writer.close()
+async def test_another_program_at_the_address_is_not_taken_for_a_host():
+    async def attend(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        writer.close()
 
-        server = await asyncio.start_server(attend, "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()[:2]
-        with pytest.raises(InputError) as caught:
-            await reach(address, PATIENCE_S, KEYS)
-        assert "another program" in caught.value.problem
-        server.close()
-
-    asyncio.run(meet())
+    server = await asyncio.start_server(attend, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()[:2]
+    with pytest.raises(InputError) as caught:
+        await reach(address, PATIENCE_S, KEYS)
+    assert "another program" in caught.value.problem
+    server.close()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 100, 300])
-def test_a_connection_that_is_cut_in_the_handshake_is_tried_again(cut: int):
+async def test_a_connection_that_is_cut_in_the_handshake_is_tried_again(cut: int):
     """By a network, or by a host that ends just then."""
+    first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
+    gathering = await first.gather()
+    cuts = 0
 
-    async def meet() -> None:
-        first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        cuts = 0
+    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal cuts
+        cuts += 1
+        far = await stranger(first)
+        if cuts == 1:
+            far.writer.write(await reader.read(LINE_BYTES))
+            writer.write((await far.reader.readexactly(cut)) if cut else b"")
+            await writer.drain()
+            far.writer.transport.abort()
+            return writer.close()
 
-        async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal cuts
-            cuts += 1
-            far = await stranger(first)
-            if cuts == 1:
-                far.writer.write(await reader.read(LINE_BYTES))
-                writer.write((await far.reader.readexactly(cut)) if cut else b"")
-                await writer.drain()
-                far.writer.transport.abort()
-                return writer.close()
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                while data := await source.read(LINE_BYTES):
+                    target.write(data)
+            target.close()
 
-            async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-                with suppress(ConnectionError):
-                    while data := await source.read(LINE_BYTES):
-                        target.write(data)
-                target.close()
+        await asyncio.gather(pump(reader, far.writer), pump(far.reader, writer))
 
-            await asyncio.gather(pump(reader, far.writer), pump(far.reader, writer))
-
-        server = await asyncio.start_server(attend, "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()[:2]
-        await second.listen()
-        link = await reach(address, PATIENCE_S, KEYS)
-        await asyncio.gather(gathering, second.mesh.join(address, link))
-        assert cuts == 2
-        await assert_all_connected([first, second])
-        server.close()
-        for host in (first, second):
-            host.end()
-
-    asyncio.run(meet())
+    server = await asyncio.start_server(attend, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()[:2]
+    await second.listen()
+    link = await reach(address, PATIENCE_S, KEYS)
+    await asyncio.gather(gathering, second.mesh.join(address, link))
+    assert cuts == 2
+    await assert_all_connected([first, second])
+    server.close()
 
 
 # Who does not have the secret.
@@ -358,10 +312,7 @@ async def heard_after(
 @asynccontextmanager
 async def unmoved() -> AsyncIterator[Host]:
     """A host of two that are there and one that is lost, to which nothing happens meanwhile."""
-    async with gathered(3, keys=KEYS) as (first, second, third):
-        await assert_all_connected([first, second])
-        third.end()
-        await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
+    async with without_third(KEYS) as (first, second):
         with nothing_left():
             before, tasks = descriptors(), len(asyncio.all_tasks())
             received = len(first.received)
@@ -408,10 +359,7 @@ def test_strangers_get_nothing_but_a_handshake_and_change_nothing(contents: list
         async with unmoved() as host:
             await asyncio.gather(*(send(host, content) for content in contents))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.log.info", lambda text: None)
-        asyncio.run(meet())
+    run_quietly(meet())
 
 
 def damaged(flight: bytes, place: int, byte: int) -> bytes:
@@ -452,51 +400,40 @@ def test_who_shakes_hands_without_the_secret_or_stops_in_the_middle_hears_nothin
         async with unmoved() as host:
             await asyncio.gather(*(attempt(host, *one) for one in attempts))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "HELLO_S", 5.0)
-        patch.setattr("skippipe_jax.log.info", lambda text: None)
-        asyncio.run(meet())
+    run_quietly(meet())
 
 
 @pytest.mark.parametrize("who", [anonymous, of_another_run])
-def test_a_whole_handshake_and_a_hello_without_the_secret_are_worth_nothing(
+async def test_a_whole_handshake_and_a_hello_without_the_secret_are_worth_nothing(
     who: Callable[[], ssl.SSLContext],
 ):
-    async def meet() -> None:
-        async with unmoved() as host:
-            link = await stranger(host)
-            assert await heard_after(link, who(), HELLO) == b""
-            link.writer.close()
-
-    asyncio.run(meet())
+    async with unmoved() as host:
+        link = await stranger(host)
+        assert await heard_after(link, who(), HELLO) == b""
+        link.writer.close()
 
 
-def test_a_recording_of_a_good_handshake_is_worth_nothing():
-    async def meet() -> None:
-        async with gathered(3, keys=KEYS) as (first, second, third):
-            third.end()
-            await until(lambda: {2} == first.mesh.missed == second.mesh.missed)
-            # Host 2 comes back, and all that it sends is recorded.
-            assert KEYS.calling is not None
-            link, recorded = await stranger(first), b""
-            seal, is_through, answer = TlsCodec(KEYS.calling), False, b""
-            while not is_through:
-                is_through = seal.shake(answer)
-                goes = seal.waiting() + (seal.sealed(HELLO) if is_through else b"")
-                recorded += goes
-                link.writer.write(goes)
-                answer = await link.reader.read(LINE_BYTES)
-            assert b"welcome" in seal.opened(answer)
-            link.writer.close()
-            await until(lambda: 2 not in first.mesh._links)
+async def test_a_recording_of_a_good_handshake_is_worth_nothing():
+    async with without_third(KEYS) as (first, second):
+        # Host 2 comes back, and all that it sends is recorded.
+        assert KEYS.calling is not None
+        link, recorded = await stranger(first), b""
+        seal, is_through, answer = TlsCodec(KEYS.calling), False, b""
+        while not is_through:
+            is_through = seal.shake(answer)
+            goes = seal.waiting() + (seal.sealed(HELLO) if is_through else b"")
+            recorded += goes
+            link.writer.write(goes)
+            answer = await link.reader.read(LINE_BYTES)
+        assert b"welcome" in seal.opened(answer)
+        link.writer.close()
+        await until(lambda: 2 not in first.mesh._links)
 
-            link = await stranger(first)
-            link.writer.write(recorded)
-            answer = await all_answers(link)
-            assert answer[:1] == HANDSHAKE
-            assert holds_records_only(answer)
-            assert 2 not in first.mesh._links
-            link.writer.close()
-            await assert_all_connected([first, second])
-
-    asyncio.run(meet())
+        link = await stranger(first)
+        link.writer.write(recorded)
+        answer = await all_answers(link)
+        assert answer[:1] == HANDSHAKE
+        assert holds_records_only(answer)
+        assert 2 not in first.mesh._links
+        link.writer.close()
+        await assert_all_connected([first, second])

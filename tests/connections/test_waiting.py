@@ -38,50 +38,42 @@ class Printed:
 
 
 @pytest.mark.usefixtures("quickly")
-def test_host_0_says_again_and_again_for_which_hosts_it_waits(monkeypatch: pytest.MonkeyPatch):
+async def test_host_0_says_again_and_again_for_which_hosts_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+):
     printed = Printed(monkeypatch)
-
-    async def meet() -> None:
-        first = Host(0, 3, connect_timeout_s=290.0)
-        await first.listen()
-        gathering = asyncio.create_task(first.mesh.gather())
-        await printed.says("waiting for hosts 1, 2 (0 of 2 connected), 290 s left")
-        # A host that is refused has not come.
-        foreign = Host(1, 3, replace(RUN, identity={**RUN.identity, "model": "other"}))
-        with pytest.raises(InputError):
-            await foreign.join(first)
-        await printed.says("waiting for hosts 1, 2 (0 of 2 connected), 290 s left")
-        second, third = Host(1, 3, connect_timeout_s=200.0), Host(2, 3)
-        joining = asyncio.create_task(second.join(first))
-        await printed.says("waiting for host 2 (1 of 2 connected), 290 s left")
-        where = "{}:{}".format(*first.address)
-        connected = f"connected to host 0 at {where}"
-        await printed.says(f"{connected}; waiting for the other hosts, 200 s left")
-        await asyncio.gather(gathering, joining, third.join(first))
-        printed.lines.clear()
-        await asyncio.sleep(0.05)
-        assert printed.lines == [], "nobody waits any more"
-        for host in (first, second, third, foreign):
-            host.end()
-
-    asyncio.run(meet())
+    first = Host(0, 3, connect_timeout_s=290.0)
+    gathering = await first.gather()
+    await printed.says("waiting for hosts 1, 2 (0 of 2 connected), 290 s left")
+    # A host that is refused has not come.
+    foreign = Host(1, 3, replace(RUN, identity={**RUN.identity, "model": "other"}))
+    with pytest.raises(InputError):
+        await foreign.join(first)
+    await printed.says("waiting for hosts 1, 2 (0 of 2 connected), 290 s left")
+    second, third = Host(1, 3, connect_timeout_s=200.0), Host(2, 3)
+    joining = asyncio.create_task(second.join(first))
+    await printed.says("waiting for host 2 (1 of 2 connected), 290 s left")
+    where = "{}:{}".format(*first.address)
+    connected = f"connected to host 0 at {where}"
+    await printed.says(f"{connected}; waiting for the other hosts, 200 s left")
+    await asyncio.gather(gathering, joining, third.join(first))
+    printed.lines.clear()
+    await asyncio.sleep(0.05)
+    assert printed.lines == [], "nobody waits any more"
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_host_says_why_it_does_not_reach_host_0(monkeypatch: pytest.MonkeyPatch):
+async def test_a_host_says_why_it_does_not_reach_host_0(monkeypatch: pytest.MonkeyPatch):
     printed = Printed(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = taken.getsockname()[:2]
 
-    async def call() -> None:
-        calling = asyncio.create_task(reach(address, 290.0))
-        where = "{}:{}".format(*address)
-        await printed.says(f"{where}: connection refused; retrying for 290 s")
-        calling.cancel()
-        with pytest.raises(TemporaryError, match=r"no connection within 0 s \(last error: conn"):
-            await reach(address, 0.0)
-
-    asyncio.run(call())
+    calling = asyncio.create_task(reach(address, 290.0))
+    where = "{}:{}".format(*address)
+    await printed.says(f"{where}: connection refused; retrying for 290 s")
+    calling.cancel()
+    with pytest.raises(TemporaryError, match=r"no connection within 0 s \(last error: conn"):
+        await reach(address, 0.0)
 
 
 def test_who_waits_for_a_moment_says_nothing(capsys: pytest.CaptureFixture[str]):

@@ -15,7 +15,6 @@ from typing import Any
 
 from skippipe_jax.config.cluster import BUDDY, SKIP
 from skippipe_jax.consensus.decisions import advance, first_state
-from skippipe_jax.consensus.diskless import can_decide, is_readable
 from skippipe_jax.consensus.generations import (
     Abandoned,
     Apply,
@@ -39,7 +38,7 @@ from skippipe_jax.consensus.generations import (
     Told,
     Writes,
 )
-from skippipe_jax.consensus.next_generation import ENOUGH
+from skippipe_jax.consensus.next_generation import BEATS_BEFORE_LEAVING, can_decide, is_readable
 
 STAGES = 2
 Placement = Mapping[int, frozenset[int]]
@@ -458,8 +457,9 @@ KINDS = [
 ]  # fmt: skip
 
 
-def require_goes_on(simulation: Simulation, *, goes_on: bool) -> None:
+def require_goes_on(simulation: Simulation) -> None:
     """From now on all is calm: those that live go on together, if they can."""
+    goes_on = simulation.can_go_on()
     before = max(len(own.applied) for own in simulation.live.values()) if simulation.live else 0
     simulation.calm(30)
     if simulation.has_ended or not (goes_on and simulation.can_go_on()):
@@ -488,9 +488,7 @@ def run(simulation: Simulation) -> None:
 def stepped(hosts: int, **options: Any) -> Simulation:
     """Hosts that have made a step together."""
     simulation = Simulation(hosts, **options)
-    for host in range(hosts):
-        simulation.hold(host)
-    run(simulation)
+    step(simulation)
     assert all(len(own.applied) == 1 for own in simulation.live.values())
     return simulation
 
@@ -501,9 +499,31 @@ def lose(simulation: Simulation, host: int) -> None:
         simulation.tell(other, Presence(host, is_there=False))
 
 
+def restart(simulation: Simulation, host: int) -> None:
+    """Start a host again, of which the others notice."""
+    simulation.start(host)
+    for other in {*simulation.live} - {host}:
+        simulation.tell(other, Presence(host, is_there=True))
+
+
 def tick(simulation: Simulation) -> None:
     for host in [*simulation.live]:
         simulation.tell(host, Tick())
+
+
+def pass_time(simulation: Simulation, ticks: int = 1) -> None:
+    """All tick so often, and hear each time what others send."""
+    for _ in range(ticks):
+        tick(simulation)
+        run(simulation)
+
+
+def lose_all(simulation: Simulation, *hosts: int) -> Generation:
+    """The generation that follows when hosts are lost, at once."""
+    for host in hosts:
+        lose(simulation, host)
+    pass_time(simulation)
+    return last_of(simulation)
 
 
 def generations(simulation: Simulation) -> set[int]:
@@ -514,13 +534,12 @@ def tell_to_leave(simulation: Simulation, *hosts: int) -> None:
     """Some hosts are told to leave, and the others have heard of it long enough."""
     for host in hosts:
         simulation.tell(host, Told())
-    for _ in range(ENOUGH):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, BEATS_BEFORE_LEAVING)
 
 
-def step(simulation: Simulation) -> None:
-    for host in [*simulation.live]:
+def step(simulation: Simulation, *hosts: int) -> None:
+    """Some hosts compute the next step, or all, and hear of each other."""
+    for host in hosts or [*simulation.live]:
         simulation.hold(host)
     run(simulation)
 

@@ -12,7 +12,7 @@ import pytest
 from skippipe_jax.consensus.control import TICK_S
 from skippipe_jax.consensus.generations import Ask, Presence, Received, Tick
 from tests.consensus.exploration import explore
-from tests.consensus.simulation import Simulation, lose, run, step, stepped, tick
+from tests.consensus.simulation import Simulation, lose, pass_time, step, stepped
 
 
 def deliver_some(simulation: Simulation, kind: type, source: int, target: int) -> None:
@@ -35,9 +35,7 @@ def test_a_ballot_of_the_same_round_that_a_dead_host_left_is_outbid(hosts: int):
     assert promised == (1, 1)
     simulation.messages.clear()
     lose(simulation, 1)
-    for _ in range(3):
-        tick(simulation)
-        run(simulation)
+    pass_time(simulation, 3)
     left = tuple(host for host in range(hosts) if host != 1)
     second = simulation.decided[2]
     assert second.members == left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,16 +16,11 @@ from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
-from skippipe_jax.consensus.generations import Generation, Rules
+from skippipe_jax.consensus.generations import Generation
+from tests.consensus import exploration
 from tests.thread_cluster import Network, ThreadControlLoop
 
-RULES = Rules(
-    hosts=(0, 1),
-    stages=1,
-    serves=lambda placement, host: frozenset({0}),
-    placed=lambda placement, *_: placement,
-    add_up=dict,
-)
+RULES = replace(exploration.RULES, hosts=(0, 1))
 FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())
 
 

@@ -21,21 +21,18 @@ from tests.consensus.simulation import (
     Simulation,
     last_of,
     lose,
+    lose_all,
     require_goes_on,
     run,
     step,
     tell_to_leave,
-    tick,
 )
 
 STAGES = 3
 
 
 def placed(
-    placement: Placement,
-    hosts: frozenset[int],
-    apart: Collection[int],
-    left_out: Collection[int],
+    placement: Placement, hosts: frozenset[int], apart: Collection[int], left_out: Collection[int]
 ) -> Placement | None:
     """Of the stage that most serve the last one goes to a stage that nobody serves."""
     stages = [stage for stage in range(STAGES) if stage not in left_out]
@@ -60,12 +57,7 @@ def config_of(policy: str, *layers: int) -> Config:
 def options_of(policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> dict[str, Any]:
     """Those of hosts of three stages, which make lost ones anew by a policy."""
     remakes = rebuild_rule(config_of(policy, *layers), STAGES)
-    return {
-        "stages": STAGES,
-        "placed": placed,
-        "remakes": remakes,
-        "leaves_out": policy == SKIP,
-    }
+    return {"stages": STAGES, "placed": placed, "remakes": remakes, "leaves_out": policy == SKIP}
 
 
 def simulated(hosts: int, policy: str, layers: tuple[int, ...] = (2, 2, 2)) -> Simulation:
@@ -113,26 +105,15 @@ def test_hosts_agree_on_how_a_stage_is_made_anew(
 ):
     simulation = survive(policy, rounds)
     if not simulation.has_ended:
-        require_goes_on(simulation, goes_on=simulation.can_go_on())
+        require_goes_on(simulation)
 
 
 def after_steps(policy: str, steps: int, *layers: int, hosts: int = 7) -> Simulation:
     """Hosts that have made so many steps together."""
     simulation = simulated(hosts, policy, layers or (2, 2, 2))
     for _ in range(steps):
-        for host in range(hosts):
-            simulation.hold(host)
-        run(simulation)
+        step(simulation)
     return simulation
-
-
-def lose_all(simulation: Simulation, *hosts: int) -> Generation:
-    """The generation that follows when hosts are lost, at once."""
-    for host in hosts:
-        lose(simulation, host)
-    tick(simulation)
-    run(simulation)
-    return simulation.decided[max(simulation.decided)]
 
 
 def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():

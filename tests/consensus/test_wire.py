@@ -36,6 +36,7 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Writes,
 )
+from tests.json_values import damaged, json_values
 
 HOSTS, NODES, STAGES = 3, 6, 2
 NUMBERS = st.integers(0, 3) | st.integers(0, (1 << 62) - 1)
@@ -96,41 +97,9 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Contribution, NUMBERS, NUMBERS, SUMS),
     st.builds(Counts, NUMBERS, NUMBERS, SUMS),
 )
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([10**400, -(10**400), 1 << 62])
-    | st.floats()
-    | st.text(max_size=3)
-)
 FIELDS = st.sampled_from(["members", "number", "applied", "outcome", "leader", "placement"])
 NAMES = st.sampled_from(["Ask", "Promise", "Accepted", "Decided", "Beat", "Contribution", "Counts"])
-JSON = st.recursive(
-    SCALARS | NAMES,
-    lambda parts: st.lists(parts, max_size=5) | st.dictionaries(FIELDS, parts, max_size=6),
-    max_leaves=12,
-)
-
-
-@st.composite
-def nearly_messages(draw: st.DrawFn) -> Any:
-    """The JSON of a message in which one value is something else, or is missing."""
-    given = json.loads(json.dumps(wire.to_json(draw(MESSAGES))))
-    spot = given
-    while True:
-        places = list(spot) if isinstance(spot, dict) else list(range(len(spot)))
-        if not places:
-            return given
-        place = draw(st.sampled_from(places))
-        if isinstance(spot[place], list | dict) and draw(st.booleans()):
-            spot = spot[place]
-            continue
-        if draw(st.integers(0, 3)):
-            spot[place] = draw(JSON)
-        else:
-            del spot[place]
-        return given
+JSON = json_values(NAMES, FIELDS)
 
 
 def through_json(message: Message) -> Message:
@@ -148,7 +117,7 @@ def test_totals_that_are_no_numbers_come_as_they_were_sent():
     assert repr(through_json(sent)) == repr(sent)
 
 
-@given(JSON | st.tuples(NAMES, JSON, JSON).map(list) | nearly_messages())
+@given(JSON | st.tuples(NAMES, JSON, JSON).map(list) | damaged(MESSAGES.map(wire.to_json), JSON))
 @settings(max_examples=300)
 def test_what_is_no_message_is_a_value_error_and_nothing_else(given: Any):
     try:
@@ -275,14 +244,9 @@ def test_no_message_leads_a_host_to_where_it_cannot_go_on(
         assert is_sound(state)
 
 
-def member_of_two() -> State:
-    """Of three hosts, the second is left out."""
-    two = Generation(1, (0, 2), (0, 2), 0, 0, placement=PLACEMENT, start=7)
-    return first_state(0, RULES, two, 0)
-
-
 def test_a_host_that_is_no_member_has_no_say():
-    state = member_of_two()
+    two = Generation(1, (0, 2), (0, 2), 0, 0, placement=PLACEMENT, start=7)
+    state = first_state(0, RULES, two, 0)
     for message in (
         Ask(2, (9, 1), None),
         Beat(1, 1, (1 << 40, 1)),
@@ -311,6 +275,15 @@ def test_a_ballot_is_asked_for_by_its_own_host():
     state = first_state(1, RULES, FIRST, 0)
     assert advance(state, Received(2, Ask(2, (1, 0), None))) == (state, [])
     assert advance(state, Received(0, Ask(2, (1, 0), None)))[0].promised == (1, 0)
+
+
+def test_a_host_that_refuses_a_ballot_still_says_whom_it_misses():
+    """Or the other would take its complaints for withdrawn."""
+    state = first_state(1, RULES, FIRST, 0)
+    for event in (Presence(2, is_there=False), Received(2, Ask(2, (5, 2), None))):
+        state, _ = advance(state, event)
+    _, [refusal] = advance(state, Received(0, Ask(2, (3, 0), None)))
+    assert refusal == Send(0, Beat(1, 1, (5, 2), missed=(2,)))
 
 
 @pytest.mark.parametrize(

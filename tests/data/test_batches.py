@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import DataConfig, MixtureConfig
+from skippipe_jax.config import DataConfig, MixtureConfig, parse_config
 from skippipe_jax.data.batches import (
     TrainingBatches,
     check_vocabulary,
@@ -29,7 +29,9 @@ from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, write_byte_tokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory
+from tests.messages import refusal
 
+PYTHON = {"source": "python"}
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below
 
 
@@ -77,9 +79,8 @@ def assert_same(first, second):
 
 def test_vocabulary_must_hold_every_token():
     check_vocabulary(ByteTokenizer.vocabulary_size, ByteTokenizer())
-    with pytest.raises(InputError, match="too small for the tokenizer") as caught:
+    with refusal("model.vocabulary_size = ...too small for the tokenizer"):
         check_vocabulary(ByteTokenizer.vocabulary_size - 1, ByteTokenizer())
-    assert caught.value.field == "model.vocabulary_size"
 
 
 @given(
@@ -120,10 +121,9 @@ def test_a_process_tokenizes_each_document_once_whatever_the_mixture(
         for folder in (tmp_path / "tokenizer", tmp_path / "run"):
             folder.mkdir()
             write_byte_tokenizer(folder, "--output")
+            # A process reads a tokenizer once, and other tests read theirs.
             with (folder / "tokenizer.json").open("a") as file:
-                file.write(
-                    " " * 9
-                )  # A process reads a tokenizer once, and other tests read theirs.
+                file.write(" " * 9)
         begin = kind.__init__
         monkeypatch.setattr(
             kind,
@@ -269,13 +269,11 @@ def test_a_position_in_other_data_is_refused(file_config, tmp_path):
         "shuffle_seed": text_config(path, shuffle_seed=1),
     }
     for name, other in others.items():
-        with pytest.raises(InputError) as caught:
+        with refusal(f"data_state.{name} = "):
             batches.position(TrainingBatches(other).state(7))
-        assert caught.value.field == f"data_state.{name}"
     for read in (None, -1, "3"):
-        with pytest.raises(InputError) as caught:
+        with refusal("data_state.microbatches = "):
             batches.position(batches.state(0) | {"microbatches": read})
-        assert caught.value.field == "data_state.microbatches"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -310,52 +308,28 @@ def test_held_out_order_is_fixed_and_a_limit_takes_its_beginning(file_config):
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("source", {"source": "web"}),
-        ("path", {"source": "text"}),
         ("path", {"source": "text", "path": ""}),
         ("path", {"source": "python", "path": "corpus"}),
         ("path", {"source": "jsonl"}),
-        ("path", {"source": "mixture", "path": "a", "mixture": (MixtureConfig("python"),)}),
+        ("path", {"source": "mixture", "path": "a", "mixture": [PYTHON]}),
         ("text_field", {"source": "jsonl", "path": "a", "text_field": ""}),
-        ("tokenizer", {"tokenizer": ""}),
-        ("packing", {"packing": "tight"}),
         ("packing", {"source": "chat", "path": "a"}),
         ("today", {"source": "chat", "path": "a", "packing": "documents", "today": "tomorrow"}),
         ("today", {"today": "2026-11-22"}),
         ("too_long", {"packing": "documents", "too_long": "shorten"}),
         ("too_long", {"packing": "windows", "too_long": "drop"}),
         ("mixture", {"source": "mixture"}),
-        ("mixture", {"mixture": (MixtureConfig("python"),)}),
-        (
-            "mixture",
-            {
-                "source": "mixture",
-                "mixture": (MixtureConfig("python", weight=1e-9),) * 2 + (MixtureConfig("python"),),
-            },
-        ),
-        ("mixture[0].source", {"source": "mixture", "mixture": (MixtureConfig("mixture"),)}),
-        (
-            "mixture[1].path",
-            {"source": "mixture", "mixture": (MixtureConfig("python"), MixtureConfig("text"))},
-        ),
-        (
-            "mixture[0].weight",
-            {"source": "mixture", "mixture": (MixtureConfig("python", weight=0.0),)},
-        ),
-        ("sequence_length", {"sequence_length": 0}),
-        ("microbatch_size", {"microbatch_size": 0}),
-        ("held_out", {"held_out": 0.0}),
-        ("held_out", {"held_out": 1.0}),
-        ("held_out", {"held_out": float("nan")}),
+        ("mixture", {"mixture": [PYTHON]}),
+        ("mixture", {"source": "mixture", "mixture": [*[PYTHON | {"weight": 1e-9}] * 2, PYTHON]}),
+        ("mixture[0].source", {"source": "mixture", "mixture": [{"source": "mixture"}]}),
+        ("mixture[1].path", {"source": "mixture", "mixture": [PYTHON, {"source": "text"}]}),
+        ("mixture[0].weight", {"source": "mixture", "mixture": [PYTHON | {"weight": 0.0}]}),
         ("held_out", {"held_out": 0.1, "source": "tokens", "path": "tokens"}),
-        ("shuffle_seed", {"shuffle_seed": -1}),
-        ("shuffle_seed", {"shuffle_seed": 2**32}),
     ],
 )
 def test_a_wrong_value_is_named(field, values):
-    with pytest.raises(InputError) as caught:
-        DataConfig(**values)
-    assert caught.value.field == f"data.{field}"
+    with refusal(f"data.{field} = "):
+        parse_config({"data": values})
 
 
 def test_missing_and_empty_paths_are_named(tmp_path):
@@ -364,21 +338,17 @@ def test_missing_and_empty_paths_are_named(tmp_path):
     (tmp_path / "dangling").mkdir()
     (tmp_path / "dangling" / "link").symlink_to(tmp_path / "nowhere")
     for path in ("missing", "folder", "folder/empty.txt", "dangling"):
-        with pytest.raises(InputError) as caught:
+        with refusal(f"data.path = ...{path}"):
             load_corpus(text_config(tmp_path / path))
-        assert caught.value.field == "data.path"
-        assert path in str(caught.value)
 
 
 def test_too_little_text_is_named(file_config):
     path = Path(str(file_config.path))
     for length, part in ((5000, "training"), (100, "held-out")):
-        with pytest.raises(InputError, match=f"the {part} text") as caught:
+        with refusal(f"data.sequence_length = ...the {part} text"):
             TrainingBatches(text_config(path, sequence_length=length))
-        assert caught.value.field == "data.sequence_length"
-    with pytest.raises(InputError, match="95 sequences of 7 tokens are too few for") as caught:
+    with refusal("data.path = ...95 sequences of 7 tokens are too few for"):
         TrainingBatches(text_config(path, microbatch_size=96))
-    assert caught.value.field == "data.path"
     assert TrainingBatches(text_config(path, microbatch_size=95))[0]
 
 
@@ -418,15 +388,6 @@ def test_packed_documents_stay_whole_and_every_token_is_a_target_once(tmp_path):
         expected += pairwise(document)
         start = end
     assert sorted(pairs) == sorted(expected)
-
-
-def test_held_out_documents_are_packed_too(tmp_path):
-    config = chapters(tmp_path / "text", [3, 40, 14, 15, 1, 7, 30, 12, 5, 5, 2, 16])
-    counted = sum(
-        int((batch["targets"] != IGNORED_TARGET).sum()) for batch in held_out_batches(config, 2)
-    )
-    held_out = load_corpus(config).held_out
-    assert counted == held_out.tokens.size - len(held_out.ends) > 0
 
 
 def test_a_mixture_keeps_its_proportions_and_each_source_its_own_epochs(tmp_path):
@@ -469,9 +430,8 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path, part):
         sources = tuple(MixtureConfig("text", str(tmp_path / path)) for path in paths)
         return DataConfig(source="mixture", mixture=sources, sequence_length=LENGTH, held_out=0.3)
 
-    with pytest.raises(InputError, match="may be held out in only one of them") as caught:
+    with refusal("data.mixture[1].path = ...may be held out in only one of them"):
         load_corpora(config("", part))
-    assert caught.value.field == "data.mixture[1].path"
     # To be read twice as often as others, a source may be named twice.
     first, second = load_corpora(config("inner", "inner"))
     np.testing.assert_array_equal(first.held_out.tokens[:], second.held_out.tokens[:])

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import DataConfig, DocumentSource
-from skippipe_jax.data.batches import TrainingBatches, held_out_batches, load_corpora
+from skippipe_jax.data.batches import TrainingBatches, load_corpora
 from skippipe_jax.data.documents import read_documents
 
 TEXTS = [f"document {number} " + "x" * number for number in range(30)]
@@ -156,16 +156,6 @@ def test_rows_are_held_out_by_their_own_text(tmp_path):
     assert 0 < len(some) < 20
     assert some == every & {text.encode() for text in TEXTS[:20]}
     assert held_out(TEXTS[::-1] * 2) == every
-
-
-def test_held_out_batches_of_rows(tmp_path):
-    (tmp_path / "a.jsonl").write_text(lines(TEXTS))
-    config = DataConfig("jsonl", str(tmp_path / "a.jsonl"), sequence_length=8, held_out=0.3)
-    [corpus] = load_corpora(config)
-    batches = list(held_out_batches(config, 2))
-    assert sum(int((batch["targets"] >= 0).any(axis=1).sum()) for batch in batches) == (
-        corpus.held_out.tokens.size // 9
-    )
 
 
 def test_files_are_told_apart_by_what_a_glob_leaves_open(tmp_path):

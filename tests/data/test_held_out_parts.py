@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -174,40 +173,6 @@ def test_tokens_on_disk_are_divided_as_their_text_is(tmp_path):
     tokens = replace(text, source="tokens", path=str(tmp_path / "tokens"), held_out=0.05)
     for part in ("priors", "scores"):
         assert same(held_out_batches(text, 2, part=part), held_out_batches(tokens, 2, part=part))
-
-
-def test_conversations_keep_what_is_learnt(tmp_path):
-    def said(number: int) -> str:
-        messages = [
-            {"role": "user", "content": f"what {number}?"},
-            {"role": "assistant", "content": f"{number:05}"},
-        ]
-        return json.dumps({"messages": messages})
-
-    (tmp_path / "chat.jsonl").write_text("\n".join(map(said, range(40))))
-    config = DataConfig(
-        source="chat",
-        path=str(tmp_path / "chat.jsonl"),
-        packing="documents",
-        sequence_length=80,
-        held_out=0.5,
-    )
-    answers = [
-        [
-            ByteTokenizer().decode(row[row != IGNORED_TARGET])
-            for batch in held_out_batches(config, 1, part=part)
-            for row in batch["targets"]
-        ]
-        for part in ("all", "priors", "scores")
-    ]
-    numbers = [
-        Counter("".join(each)[n : n + 5] for n in range(0, len("".join(each)), 5))
-        for each in answers
-    ]
-    assert numbers[0] == numbers[1] + numbers[2]
-    assert numbers[1]
-    assert numbers[2]
-    assert {*numbers[0]} <= {f"{number:05}" for number in range(40)}
 
 
 def test_a_part_shorter_than_a_sequence_is_named(tmp_path):

@@ -100,24 +100,7 @@ def scored(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return drawn(*SHAPE, least, draw(st.sampled_from([0.0, 0.1, 0.7])), draw(SEEDS))
 
 
-PRIORS = st.sampled_from(["uniform", "decay"])
 HOW = st.sampled_from(["posterior", "prior", "top-1"])
-
-
-@given(scored(), PRIORS, HOW, st.permutations(range(SHAPE[0])))
-@settings(max_examples=30)
-def test_the_order_of_experts_does_not_matter(both: tuple, prior: str, how: str, order: list):
-    log_p, resets = both
-    found = mix(log_p, resets, prior=prior, how=how)
-    np.testing.assert_allclose(mix(log_p[order], resets, prior=prior, how=how), found, **CLOSE)
-
-
-@given(scored(), PRIORS, HOW)
-@settings(max_examples=20)
-def test_equal_experts_change_nothing(both: tuple, prior: str, how: str):
-    log_p, resets = both
-    alike = np.repeat(log_p[:1], SHAPE[0], axis=0)
-    np.testing.assert_allclose(mix(alike, resets, prior=prior, how=how), alike[0], **CLOSE)
 
 
 @given(scored(), HOW, st.integers(1, SHAPE[2] - 1), SEEDS)
@@ -143,13 +126,6 @@ def test_a_decayed_prior_is_of_the_past_alone(both: tuple, how: str, first: int,
     # Nor is the posterior of a token of what comes after it.
     found, again = (weights(one, resets, prior="decay")[:, first, 0] for one in both)
     np.testing.assert_array_equal(found, again)
-
-
-@given(scored(), HOW, PRIORS)
-@settings(max_examples=20)
-def test_one_expert_is_itself(both: tuple, how: str, prior: str):
-    log_p, resets = both[0][:1], both[1]
-    np.testing.assert_array_equal(mix(log_p, resets, prior=prior, how=how), log_p[0])
 
 
 @given(st.sampled_from([0.1, 3.0, 60.0]), SEEDS)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from skippipe_sched import fields
 
-from experiments.benchmarks import division, side_by_side
+from experiments.benchmarks import side_by_side
+from experiments.benchmarks.planner import division
 from experiments.experts import study
 from experiments.paper import cases
 from skippipe_jax.experts.config import load_experts

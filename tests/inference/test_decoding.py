@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.chat import encode_prompt
@@ -40,31 +39,22 @@ from skippipe_jax.inference.decoding import (
 from skippipe_jax.inference.decoding import _logits as next_logits
 from skippipe_jax.inference.partial import Order, kept, parse_stage_order
 from skippipe_jax.inference.staged_model import StagedModel, _apply, _logits, _loss, _scores
-from skippipe_jax.inference.text_stream import TextStream
 from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.compilations import CompilationCounter
+from tests.inference.conftest import Command
+from tests.messages import expect_error
 from tests.partial_models import logits_of, random_model, save_run
 
-SECTIONS: dict[str, Any] = {
-    "model": {
-        "width": 32,
-        "layers": 5,
-        "heads": 4,
-        "kv_heads": 2,
-        "ffn_width": 24,
-        "context": 64,
-        "stage_layers": [1, 2, 1, 1],
-        "rope_scaling": {"original_context": 8},
-    },
-    "data": {"sequence_length": 32},
-}
+SHAPES = {"width": 32, "layers": 5, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 64}
+SHAPES |= {"stage_layers": [1, 2, 1, 1], "rope_scaling": {"original_context": 8}}
+SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}
 STAGES = 4
 FULL: Order = (0, 1, 2, 3)
 GREEDY = Sampling(temperature=0.0)
 
 
 def model_with(**shape: Any):
-    return random_model(parse_config(SECTIONS | {"model": SECTIONS["model"] | shape}).model, STAGES)
+    return random_model(parse_config(SECTIONS | {"model": SHAPES | shape}).model, STAGES)
 
 
 def along(order: Order) -> StagedModel:
@@ -259,30 +249,12 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     np.testing.assert_allclose(shares(1.0, 0.83, 3), [2 / 3, 1 / 3, 0, 0], atol=0.02)
 
 
-def pieces_of(tokens: list[int]) -> list[str]:
-    stream = TextStream(ByteTokenizer().decode, [256, 65])
-    return [piece for piece in (*map(stream.push, tokens), stream.rest()) if piece]
-
-
-@pytest.mark.parametrize("text", ["plain", "naïve: 日本語 🙂!", "\ufffd and on"])
-def test_characters_come_whole(text: str):
-    pieces = pieces_of(ByteTokenizer().encode(text).tolist())
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
-    assert len(pieces) >= len(text) - 1
-
-
-def test_bytes_that_are_no_text_are_shown_as_such():
-    # The first of two bytes, then another character, and at the end the first of three.
-    assert "".join(pieces_of([195, 65, 257, 226])) == "\ufffdA\ufffd"
-
-
 @pytest.mark.parametrize(
-    ("named", "share", "order"),
-    [(None, None, FULL), ("0,2,1", None, (0, 2, 1)), (" 0, 3", None, (0, 3)), ("0", None, (0,))],
+    ("named", "order"),
+    [(None, FULL), ("0,2,1", (0, 2, 1)), (" 0, 3", (0, 3)), ("0", (0,))],
 )
-def test_stages_are_those_named(named: str | None, share: float | None, order: Order):
-    assert parse_stage_order(named, share, STAGES, 0) == order
+def test_stages_are_those_named(named: str | None, order: Order):
+    assert parse_stage_order(named, None, STAGES, 0) == order
 
 
 def test_a_share_of_the_stages_is_drawn_by_the_seed():
@@ -294,48 +266,38 @@ def test_a_share_of_the_stages_is_drawn_by_the_seed():
 # The command.
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    save_run(tmp_path / "run", SECTIONS, STAGES)
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("decoding") / "run"
+    save_run(run, SECTIONS, STAGES)
+    return run
 
 
 def test_the_command_prints_prompt_and_text(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ):
-    def printed(*arguments: str) -> tuple[str, str]:
-        assert main(["generate", "--run", str(run), *arguments]) == 0
-        return capsys.readouterr()
-
-    settings = ["--max-new-tokens", "20", "--temperature", "0", "--stage-order", "0,2,1"]
-    out, err = printed("--prompt", "déf", *settings)
-    assert out.startswith("déf")
-    assert err == "stages 0 2 1 of 4\n"
+    asked = ["generate", "--run", run, "--max-new-tokens"]
+    settings = ["20", "--temperature", "0", "--stage-order", "0,2,1"]
     tokenizer, model = ByteTokenizer(), along((0, 2, 1))
     prompt = [tokenizer.begin, *tokenizer.encode("déf").tolist()]
     tokens = list(generate_tokens(model, prompt, 20, GREEDY, tokenizer.end))
-    assert out == "déf" + tokenizer.decode(tokens) + "\n"
+    expected = 0, "déf" + tokenizer.decode(tokens) + "\n", "stages 0 2 1 of 4\n"
+    assert command(*asked, *settings, "--prompt", "déf") == expected
     monkeypatch.setattr(sys, "stdin", io.StringIO("déf"))
-    assert printed("--prompt", "-", *settings) == (out, err)
-    assert printed("--prompt", "déf", "--max-new-tokens", "5", "--keep-fraction", "0.5")[
-        1
-    ].endswith(" of 4\n")
+    assert command(*asked, *settings, "--prompt", "-") == expected
+    err = command(*asked, 5, "--keep-fraction", 0.5, "--prompt", "déf")[2]
+    assert err.endswith(" of 4\n")
 
 
 CHATS = {"source": "chat", "path": "gone", "packing": "documents", "sequence_length": 32}
 
 
 def test_a_chat_prints_the_answer_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ):
-    model = SECTIONS["model"] | {"context": 128}
-    model = save_run(tmp_path / "run", {"model": model, "data": CHATS}, STAGES)
-    settings = ["--run", str(tmp_path / "run"), "--max-new-tokens", "6", "--temperature", "0"]
-
-    def printed(*arguments: str) -> tuple[str, str]:
-        assert main(["generate", *settings, *arguments]) == 0
-        return capsys.readouterr()
-
+    shapes = SHAPES | {"context": 128}
+    model = save_run(tmp_path / "run", {"model": shapes, "data": CHATS}, STAGES)
+    asked = ["generate", "--run", tmp_path / "run", "--max-new-tokens", 6, "--temperature", 0]
     tokenizer = ByteTokenizer()
 
     def answer(*texts: str) -> str:
@@ -347,23 +309,21 @@ def test_a_chat_prints_the_answer_alone(
 
     first = answer("ab")
     assert first
-    assert printed("--chat", "--prompt", "ab") == (first + "\n", "")
-    out, err = printed("--prompt", "ab")
-    assert out.startswith("ab")
+    assert command(*asked, "--chat", "--prompt", "ab") == (0, first + "\n", "")
+    code, out, err = command(*asked, "--prompt", "ab")
+    assert (code, out[:2]) == (0, "ab")
     assert err == "the model was trained on conversations: add --chat to get an answer\n"
 
     typed = io.StringIO("ab\nc\n")
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", typed)
     shown = f"> {first}\n> {answer('ab', first, 'c')}\n> \n"
-    assert printed("--chat") == (shown, "")
+    assert command(*asked, "--chat") == (0, shown, "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
-    assert printed("--chat", "--prompt", "-") == (first + "\n", "")
+    assert command(*asked, "--chat", "--prompt", "-") == (0, first + "\n", "")
 
 
-def test_a_chat_ends_with_the_turn_by_the_template(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_chat_ends_with_the_turn_by_the_template(tmp_path: Path, command: Command):
     """Each token of this tokenizer is a mark, so that one of them ends what the model says."""
     run, folder = tmp_path / "run", tmp_path / "run" / "tokenizer"
     folder.mkdir(parents=True)
@@ -381,9 +341,10 @@ def test_a_chat_ends_with_the_turn_by_the_template(
             f"{{{{ ' {end}' if m.role == 'assistant' }}}}{{% endfor %}}"
         )
         (folder / "chat_template.jinja").write_text(template)
-        words = ["--prompt", "<7> <8>", "--max-new-tokens", "20", "--temperature", "0"]
-        assert main(["generate", "--run", str(run), "--chat", *words]) == 0
-        return capsys.readouterr().out.split()
+        words = ["--prompt", "<7> <8>", "--max-new-tokens", 20, "--temperature", 0]
+        code, out, _ = command("generate", "--run", run, "--chat", *words)
+        assert code == 0
+        return out.split()
 
     prompt, model = [7, 8], model_with()
     expected = [f"<{n}>" for n in generate_tokens(model, prompt, 20, GREEDY, 0)]
@@ -393,60 +354,30 @@ def test_a_chat_ends_with_the_turn_by_the_template(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("words", "told"),
     [
-        (["--prompt", "a", "--chat"], ["--chat = True", "was not trained on conversations"]),
-        ([], ["--prompt = None", "is missing", "--chat on a terminal"]),
-        (["--chat"], ["--prompt = None", "is missing"]),
-    ],
-)
-def test_without_conversations_or_a_prompt_there_is_no_chat(
-    arguments: list[str],
-    words: list[str],
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
-    assert main(["generate", "--run", str(run), *arguments]) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert all(word in error for word in words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["--max-new-tokens", "64"],
-            ["--max-new-tokens = 64", "context is 64", "Ask for 60 or fewer"],
-        ),
-        (["--max-new-tokens", "0"], ["--max-new-tokens = 0"]),
-        (["--prompt", "caf\udce9"], ["--prompt = 'caf", "not UTF-8"]),
-        (["--prompt", "-"], ["--prompt = '-'", "not UTF-8"]),
-        (["--temperature", "-1"], ["--temperature = -1.0"]),
-        (["--top-p", "0"], ["--top-p = 0.0", "must be greater than 0"]),
-        (["--stage-order", "1,2"], ["--stage-order = '1,2'", "Start with 0"]),
-        (["--stage-order", "0,4"], ["--stage-order = 4", "at most 3"]),
-        (["--stage-order", "0,1,1"], ["--stage-order = '0,1,1'", "twice"]),
-        (["--stage-order", "all"], ["--stage-order = 'all'", "Write 0,1,3"]),
-        (["--keep-fraction", "0"], ["--keep-fraction = 0.0"]),
-        (["--step", "4"], ["checkpoints = 4", "one of the steps [5]"]),
+        ("--prompt a --chat", "--chat = True...was not trained on conversations"),
+        ("", "--prompt = None: is missing...--chat on a terminal"),
+        ("--chat", "--prompt = None: is missing"),
+        ("--prompt abc --max-new-tokens 64", "--max-new-tokens = 64...context is 64...60 or fewer"),
+        ("--prompt abc --max-new-tokens 0", "--max-new-tokens = 0"),
+        ("--prompt caf\udce9", "--prompt = 'caf...not UTF-8"),
+        ("--prompt -", "--prompt = '-'...not UTF-8"),
+        ("--prompt abc --temperature -1", "--temperature = -1.0"),
+        ("--prompt abc --top-p 0", "--top-p = 0.0: must be greater than 0"),
+        ("--prompt abc --stage-order 1,2", "--stage-order = '1,2'...Start with 0"),
+        ("--prompt abc --stage-order 0,4", "--stage-order = 4...at most 3"),
+        ("--prompt abc --stage-order 0,1,1", "--stage-order = '0,1,1'...twice"),
+        ("--prompt abc --stage-order all", "--stage-order = 'all'...Write 0,1,3"),
+        ("--prompt abc --keep-fraction 0", "--keep-fraction = 0.0"),
+        ("--prompt abc --step 4", "...checkpoints = 4...one of the steps [5]"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(
-    arguments: list[str],
-    words: list[str],
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, told: str, run: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
-    assert main(["generate", "--run", str(run), "--prompt", "abc", *arguments]) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    for word in words:
-        assert word in error
+    expect_error(command("generate", "--run", run, *words.split()), told)
 
 
 def test_few_sequences_run_few_rows(monkeypatch: pytest.MonkeyPatch):

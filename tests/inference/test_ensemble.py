@@ -16,7 +16,6 @@ import yaml
 from lm_eval.api.instance import Instance
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts
@@ -34,17 +33,13 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.ensemble import by_hand
+from tests.inference.conftest import Command
+from tests.messages import expect_error
 from tests.partial_models import logits_of, random_model, save_run
 
 BEGIN, END = ByteTokenizer.begin, ByteTokenizer.end
 TIME = 32
-MODEL: dict[str, Any] = {
-    "layers": 2,
-    "heads": 2,
-    "kv_heads": 1,
-    "ffn_width": 24,
-    "context": 64,
-}
+MODEL = {"layers": 2, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 64}
 # Of two sizes and cuts; one vocabulary is padded beyond the tokenizer.
 SHAPES: list[dict[str, Any]] = [
     MODEL | {"width": 16, "vocabulary_size": 259},
@@ -130,6 +125,17 @@ def test_requests_of_a_mixture_get_what_they_get_alone(
     monkeypatch.undo()
     for count, (prompt, drawn) in enumerate(zip(prompts, found, strict=True), 10):
         assert drawn == list(generate_tokens(ensemble, prompt, count, how))
+
+
+@pytest.mark.parametrize(("field", "value"), [("scores_prompt", True), ("stages", (0,))])
+def test_what_needs_a_single_model_is_refused_by_an_ensemble(
+    field: str, value: Any, experts: list[StagedModel]
+):
+    generator = Generator(ensemble_of(experts, "prior").decoder(1, 48))
+    request = replace(DecodeRequest([1], 1, Sampling()), **{field: value})
+    with pytest.raises(InputError, match="needs a single model, not an ensemble") as refusal:
+        generator.submit(request)
+    assert (refusal.value.field, refusal.value.value) == (field, value)
 
 
 def test_tokens_of_an_ensemble_are_compiled_once(experts: list[StagedModel]):
@@ -246,16 +252,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 BOTH = ["--run", "run0", "--run", "run1"]
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(name: str, *arguments: str) -> tuple[int, str, str]:
-        code, printed = main([name, *arguments]), capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
-
-
-def test_evaluation_tells_of_each_expert_and_of_all(command: Any, folder: Path):
+def test_evaluation_tells_of_each_expert_and_of_all(command: Command, folder: Path):
     code, out, err = command("evaluate", *BOTH, "--sequences", "6", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -285,12 +282,10 @@ def test_evaluation_tells_of_each_expert_and_of_all(command: Any, folder: Path):
     asked = ["--sequences", "6", "--json", "--prior", "weights.json", "--mix", "prior"]
     again = json.loads(command("evaluate", *BOTH, *asked)[1])
     np.testing.assert_allclose(again["prior"], found["prior"])
-    text = command(
-        "generate", *BOTH, "--prompt", "ab", "--max-new-tokens", "9", "--prior", "weights.json"
-    )
-    assert text[0] == 0
+    words = ["--prompt", "ab", "--max-new-tokens", 9, "--prior", "weights.json"]
+    code, out, _ = command("generate", *BOTH, *words)
     weighed = Ensemble(experts, np.log(found["prior"]))
-    assert text[1] == "ab" + weighed.generate("ab", 9, Sampling()) + "\n"
+    assert (code, out) == (0, "ab" + weighed.generate("ab", 9, Sampling()) + "\n")
 
 
 @pytest.mark.nightly
@@ -313,57 +308,42 @@ def test_domains_are_evaluated_as_the_ensemble_says(experts: list[StagedModel], 
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "words"),
+    ("words", "told"),
     [
-        (
-            "evaluate",
-            [*BOTH, "--keep-fraction", "0.5"],
-            "--keep-fraction = '0.5': applies to one model",
-        ),
-        ("evaluate", [*BOTH, "--paths"], "--paths = True: applies to one model"),
-        ("evaluate", [*BOTH, "--swaps"], "--swaps = True: applies to one model"),
-        ("evaluate", [*BOTH, "--importance"], "--importance = True: applies to one model"),
-        ("evaluate", [*BOTH, "--part", "priors"], "--part = 'priors': applies to one model"),
-        ("evaluate", [*BOTH, "--step", "0"], "--step = 0: applies to one model"),
-        ("evaluate", [*BOTH, "--num-stages", "1"], "--num-stages = 1: the plan of a run sets"),
-        ("evaluate", [*BOTH, "--prior", "best"], "--prior = 'best': is not a prior"),
-        ("evaluate", [*BOTH, "--mix", "best"], "--mix = 'best': unknown name"),
-        ("evaluate", ["--run", "run0", "--mix", "prior"], "--mix = 'prior': applies to several"),
-        ("evaluate", ["--run", "run0", "--run", "run0"], "--run = 'run0': is named twice"),
-        ("evaluate", ["--run", "run0", "--run", "other"], "--run = 'other': its tokenizer"),
-        ("evaluate", [*BOTH, "--prior", "nowhere.json"], "--prior = 'nowhere.json'"),
-        ("evaluate", [*BOTH, "--prior", "short.json"], "is not a list of 2 weights"),
-        ("evaluate", [*BOTH, "--prior", "none.json"], "must be greater than 0"),
-        ("evaluate", [*BOTH, "--prior", "less.json"], "does not add up to 1"),
-        (
-            "generate",
-            [*BOTH, "--prompt", "a", "--stage-order", "0,1"],
-            "--stage-order = '0,1': applies to one",
-        ),
-        ("generate", [*BOTH, "--prompt", "a", "--scale", "fit"], "--scale = 'fit': applies to one"),
-        ("generate", [*BOTH, "--prompt", "a", "--prior", "cached"], "--prior = 'cached'"),
-        ("generate", [*BOTH, "--prompt", "a", "--max-new-tokens", "47"], "context is 48 tokens"),
-        (
-            "lm-eval",
-            [*BOTH, "--tasks", "any", "--keep-fraction", "0.5"],
-            "--keep-fraction = 0.5: applies to one model",
-        ),
+        ("evaluate BOTH --keep-fraction 0.5", "--keep-fraction = '0.5': applies to one model"),
+        ("evaluate BOTH --paths", "--paths = True: applies to one model"),
+        ("evaluate BOTH --swaps", "--swaps = True: applies to one model"),
+        ("evaluate BOTH --importance", "--importance = True: applies to one model"),
+        ("evaluate BOTH --part priors", "--part = 'priors': applies to one model"),
+        ("evaluate BOTH --step 0", "--step = 0: applies to one model"),
+        ("evaluate BOTH --num-stages 1", "--num-stages = 1: the plan of a run sets"),
+        ("evaluate BOTH --prior best", "--prior = 'best': is not a prior"),
+        ("evaluate BOTH --mix best", "--mix = 'best': unknown name"),
+        ("evaluate --run run0 --mix prior", "--mix = 'prior': applies to several"),
+        ("evaluate --run run0 --run run0", "--run = 'run0': is named twice"),
+        ("evaluate --run run0 --run other", "--run = 'other': its tokenizer"),
+        ("evaluate BOTH --prior nowhere.json", "--prior = 'nowhere.json'"),
+        ("evaluate BOTH --prior short.json", "...is not a list of 2 weights"),
+        ("evaluate BOTH --prior none.json", "...must be greater than 0"),
+        ("evaluate BOTH --prior less.json", "...does not add up to 1"),
+        ("generate BOTH --prompt a --stage-order 0,1", "--stage-order = '0,1': applies to one"),
+        ("generate BOTH --prompt a --scale fit", "--scale = 'fit': applies to one"),
+        ("generate BOTH --prompt a --prior cached", "--prior = 'cached'"),
+        ("generate BOTH --prompt a --max-new-tokens 47", "...context is 48 tokens"),
+        ("lm-eval BOTH --tasks any --keep-fraction 0.5", "--keep-fraction = 0.5: applies to one"),
     ],
 )
 def test_what_several_models_cannot_is_refused(
-    name: str, arguments: list[str], words: str, command: Any, folder: Path
+    words: str, told: str, command: Command, folder: Path
 ):
     for file, weights in (("short", [1.0]), ("none", [0, 1]), ("less", [0.1, 0.1])):
         (folder / f"{file}.json").write_text(json.dumps({"prior": weights}))
-    code, out, err = command(name, *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert words in err
+    expect_error(command(*words.replace("BOTH", " ".join(BOTH)).split()), told)
 
 
-def test_text_that_another_expert_has_trained_on_is_not_scored(command: Any, folder: Path):
+def test_text_that_another_expert_has_trained_on_is_not_scored(command: Command, folder: Path):
     config = yaml.safe_load((folder / "run1" / "config.yaml").read_text())
     config["data"]["held_out"] = 0.25
     save_run(folder / "seen", config, STAGES[1])
-    code, _, err = command("evaluate", "--run", "run0", "--run", "seen")
-    assert code == 2
-    assert "data.held_out = 0.5: the held-out text would contain text that the run has" in err
+    told = "data.held_out = 0.5: the held-out text would contain text that the run has"
+    expect_error(command("evaluate", "--run", "run0", "--run", "seen"), told)

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ModelConfig, Phase, RecipeConfig, load_config, to_tree
 from skippipe_jax.data.tokenizer import ByteTokenizer
@@ -41,33 +41,19 @@ from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
+from tests.inference.conftest import Command
+from tests.messages import expect_error
 from tests.partial_models import evaluate_run, random_model, save_checkpoint, save_run
+from tests.training_runs import SMALL_CASE
 
 STAGES, TIME, MICROBATCH = 3, 32, 2
+SHAPES = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": TIME}
 CONFIG: dict[str, Any] = {
     "run_dir": "run",
     "compilation_cache": None,
-    "model": {
-        "width": 16,
-        "layers": 3,
-        "heads": 2,
-        "kv_heads": 1,
-        "ffn_width": 24,
-        "context": TIME,
-    },
+    "model": SHAPES,
     "plan": {
-        "case": {
-            "nodes": 3,
-            "locations": ["here"],
-            "links": [],
-            "activation_bytes": 4096,
-            "stage_bytes": 8192,
-            "forward_s": 0.1,
-            "stages": [1, 1, 1],
-            "path_length": 2,
-            "microbatches_per_data_node": 8,
-            "memory": 2,
-        },
+        "case": SMALL_CASE | {"stages": [1, 1, 1], "microbatches_per_data_node": 8},
         "method": "balanced",
     },
     "data": {
@@ -142,59 +128,49 @@ def logits_of_whole(structure: Any, parameters: Any, tokens: jax.Array) -> jax.A
 
 
 def test_loss_is_the_mean_over_the_held_out_text():
-    found = evaluate_run(Path("run"), None, 256)
-    assert (found.step, found.tokens) == (6, held_out_windows()[:, 1:].size)
-    assert abs(found.loss - loss_by_hand(6)) < 1e-5
+    earlier, found = (evaluate_run(Path("run"), step, 256) for step in (3, None))
+    assert (earlier.step, found.step, found.tokens) == (3, 6, held_out_windows()[:, 1:].size)
+    for own in (earlier, found):
+        assert abs(own.loss - loss_by_hand(own.step)) < 1e-5
+    assert earlier.loss > found.loss
     assert found.perplexity == math.exp(found.loss)
     # A model that knows the two letters, and no other byte, does better than guessing.
     assert found.loss < 0.7 * math.log(259)
 
 
-def test_an_earlier_checkpoint_can_be_chosen():
-    found = evaluate_run(Path("run"), 3, 256)
-    assert found.step == 3
-    assert abs(found.loss - loss_by_hand(3)) < 1e-5
-    assert found.loss > evaluate_run(Path("run"), 6, 256).loss
+@pytest.fixture
+def printed(command: Command) -> Callable[..., str]:
+    """What evaluation prints of the run."""
+
+    def run(*words: Any, of: Path = Path("run")) -> str:
+        code, out, err = command("evaluate", "--run", of, *words)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
 
 
-@pytest.mark.parametrize(("sequences", "evaluated"), [(1, 1), (3, 3), (4, 4), (999, 22)])
-def test_no_more_sequences_are_read_than_asked_for(sequences: int, evaluated: int):
-    assert len(held_out_windows()) == 22
-    assert evaluate_run(Path("run"), None, sequences).tokens == evaluated * TIME
+@pytest.fixture
+def evaluated(printed: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+    return lambda *words, **of: json.loads(printed("--json", *words, **of))
 
 
-@pytest.mark.parametrize(
-    ("sequences", "said"),
-    [
-        ("3", ""),
-        ("32", "reading 22 sequences instead of 32: the held-out text has no more"),
-    ],
-)
-def test_fewer_sequences_than_asked_for_are_told_of(
-    sequences: str, said: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("sequences", "read"), [(1, 1), (3, 3), (4, 4), (32, 22)])
+def test_no_more_sequences_are_read_than_asked_for_and_fewer_are_told_of(
+    sequences: int, read: int, command: Command
 ):
-    assert main(["evaluate", "--run", "run", "--sequences", sequences, "--json"]) == 0
-    assert capsys.readouterr().err.strip() == said
+    assert len(held_out_windows()) == 22
+    _, out, err = command("evaluate", "--run", "run", "--sequences", sequences, "--json")
+    assert json.loads(out)["tokens"] == read * TIME
+    said = "reading 22 sequences instead of 32: the held-out text has no more\n"
+    assert err == (said if read < sequences else "")
 
 
-def run_main(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
-    assert main(["evaluate", *arguments]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return printed.out
-
-
-def test_json_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    out = run_main(["--run", "run", "--step", "3", "--json"], monkeypatch, capsys)
-    assert Evaluation(**json.loads(out)) == evaluate_run(Path("run"), 3, 256)
-
-
-def test_text_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    found = evaluate_run(Path("run"), None, 256)
-    out = run_main(["--run", "run"], monkeypatch, capsys)
-    assert out.startswith("step 6: ")
+def test_json_is_one_object_and_text_says_the_same(printed: Any, evaluated: Any):
+    found = Evaluation(**evaluated("--step", 3))
+    assert found == evaluate_run(Path("run"), 3, 256)
+    out = printed("--step", 3)
+    assert out.startswith("step 3: ")
     for words in (f"{found.loss:.4f}", f"{found.perplexity:.3f}", f"{found.tokens:,} tokens"):
         assert words in out
 
@@ -221,10 +197,6 @@ def test_a_model_that_has_diverged_has_no_perplexity(tmp_path: Path):
 # Partial models.
 
 
-def evaluated(arguments: list[str], monkeypatch: Any, capsys: Any) -> dict[str, Any]:
-    return json.loads(run_main(["--run", "run", "--json", *arguments], monkeypatch, capsys))
-
-
 def check_each(answer: dict[str, Any]) -> np.ndarray:
     """Every loss is that of one module with the layers of these stages; returns perplexities."""
     for way in answer["each"]:
@@ -233,8 +205,8 @@ def check_each(answer: dict[str, Any]) -> np.ndarray:
     return np.array([way["perplexity"] for way in answer["each"]])
 
 
-def test_all_subsets_of_a_share_are_evaluated(monkeypatch: Any, capsys: Any):
-    found = evaluated(["--keep-fraction", "1.0,0.67,0.3"], monkeypatch, capsys)
+def test_all_subsets_of_a_share_are_evaluated(evaluated: Any):
+    found = evaluated("--keep-fraction", "1.0,0.67,0.3")
     assert [answer["share"] for answer in found["keep"]] == [1.0, 0.67, 0.3]
     orders = [[way["stages"] for way in answer["each"]] for answer in found["keep"]]
     assert orders == [[[0, 1, 2]], [[0, 1], [0, 2]], [[0]]]
@@ -247,19 +219,19 @@ def test_all_subsets_of_a_share_are_evaluated(monkeypatch: Any, capsys: Any):
         assert (answer["least"], answer["greatest"]) == (perplexities.min(), perplexities.max())
 
 
-def test_paths_count_as_often_as_microbatches_take_them(monkeypatch: Any, capsys: Any):
+def test_paths_count_as_often_as_microbatches_take_them(evaluated: Any):
     plan = json.loads(Path("run/plan.json").read_text())
     node_stages = {node: s for s, nodes in enumerate(plan["stages"]) for node in nodes}
     taken = Counter(tuple(node_stages[node] for node in path) for path in plan["microbatches"])
-    answer = evaluated(["--paths"], monkeypatch, capsys)["paths"]
+    answer = evaluated("--paths")["paths"]
     assert {tuple(way["stages"]): way["microbatches"] for way in answer["each"]} == taken
     perplexities = check_each(answer)
     weights = [way["microbatches"] for way in answer["each"]]
     assert answer["perplexity"] == pytest.approx(np.average(perplexities, weights=weights))
 
 
-def test_stages_are_swapped_and_left_out_in_turn(monkeypatch: Any, capsys: Any):
-    found = evaluated(["--swaps", "--importance"], monkeypatch, capsys)
+def test_stages_are_swapped_and_left_out_in_turn(evaluated: Any):
+    found = evaluated("--swaps", "--importance")
     swaps, importance = found["swaps"]["each"], found["importance"]["each"]
     assert [(way["stages"], way["swapped"]) for way in swaps] == [([0, 2, 1], [1, 2])]
     assert [(way["stages"], way["left_out"]) for way in importance] == [([0, 2], 1), ([0, 1], 2)]
@@ -267,11 +239,10 @@ def test_stages_are_swapped_and_left_out_in_turn(monkeypatch: Any, capsys: Any):
     check_each(found["importance"])
 
 
-def test_one_table_has_all_that_is_asked_for(monkeypatch: Any, capsys: Any):
+def test_one_table_has_all_that_is_asked_for(evaluated: Any, printed: Any):
     asked = ["--keep-fraction", "0.67", "--paths", "--swaps", "--importance"]
-    found = evaluated(asked, monkeypatch, capsys)
-    out = run_main(["--run", "run", *asked], monkeypatch, capsys)
-    cells = [re.split("  +", line.strip()) for line in out.splitlines()[2:]]
+    found = evaluated(*asked)
+    cells = [re.split("  +", line.strip()) for line in printed(*asked).splitlines()[2:]]
     rows = {row[0]: row for row in cells}
     assert rows["full"] == ["full", "0 1 2", f"{found['loss']:.4f}", f"{found['perplexity']:.3f}"]
     swap = found["swaps"]["each"][0]
@@ -279,19 +250,15 @@ def test_one_table_has_all_that_is_asked_for(monkeypatch: Any, capsys: Any):
     assert rows["swapped 1 and 2"][1:] == wanted
     assert rows["without 2"][1] == "0 1"
     kept = found["keep"][0]
-    assert rows["keep 0.67, mean"][1:4] == [
-        "2 of 2",
-        f"{kept['loss']:.4f}",
-        f"{kept['perplexity']:.3f}",
-    ]
+    wanted = ["2 of 2", f"{kept['loss']:.4f}", f"{kept['perplexity']:.3f}"]
+    assert rows["keep 0.67, mean"][1:4] == wanted
     assert f"± {kept['deviation']:.3f}" in rows["keep 0.67, mean"][4]
     assert sum(row[0].startswith("path, ") for row in cells) == len(found["paths"]["each"])
 
 
-def test_the_picture_has_every_subset(monkeypatch: Any, capsys: Any, tmp_path: Path):
+def test_the_picture_has_every_subset(printed: Any, tmp_path: Path):
     file = tmp_path / "shares.svg"
-    arguments = ["--run", "run", "--keep-fraction", "1,0.67,0.3", "--plot", str(file)]
-    run_main(arguments, monkeypatch, capsys)
+    printed("--keep-fraction", "1,0.67,0.3", "--plot", file)
     svg = ElementTree.parse(file).getroot()
     dots = [dot for dot in svg.iter() if dot.tag.endswith("circle")]
     assert [dot.get("class") for dot in dots].count("each") == 1 + 2 + 1
@@ -303,42 +270,38 @@ def test_the_picture_has_every_subset(monkeypatch: Any, capsys: Any, tmp_path: P
 
 
 def test_the_text_is_found_from_another_folder_and_named(
-    folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+    folder: Path, tmp_path: Path, monkeypatch: Any, printed: Any, command: Command
 ):
-    here = run_main(["--run", "run"], monkeypatch, capsys)
+    here = printed()
     assert " tokens of the held-out part of text, all stages in order\n" in here
     monkeypatch.chdir(tmp_path)
-    elsewhere = run_main(["--run", str(folder / "run")], monkeypatch, capsys)
+    elsewhere = printed(of=folder / "run")
     assert elsewhere == here.replace("part of text,", f"part of {folder / 'text'},")
     # What is written here leads from here.
-    asked = ["evaluate", "--run", str(folder / "run")]
-    assert main([*asked, "--set", "data.path=text"]) == 2
-    assert f"cannot read {tmp_path / 'text'}" in capsys.readouterr().err
-    assert main([*asked, "--set", "data.held_out=0.5"]) == 2
-    assert "has trained on" in capsys.readouterr().err
+    asked = ["evaluate", "--run", folder / "run", "--set"]
+    expect_error(command(*asked, "data.path=text"), f"...cannot read {tmp_path / 'text'}")
+    expect_error(command(*asked, "data.held_out=0.5"), "...has trained on")
 
 
-def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, capsys: Any):
+def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, command: Command):
     to_huggingface(Path("run"), tmp_path / "hf")
-    asked = ["evaluate", "--hf", str(tmp_path / "hf"), "--sequences", "1"]
+    asked = ["evaluate", "--hf", tmp_path / "hf", "--sequences", "1"]
     hint = "to use your own text, add --set data.source=text --set data.path=PATH\n"
-    assert main(asked) == 0
-    printed = capsys.readouterr()
-    assert "of the held-out part of Python's standard library, all" in printed.out
-    assert printed.err.endswith(hint)
-    assert main([*asked, "--set", "data.source=text", "--set", "data.path=text"]) == 0
-    assert hint not in capsys.readouterr().err
+    code, out, err = command(*asked)
+    assert "of the held-out part of Python's standard library, all" in out
+    assert (code, err.endswith(hint)) == (0, True)
+    code, _, err = command(*asked, "--set", "data.source=text", "--set", "data.path=text")
+    assert (code, hint in err) == (0, False)
 
 
-def test_other_text_can_be_evaluated(monkeypatch: Any, capsys: Any, tmp_path: Path):
+def test_other_text_can_be_evaluated(evaluated: Any, tmp_path: Path):
     (tmp_path / "digits").write_bytes(b"0123456789" * 100)
-    other = ["--set", f"data.path={tmp_path / 'digits'}"]
-    found = evaluated(other, monkeypatch, capsys)
-    assert found["loss"] > evaluated([], monkeypatch, capsys)["loss"] + 1
+    found = evaluated("--set", f"data.path={tmp_path / 'digits'}")
+    assert found["loss"] > evaluated()["loss"] + 1
 
 
 def test_conversations_that_are_too_long_to_be_evaluated_are_counted(
-    monkeypatch: Any, capsys: Any, tmp_path: Path
+    command: Command, tmp_path: Path
 ):
     def line(number: int) -> str:
         answer = "ab" if number % 3 else "ab" * TIME
@@ -350,11 +313,10 @@ def test_conversations_that_are_too_long_to_be_evaluated_are_counted(
     file.write_text("".join(map(line, range(60))))
     given = {"source": "chat", "path": file, "packing": "documents"}
     settings = [word for key in given for word in ("--set", f"data.{key}={given[key]}")]
-    assert main(["evaluate", "--run", "run", "--json", *settings]) == 0
-    printed = capsys.readouterr()
+    code, out, err = command("evaluate", "--run", "run", "--json", *settings)
     # Each answer of two letters and the end mark.
-    assert json.loads(printed.out)["tokens"] % 3 == 0
-    assert printed.err.count(f"longer than a sequence of {TIME} tokens, and dropped") == 1
+    assert (code, json.loads(out)["tokens"] % 3) == (0, 0)
+    assert err.count(f"longer than a sequence of {TIME} tokens, and dropped") == 1
 
 
 def test_a_sample_of_many_subsets_is_drawn_by_the_seed():
@@ -400,7 +362,7 @@ def test_programs_are_compiled_once_for_all_ways():
 
 
 def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_removed(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
+    tmp_path: Path, evaluated: Any
 ):
     """Stages of different sizes, shared heads of keys, and frequencies of Llama 3."""
     sizes = [1, 2, 1, 2]
@@ -414,15 +376,8 @@ def test_losses_equal_those_of_the_export_in_transformers_with_the_layers_remove
     ]
     config = to_tree(load_config(Path("config.yaml"), overrides))
     save_run(tmp_path / "run", config, len(sizes))
-    asked = [
-        "--run",
-        str(tmp_path / "run"),
-        "--sequences",
-        "22",
-        "--keep-fraction",
-        "1.0,0.75,0.5,0.25",
-    ]
-    found = json.loads(run_main([*asked, "--json"], monkeypatch, capsys))
+    asked = ["--sequences", 22, "--keep-fraction", "1.0,0.75,0.5,0.25"]
+    found = evaluated(*asked, of=tmp_path / "run")
     windows = held_out_windows()
     assert found["tokens"] == windows[:, 1:].size
     ways = [way for answer in found["keep"] for way in answer["each"]]
@@ -447,32 +402,23 @@ def loss_of_transformers(model: LlamaForCausalLM, windows: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("words", "told"),
     [
-        (["--keep-fraction", "0.5,half"], ["--keep-fraction = 'half'", "must be a number"]),
-        (["--keep-fraction", "0"], ["--keep-fraction = 0", "must be above 0"]),
-        (["--keep-fraction", "1.5"], ["--keep-fraction = 1.5", "at most 1"]),
-        (["--keep-fraction", "0.5", "--subsets", "0"], ["--subsets = 0", "at least 1"]),
-        (["--plot", "a.svg"], ["--plot = 'a.svg'", "Add --keep-fraction"]),
-        (
-            ["--keep-fraction", "1", "--plot", "nowhere/a.svg"],
-            ["--plot = 'nowhere/a.svg'", "its folder does not exist"],
-        ),
-        (["--num-stages", "3"], ["--num-stages = 3", "the plan of a run sets"]),
-        (["--set", "data.path=nowhere"], ["data.path"]),
-        (["--set", "data.held_out=0.5"], ["data.held_out = 0.5", "has trained on"]),
-        (["--set", "data.shuffle_seed=1"], ["data.shuffle_seed = 1", "has trained on"]),
-        (["--set", "model.width=32"], ["the configured model has"]),
+        ("--keep-fraction 0.5,half", "--keep-fraction = 'half'...must be a number"),
+        ("--keep-fraction 0", "--keep-fraction = 0...must be above 0"),
+        ("--keep-fraction 1.5", "--keep-fraction = 1.5...at most 1"),
+        ("--keep-fraction 0.5 --subsets 0", "--subsets = 0...at least 1"),
+        ("--plot a.svg", "--plot = 'a.svg'...Add --keep-fraction"),
+        ("--keep-fraction 1 --plot no/a.svg", "--plot = 'no/a.svg'...its folder does not exist"),
+        ("--num-stages 3", "--num-stages = 3...the plan of a run sets"),
+        ("--set data.path=nowhere", "data.path"),
+        ("--set data.held_out=0.5", "data.held_out = 0.5...has trained on"),
+        ("--set data.shuffle_seed=1", "data.shuffle_seed = 1...has trained on"),
+        ("--set model.width=32", "...the configured model has"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
-    arguments: list[str], words: list[str], monkeypatch: Any, capsys: Any
-):
-    assert main(["evaluate", "--run", "run", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    for word in words:
-        assert word in error
+def test_what_cannot_be_asked_is_refused(words: str, told: str, command: Command):
+    expect_error(command("evaluate", "--run", "run", *words.split()), told)
 
 
 def test_too_few_stages_have_no_neighbours():
@@ -483,10 +429,10 @@ def test_too_few_stages_have_no_neighbours():
         swapped(2)
 
 
-def test_an_interrupted_evaluation_ends_at_once(monkeypatch: Any, capsys: Any):
+def test_an_interrupted_evaluation_ends_at_once(monkeypatch: Any, command: Command):
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(evaluation, "evaluate", interrupted)
-    assert main(["evaluate", "--run", "run", "--keep-fraction", "1,0.67,0.3"]) == 130
-    assert capsys.readouterr().err == "interrupted; nothing was saved\n"
+    done = command("evaluate", "--run", "run", "--keep-fraction", "1,0.67,0.3")
+    assert done == (130, "", "interrupted; nothing was saved\n")

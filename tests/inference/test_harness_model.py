@@ -17,7 +17,6 @@ from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.arguments import ModelSpec, open_language_model
-from skippipe_jax.cli.main import main
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
@@ -26,19 +25,11 @@ from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
+from tests.inference.conftest import Command
 from tests.partial_models import logits_of, save_run
 
-SECTIONS: dict[str, Any] = {
-    "model": {
-        "width": 32,
-        "layers": 3,
-        "heads": 4,
-        "kv_heads": 2,
-        "ffn_width": 24,
-        "context": 32,
-    },
-    "data": {"sequence_length": 32},
-}
+SHAPES = {"width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 32}
+SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}
 STAGES = 3
 QUESTIONS = [
     {"question": "2 + 2 =", "choices": ["4", "22", "a lot"], "answer": 0},
@@ -230,60 +221,42 @@ def test_the_harness_evaluates_some_of_the_stages(run: Path, tasks: Path):
     assert results["results"]["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
 
 
-def test_the_command_runs_tasks_of_ones_own(
-    run: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    arguments = ["--run", str(run), "--keep-fraction", "0.67", "--tasks-from", str(tasks)]
-    asked = ["--tasks", "choose,read,write", "--limit", "2", "--json"]
-    assert main(["lm-eval", *arguments, *asked]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    assert set(results) == {"choose", "read", "write"}
+def test_the_command_runs_tasks_of_ones_own(run: Path, tasks: Path, command: Command):
+    asked = ["lm-eval", "--run", run, "--keep-fraction", 0.67, "--tasks-from", tasks, "--tasks"]
+    code, out, _ = command(*asked, "choose,read,write", "--limit", 2, "--json")
+    results = json.loads(out)["results"]
+    assert (code, set(results)) == (0, {"choose", "read", "write"})
     assert results["read"]["bits_per_byte,none"] > 0
-    assert main(["lm-eval", *arguments, "--tasks", "choose"]) == 0
-    assert "choose" in capsys.readouterr().out
+    code, out, _ = command(*asked, "choose")
+    assert (code, "choose" in out) == (0, True)
 
 
 @pytest.mark.nightly
-def test_the_command_takes_several_models(
-    run: Path,
-    tasks: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    other = save_run(tmp_path / "other", SECTIONS | {"model": SECTIONS["model"] | {"width": 24}}, 1)
-    arguments = ["--run", str(run), "--run", str(tmp_path / "other"), "--tasks-from", str(tasks)]
-    asked = ["--tasks", "read", "--limit", "1", "--json"]
-
-    def bits(*more: str) -> float:
-        assert main(["lm-eval", *arguments, *asked, *more]) == 0
-        return json.loads(capsys.readouterr().out)["results"]["read"]["bits_per_byte,none"]
-
+def test_the_command_takes_several_models(run: Path, tasks: Path, tmp_path: Path, command: Command):
+    other = save_run(tmp_path / "other", SECTIONS | {"model": SHAPES | {"width": 24}}, 1)
+    asked = ["lm-eval", "--run", run, "--run", tmp_path / "other", "--tasks-from", tasks]
+    asked += ["--tasks", "read", "--limit", 1, "--json"]
     text = QUESTIONS[0]["question"]
     ensemble = Ensemble([read_run(run)[0], other], mix="top-1")
     [nats] = HarnessModel(ensemble).loglikelihood_rolling([request("loglikelihood_rolling", text)])
-    assert bits("--mix", "top-1") == pytest.approx(-nats / np.log(2) / len(text), abs=1e-3)
-    assert main(["lm-eval", *arguments, *asked, "--prior", "decay"]) == 2
-    assert "--prior = 'decay': is estimated on text" in capsys.readouterr().err
+    found = json.loads(command(*asked, "--mix", "top-1")[1])["results"]["read"]
+    bits = -nats / np.log(2) / len(text)
+    assert found["bits_per_byte,none"] == pytest.approx(bits, abs=1e-3)
+    assert "--prior = 'decay': is estimated on text" in command(*asked, "--prior", "decay")[2]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("words", "told"),
     [
-        (["--stage-order", "1,2"], "--stage-order = '1,2'"),
-        (["--tasks", "choose,chose"], "--tasks = 'chose': unknown task"),
-        (["--tasks-from", "nowhere"], "--tasks-from = 'nowhere'"),
-        (["--batch-size", "0"], "--batch-size = 0"),
+        ("--stage-order 1,2", "--stage-order = '1,2'"),
+        ("--tasks choose,chose", "--tasks = 'chose': unknown task"),
+        ("--tasks-from nowhere", "--tasks-from = 'nowhere'"),
+        ("--batch-size 0", "--batch-size = 0"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
-    arguments: list[str],
-    words: str,
-    run: Path,
-    tasks: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, told: str, run: Path, tasks: Path, command: Command
 ):
-    given = ["--run", str(run), "--tasks", "choose", "--tasks-from", str(tasks), *arguments]
-    assert main(["lm-eval", *given]) == 2
-    assert words in capsys.readouterr().err
+    given = ["--run", run, "--tasks", "choose", "--tasks-from", tasks, *words.split()]
+    code, _, err = command("lm-eval", *given)
+    assert (code, told in err) == (2, True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
@@ -210,16 +209,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def evaluated(arguments: list[str], monkeypatch: Any, capsys: Any) -> str:
-    assert main(["evaluate", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_evaluate_reports_domains(run, monkeypatch, capsys):
+def test_evaluate_reports_domains(run, command):
     of_run = evaluate_run(run, None, 9)
     for arguments, part in (([], "all"), (["--part", "scores"], "scores")):
-        asked = ["--run", str(run), "--sequences", "9", *arguments]
-        found = json.loads(evaluated([*asked, "--json"], monkeypatch, capsys))
+        asked = ["evaluate", "--run", run, "--sequences", 9, *arguments]
+        found = json.loads(command(*asked, "--json")[1])
         if part == "all":
             assert (found["loss"], found["tokens"]) == (of_run.loss, of_run.tokens)
         else:
@@ -231,7 +225,7 @@ def test_evaluate_reports_domains(run, monkeypatch, capsys):
             assert own["tokens"] == 9 * LENGTH
             assert own["perplexity"] == math.exp(own["loss"])
         assert found["macro"] == pytest.approx(found["micro"])
-        lines = evaluated(asked, monkeypatch, capsys).splitlines()[1:]
+        lines = command(*asked)[1].splitlines()[1:]
         cells = [line.split() for line in lines]
         heading = "domain" if part == "all" else "domain (scores)"
         assert lines[0].startswith(f"{heading} ")
@@ -243,14 +237,11 @@ def test_evaluate_reports_domains(run, monkeypatch, capsys):
         assert cells[4][-1] == "432"
 
 
-def test_a_part_of_one_source_is_evaluated_without_domains(run, monkeypatch, capsys):
-    text = str(run.parent / "prose")
-    single = ["--run", str(run), "--set", "data.source=text", "--set", f"data.path={text}"]
-    single += ["--set", "data.mixture=null", "--json"]
-    parts = [
-        json.loads(evaluated([*single, "--part", part], monkeypatch, capsys))
-        for part in ("priors", "scores")
-    ]
+def test_a_part_of_one_source_is_evaluated_without_domains(run, command):
+    changes = {"source": "text", "path": run.parent / "prose", "mixture": "null"}
+    words = [word for key in changes for word in ("--set", f"data.{key}={changes[key]}")]
+    single = ["evaluate", "--run", run, *words, "--json", "--part"]
+    parts = [json.loads(command(*single, part)[1]) for part in ("priors", "scores")]
     assert parts[0]["loss"] != parts[1]["loss"]
     assert not {"domains", "part"} & {*parts[0]}
 

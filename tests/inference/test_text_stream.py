@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
-from skippipe_jax.inference.text_stream import REPLACEMENT, StopSequences, TextStream
+from skippipe_jax.inference.text_stream import (
+    REPLACEMENT,
+    AnswerText,
+    StopSequences,
+    TextStream,
+)
 
 # No character of its own that stands for a broken one.
 TEXTS = st.text(st.characters(exclude_characters=REPLACEMENT, exclude_categories=["Cs"]))
@@ -85,6 +90,20 @@ def test_a_tokenizer_that_falls_back_to_bytes_loses_neither_them_nor_spaces(
         pieces = pieces_of(TextStream(byte_fallback.decode, prompt), given)
         assert "".join(pieces) == f" {text}"
         assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(st.text("abé", max_size=12), st.lists(st.text("abé", max_size=4), max_size=3))
+def test_the_text_of_an_answer_ends_before_its_first_stop(text: str, stops: list[str]):
+    tokens = [*BYTES.encode(text).tolist(), None]
+    answer, told = AnswerText(BYTES.decode, [BYTES.begin], stops), ""
+    for count, token in enumerate(tokens, 1):
+        told += answer.push(token, is_last=count == len(tokens))
+        if answer.has_stopped:
+            break
+    ends = [text.index(stop) for stop in stops if stop and stop in text]
+    assert answer.has_stopped == bool(ends)
+    assert told == text[: min(ends, default=None)]
+    assert len(told) <= answer.length <= len(text)
 
 
 @given(

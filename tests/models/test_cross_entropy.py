@@ -153,7 +153,7 @@ def data_stage(compute_dtype: str, tied: bool) -> Config:
 
 
 def lowered(config: Config) -> dict[str, Any]:
-    """The loss with its gradient, and the held-out loss."""
+    """The loss with its gradient, and the validation loss."""
     functions = stage_functions(config.model, OptimizerConfig(), 1, True, 1, MANY_TOKENS)
     shape = jax.ShapeDtypeStruct
     parameters, _, gradients = jax.eval_shape(functions.create, jax.random.key(0), 0)

@@ -73,14 +73,17 @@ class Processes:
         hosts: int,
         *command: str | Path,
         last: Sequence[str] = (),
+        coordinator: str | None = None,
+        namespaces: Sequence[str] | None = None,
         **environment: str,
     ) -> None:
         """Start a program once for each host; the last gets arguments of its own."""
-        common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
+        address = coordinator or f"127.0.0.1:{free_port()}"
+        common = (*command, "--coordinator", address, "--hosts", str(hosts))
         for host in range(hosts):
-            own = last if host == hosts - 1 else ()
-            arguments = (*command, *common, "--host-id", str(host), *own)
-            self.start(*arguments, **environment)
+            own = ("--host-id", str(host), *(last if host == hosts - 1 else ()))
+            namespace = None if namespaces is None else namespaces[host]
+            self.start(*common, *own, namespace=namespace, **environment)
 
     def output(self, index: int) -> str:
         return (self.folder / f"output{index}").read_text(errors="replace")
@@ -90,13 +93,16 @@ class Processes:
             f"== {index} ==\n{self.output(index)}" for index in range(len(self.processes))
         )
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until something shows that all processes do; none may end before."""
+    def wait_until(
+        self, condition: Callable[[], bool], timeout_s: float, *, all_live: bool = True
+    ) -> None:
+        """Wait until something is so; until then no process may end, if `all_live`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert all(process.poll() is None for process in self.processes), self.outputs()
+            if all_live:
+                assert all(process.poll() is None for process in self.processes), self.outputs()
             assert time.monotonic() < deadline, self.outputs()
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def exit_code(self, index: int, timeout_s: float) -> int:
         try:

@@ -7,22 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import churn, churn_process
+from experiments.benchmarks.churn import __main__ as churn
+from experiments.benchmarks.harness import launching
 from tests.fork_server import Forked, fork, fork_server
 
 
 def forked(
-    words: Sequence[str], output: Path, namespace: str | None = None, lower: int = 0
+    words: Sequence[str], output: Path, before: Sequence[str] = (), lower: int = 0
 ) -> Forked:
-    """As `churn_process.started`, but from the fork server; all with the same priority."""
+    """As `launching.started`, but from the fork server; all with the same priority."""
     with output.open("wb") as file, open(os.devnull, "rb") as nothing:
         return fork(
             fork_server().address,
             words,
-            environment=os.environ | churn_process.ENVIRONMENT,
+            environment=os.environ | launching.ENVIRONMENT,
             folder=os.getcwd(),
             streams=[nothing.fileno(), file.fileno(), file.fileno()],
-            namespace=namespace,
+            namespace=before[-1] if before else None,
         )
 
 
@@ -30,7 +31,7 @@ def forked(
 def test_a_run_outlives_ten_faults_joins_and_faults_while_hosts_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(churn_process, "started", forked)
+    monkeypatch.setattr(launching, "started", forked)
     monkeypatch.setattr(churn, "described_machine", dict)
     small = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
     words = ["--hosts", "4", "--faults", "10", "--seed", "3", "--patience-s", "240"]

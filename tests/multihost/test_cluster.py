@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, InputError, TemporaryEr
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.cluster.joining import joined
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.keys import SECRET_VARIABLE
@@ -41,22 +40,15 @@ RUNTIMES = ("independent", "distributed")
 PATIENT = ("--heartbeat-timeout-s", "300")
 
 
-class Run(Processes):
-    """The hosts of one run."""
-
-    def start_workers(self, hosts: int, *arguments: str, last: Sequence[str] = ()) -> None:
-        self.start_hosts(hosts, WORKER, *arguments, last=last)
-
-    def wait_until_summing(self) -> None:
-        hosts = range(len(self.processes))
-        self.wait_until(lambda: all("summing" in self.output(host) for host in hosts), START_S)
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    hosts = Run(tmp_path)
-    yield hosts
-    hosts.kill()
+def run(processes: Processes) -> Processes:
+    """The hosts of one run."""
+    return processes
+
+
+def wait_until_summing(run: Processes) -> None:
+    hosts = range(len(run.processes))
+    run.wait_until(lambda: all("summing" in run.output(host) for host in hosts), START_S)
 
 
 def enter(*arguments: Any, **options: Any) -> None:
@@ -65,7 +57,7 @@ def enter(*arguments: Any, **options: Any) -> None:
         pass
 
 
-def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> None:
+def assert_stopped_by(run: Processes, host: int, verdict: str, timeout_s: float) -> None:
     """The host has ended by one message with the verdict, and by nothing else."""
     assert run.exit_code(host, timeout_s) == LOST_HOST_EXIT_CODE, run.output(host)
     output = run.output(host)
@@ -78,10 +70,10 @@ def assert_stopped_by(run: Run, host: int, verdict: str, timeout_s: float) -> No
 @pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
+def test_hosts_that_end_well_are_not_lost(run: Processes, runtime: str):
     # Long enough that silence would be noticed, and the last host stays behind the others.
     run.really = True
-    run.start_workers(4, "--runtime", runtime, "--seconds", "1", last=("--linger-s", "4"))
+    run.start_hosts(4, WORKER, "--runtime", runtime, "--seconds", "1", last=("--linger-s", "4"))
     for host in range(4):
         assert run.exit_code(host, START_S) == 0, run.output(host)
         assert "ended well" in run.output(host)
@@ -100,10 +92,12 @@ def test_hosts_that_end_well_are_not_lost(run: Run, runtime: str):
         pytest.param("distributed", 0, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],
 )
-def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow: signal.Signals):
+def test_survivors_name_the_lost_host(
+    run: Processes, runtime: str, victim: int, blow: signal.Signals
+):
     timeout = ("--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S))
-    run.start_workers(3, "--runtime", runtime, *timeout)
-    run.wait_until_summing()
+    run.start_hosts(3, WORKER, "--runtime", runtime, *timeout)
+    wait_until_summing(run)
     run.processes[victim].send_signal(blow)
     struck = time.monotonic()
     verdict = f"{run.name(victim)} failed: "
@@ -116,9 +110,9 @@ def test_survivors_name_the_lost_host(run: Run, runtime: str, victim: int, blow:
 
 
 @pytest.mark.nightly
-def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: Run):
-    run.start_workers(2, "--runtime", "independent", "--heartbeat-timeout-s", "5")
-    run.wait_until_summing()
+def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: Processes):
+    run.start_hosts(2, WORKER, "--runtime", "independent", "--heartbeat-timeout-s", "5")
+    wait_until_summing(run)
     run.processes[1].send_signal(signal.SIGSTOP)
     run.processes[0].kill()
     time.sleep(6)
@@ -126,9 +120,9 @@ def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: R
     assert_stopped_by(run, 1, f"{run.name(1)} failed: its connection", SLACK_S)
 
 
-def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
+def test_others_stop_for_a_host_that_fails_and_say_why(run: Processes):
     # With this timeout, only the host's own word can be what stops the others.
-    run.start_workers(3, *PATIENT, last=("--fail-at", "5"))
+    run.start_hosts(3, WORKER, *PATIENT, last=("--fail-at", "5"))
     assert run.exit_code(2, START_S) == 1
     assert "ValueError: the data ran out" in run.output(2)
     for host in (0, 1):
@@ -152,9 +146,9 @@ def test_others_stop_for_a_host_that_fails_and_say_why(run: Run):
     ],
 )
 def test_others_end_like_a_host_that_ends_for_all(
-    run: Run, by: str, code: int, what: str, own_words: str
+    run: Processes, by: str, code: int, what: str, own_words: str
 ):
-    run.start_workers(2, *PATIENT, last=("--fail-at", "5", "--by", by))
+    run.start_hosts(2, WORKER, *PATIENT, last=("--fail-at", "5", "--by", by))
     assert [run.exit_code(host, START_S) for host in range(2)] == [code] * 2, run.outputs()
     assert own_words in run.output(1)
     assert f"{run.name(1)} {what}" in run.output(0)
@@ -164,7 +158,7 @@ def test_others_end_like_a_host_that_ends_for_all(
 
 
 @pytest.mark.nightly
-def test_slurm_tasks_find_each_other(run: Run):
+def test_slurm_tasks_find_each_other(run: Processes):
     # JAX derives the port from the job's number: these 4096, in their order.
     job = free_port() - PORTS[0]
     for task in range(2):
@@ -181,7 +175,9 @@ def test_slurm_tasks_find_each_other(run: Run):
         assert f"host {host} of 2, one JAX" in run.output(host)
 
 
-def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_sides(run: Run):
+def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_sides(
+    run: Processes,
+):
     """All that host 0 listens for goes through it, JAX's coordination service as well."""
     address = f"127.0.0.1:{free_port()}"
     command = (WORKER, "--runtime", "distributed", "--coordinator", address, "--hosts", "2")
@@ -208,7 +204,7 @@ def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_s
     assert right[SECRET_VARIABLE] not in run.outputs()
 
 
-def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
+def listens_on(run: Processes, host: int) -> list[tuple[str, int]]:
     """The addresses and ports on which a host waits for connections."""
     connections = psutil.Process(run.processes[host].pid).net_connections("tcp")
     return [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
@@ -216,9 +212,9 @@ def listens_on(run: Run, host: int) -> list[tuple[str, int]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run, runtime: str):
-    run.start_workers(3, "--runtime", runtime, *PATIENT)
-    run.wait_until_summing()
+def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Processes, runtime: str):
+    run.start_hosts(3, WORKER, "--runtime", runtime, *PATIENT)
+    wait_until_summing(run)
     for host in range(3):
         # Two of each transfer server, one of the collectives of one JAX, and that for other hosts.
         found = listens_on(run, host)
@@ -227,14 +223,14 @@ def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Run, runtime: 
 
 
 @pytest.mark.nightly
-def test_each_host_listens_on_its_own_address_and_ports(run: Run):
+def test_each_host_listens_on_its_own_address_and_ports(run: Processes):
     coordinator, port = free_port(), free_block()
     for host in range(3):
         arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "3"]
         arguments += ["--host-id", str(host), "--transfer-port", str(port)]
         # All of 127.0.0.0/8 is this machine.
         run.start(WORKER, *arguments, *PATIENT, **{BIND_VARIABLE: f"127.0.0.{host + 1}"})
-    run.wait_until_summing()
+    wait_until_summing(run)
     for host in range(3):
         found = listens_on(run, host)
         assert {address for address, _ in found} == {f"127.0.0.{host + 1}"}
@@ -279,20 +275,13 @@ def send(port: int, content: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def two_summing(run: Run) -> tuple[int, int, int]:
-    """Start two hosts: the coordinator's port, and of host 1 those for transfers and messages."""
+def test_what_strangers_send_to_open_ports(run: Processes):
+    """Nothing happens; but for JAX's port for requests, of which docs/cluster.md tells."""
     coordinator, port = free_port(), free_block()
-    for host in range(2):
-        arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "2"]
-        arguments += ["--host-id", str(host), "--transfer-port", str(port)]
-        run.start(WORKER, *arguments, *PATIENT)
-    run.wait_until_summing()
-    return coordinator, port + 2, port + 3
-
-
-def test_what_strangers_send_to_open_ports(run: Run):
-    """Nothing happens, but at the port of a transfer server for requests: see the next test."""
-    coordinator, requests, messages = two_summing(run)
+    own = (WORKER, *PATIENT, "--transfer-port", str(port))
+    run.start_hosts(2, *own, coordinator=f"127.0.0.1:{coordinator}")
+    wait_until_summing(run)
+    requests, messages = port + 2, port + 3
     [arrays] = {port for _, port in listens_on(run, 1)} - {requests, messages}
     for content in garbage():
         for open_port in (coordinator, messages, arrays):
@@ -305,22 +294,9 @@ def test_what_strangers_send_to_open_ports(run: Run):
 
 
 @pytest.mark.nightly
-@pytest.mark.xfail(strict=False, reason="JAX's own check, which a later version may not have")
-def test_four_zero_bytes_end_a_transfer_server(run: Run):
-    """A check in JAX, which cannot be mended here: the recipes let no stranger come to its ports.
-
-    Should the process go on, then JAX was mended: say so in their README and in docs/cluster.md.
-    """
-    _, requests, _ = two_summing(run)
-    send(requests, bytes(4))
-    assert run.exit_code(1, START_S) == -signal.SIGABRT, run.output(1)
-    assert_stopped_by(run, 0, f"{run.name(1)} failed: its connection ", START_S)
-
-
-@pytest.mark.nightly
 @pytest.mark.alone
-def test_clocks_are_compared_with_that_of_host_0(run: Run):
-    run.start_workers(3, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
+def test_clocks_are_compared_with_that_of_host_0(run: Processes):
+    run.start_hosts(3, WORKER, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
     for host, expected in enumerate([0.0, 0.0, -100.0]):
         assert run.exit_code(host, START_S) == 0, run.output(host)
         printed = re.search("clock offset (.*), (.*) s", run.output(host))
@@ -330,16 +306,16 @@ def test_clocks_are_compared_with_that_of_host_0(run: Run):
 
 
 @pytest.mark.nightly
-def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Run):
+def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Processes):
     # With this timeout, nobody waits to find out whether a host is lost.
-    run.start_workers(3, *PATIENT, last=("--late-at", "5"))
+    run.start_hosts(3, WORKER, *PATIENT, last=("--late-at", "5"))
     message = "nothing came from node 7 for 300 s."
     assert_stopped_by(run, 2, f"{run.name(2)}: {message}", START_S)
     for host in (0, 1):
         assert_stopped_by(run, host, f"{run.name(2)} failed: {message}", SLACK_S)
 
 
-def test_a_host_alone_that_has_waited_too_long_says_so(run: Run):
+def test_a_host_alone_that_has_waited_too_long_says_so(run: Processes):
     run.start(WORKER, "--late-at", "5")
     assert_stopped_by(run, 0, f"{run.name(0)}: nothing came from node 7 for 300 s.", START_S)
 
@@ -419,9 +395,11 @@ def test_a_port_of_host_0_that_is_taken_may_be_free_later():
 
 
 @pytest.mark.nightly
-def test_hosts_that_would_run_jax_in_unlike_ways_are_refused(run: Run):
+def test_hosts_that_would_run_jax_in_unlike_ways_are_refused(run: Processes):
     # Host 0 waits for the others in JAX by then, as it would for long.
-    run.start_workers(2, "--runtime", "distributed", *PATIENT, last=("--runtime", "independent"))
+    run.start_hosts(
+        2, WORKER, "--runtime", "distributed", *PATIENT, last=("--runtime", "independent")
+    )
     assert [run.exit_code(host, START_S) for host in (1, 0)] == [2, 2], run.outputs()
     problem = "cluster.runtime = 'independent': selects independent on host 1, and not on host 0"
     assert f"InputError: {problem}" in run.output(0)

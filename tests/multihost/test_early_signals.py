@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from tests.commands.examples import write_inputs
-from tests.multihost.processes import Processes, started_processes
+from tests.multihost.processes import Processes
 from tests.ports import free_port
 
 TRAIN, JOIN = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "join")
@@ -20,13 +19,11 @@ PATIENCE_S = 180.0
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 
 
-@pytest.fixture
-def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
-    """Processes in a folder with a configuration that can be trained."""
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be in a folder with a configuration that can be trained."""
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
-    with started_processes(tmp_path / "outputs") as processes:
-        yield processes
 
 
 def lines(processes: Processes, host: int, number: signal.Signals) -> list[str]:

@@ -2,55 +2,162 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import shutil
+import signal
+import subprocess
+import tarfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from skippipe_jax import Run
-from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint
-from tests.former_runs import (
-    COMMIT,
-    LONGER,
-    ROOT,
-    RUNS,
-    copy_of,
-    evaluate,
-    former_tree,
-    make,
-    resume,
+from tests.multihost.processes import started_processes
+from tests.multihost.training_hosts import CASE, TRAIN
+from tests.training_runs import (
+    Arrays,
+    arrays_in,
+    assert_same_bits,
+    settings,
+    steps_done,
+    virtual_devices,
+    write_config,
 )
-from tests.training_runs import Arrays, assert_same_bits
 
+ROOT = Path(__file__).parents[2]
+COMMIT = "3e4586e01019d804d706739604d247c0582a1b2d"
+STEPS, LONGER = 24, 36
+"""After how many steps a former run ends, and to how many it is resumed."""
+PATIENCE_S = 300.0
+HELD_OUT = 8
 TOLERANCE = 1e-6
 """Relative; of arrays, to their largest element."""
+
+
+@dataclass(frozen=True)
+class FormerRun:
+    """How a run is made.
+
+    Attributes:
+        sections: of its configuration, beside those that all have in common.
+        hosts: how many train it; of several the last is killed while it trains.
+        is_copied: whether its checkpoints are copied to another folder.
+        is_exact: whether this version trains the same bits. In outer mode it does not: the choice
+            whether an update is made has moved into the program of the update, which XLA rounds
+            otherwise since.
+    """
+
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    hosts: int = 1
+    is_copied: bool = False
+    is_exact: bool = True
+
+
+RUNS = {
+    "copied": FormerRun(is_copied=True),
+    "outer": FormerRun(
+        {
+            "averaging": {
+                "mode": "outer",
+                "every": 5,
+                "fragments": 2,
+                "delay": 2,
+                "dtype": "float32",
+            },
+        },
+        is_exact=False,
+    ),
+    "recipe": FormerRun(
+        {
+            "model": {"layers": 3, "width": 16, "heads": 2, "kv_heads": 1, "ffn_width": 24},
+            "plan": {"case": CASE | {"stages": [2, 1, 1]}, "method": "balanced"},
+            "recipe": {
+                "full_every": 4,
+                "phases": [{"from_step": 16, "max_swaps": 1}],
+                "redraws": 2,
+                "redraw_every": 3,
+                "longest_redraw": None,
+            },
+        }
+    ),
+    "lost_host": FormerRun(hosts=4),
+}
 
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source of the earlier version."""
-    tree = former_tree(tmp_path_factory.mktemp("former"))
-    if tree is None:
+    # An archive, as a worktree would stay registered when a test is killed.
+    command = ["git", "archive", COMMIT, "skippipe_jax", "sched"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if found.returncode:
         pytest.skip(f"the history of this repository lacks the commit {COMMIT}")
+    tree = tmp_path_factory.mktemp("former")
+    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
+        archive.extractall(tree, filter="data")
     return tree
+
+
+def copy_of(run_dir: Path) -> Path:
+    """Where the checkpoints of a run are copied to."""
+    return run_dir.with_name(f"{run_dir.name}_copy")
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """The variables by which a process runs the code of a tree."""
+    paths = os.pathsep.join([str(tree), str(tree / "sched")])
+    return virtual_devices(1) | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+
+
+def train(tree: Path, config: Path, run_dir: Path, run: FormerRun, steps: int, *more: str) -> None:
+    """Train by the code of a tree, and lose a host on the way unless the run is resumed."""
+    copied = {"checkpoint__copy_to": copy_of(run_dir).as_uri()} if run.is_copied else {}
+    given = settings(run_dir=run_dir, train__steps=steps, **copied)
+    command = (*TRAIN, "--config", config, *given, *more)
+    number = len([*config.parent.glob("outputs*")])
+    with started_processes(config.parent / f"outputs{number}", really=True) as processes:
+        if run.hosts == 1:
+            processes.start(*command, **environment(tree))
+        else:
+            processes.start_hosts(run.hosts, *command, **environment(tree))
+        staying = range(run.hosts)
+        if run.hosts > 1 and "--resume" not in more:
+            *staying, lost = staying
+            processes.wait_until(lambda: steps_done(run_dir) >= 2, PATIENCE_S)
+            processes.processes[lost].send_signal(signal.SIGKILL)
+        for host in staying:
+            assert processes.exit_code(host, PATIENCE_S) == 0, processes.outputs()
+
+
+def evaluate(tree: Path, run_dir: Path) -> dict[str, Any]:
+    """Evaluate the last checkpoint of a run by the command of a tree."""
+    command = ["evaluate", "--run", str(run_dir), "--sequences", str(HELD_OUT), "--json"]
+    done = subprocess.run(
+        ["python", "-m", "skippipe_jax", *command],
+        env=os.environ | environment(tree),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def arrays_saved(run_dir: Path, step: int) -> Arrays:
     """All arrays of a checkpoint, those of single replicas among them."""
-    arrays = {}
-    for folder in sorted(open_checkpoint(run_dir, step).folder.iterdir()):
-        if folder.is_dir():
-            with ArrayFiles(folder) as files:
-                shapes = files.described().items()
-                wanted = {k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes}
-                found = files.read(wanted)
-            arrays |= {f"{folder.name}/{name}": np.asarray(found[name]) for name in found}
-    return arrays
+    return {
+        f"{folder.name}/{name}": array
+        for folder in sorted(open_checkpoint(run_dir, step).folder.iterdir())
+        if folder.is_dir()
+        for name, array in arrays_in(folder).items()
+    }
 
 
 @pytest.mark.nightly
@@ -60,8 +167,21 @@ def test_a_run_of_an_earlier_version_is_resumed_and_evaluated(
     name: str, former: Path, tmp_path: Path
 ):
     run = RUNS[name]
-    config = make(former, tmp_path / name, run)
-    made = config.parent / "run"
+    config = write_config(
+        tmp_path,
+        **{
+            "plan": {"case": CASE, "method": "balanced"},
+            "checkpoint": {"every": 8, "keep": 2},
+            "validation": {"every": 6, "sequences": HELD_OUT},
+            "cluster": {"heartbeat_timeout_s": 12.0, "connect_timeout_s": 120},
+            "replan": {"budget_s": 0},
+            # As in training in earnest: a difference does not grow a thousandfold in a few steps.
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5},
+        }
+        | dict(run.sections),
+    )
+    made = tmp_path / "run"
+    train(former, config, made, run, STEPS)
     assert evaluate(ROOT, made) == evaluate(former, made)
     by_former, by_this = made.with_name("by_former"), made.with_name("by_this")
     for run_dir in (by_former, by_this):
@@ -70,8 +190,8 @@ def test_a_run_of_an_earlier_version_is_resumed_and_evaluated(
             shutil.copytree(copy_of(made), copy_of(run_dir))
     if run.is_copied:
         shutil.rmtree(by_this)  # What is lost is fetched from the copy.
-    resume(former, config, by_former, run)
-    resume(ROOT, config, by_this, run)
+    train(former, config, by_former, run, LONGER, "--resume")
+    train(ROOT, config, by_this, run, LONGER, "--resume")
 
     found, expected = arrays_saved(by_this, LONGER), arrays_saved(by_former, LONGER)
     lines, others = Run(by_this).metrics, Run(by_former).metrics

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +32,7 @@ from skippipe_jax.connections.keys import SECRET_VARIABLE, Secret, derived, make
 from skippipe_jax.local.hosts import PORTS
 from skippipe_jax.storage.run_dir import RunDir
 from tests.fork_server import fork_server
-from tests.multihost.processes import Processes, started_processes
+from tests.multihost.processes import Processes
 from tests.ports import free_port
 from tests.training_runs import settings, steps_done, write_config
 
@@ -120,12 +120,6 @@ def outliving(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Processes]:
-    with started_processes(tmp_path / "output") as processes:
-        yield processes
-
-
 def run_python(python: str | None = None) -> str:
     """A script that is this Python, or the one whose commands of this project are forked."""
     return f'exec "{python or fork_server().programs / "python"}" "$@"\n'
@@ -154,9 +148,9 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
     )
 
 
-def start(programs: Processes, *command: str | Path, **variables: str) -> None:
+def start(processes: Processes, *command: str | Path, **variables: str) -> None:
     """Start a recipe; it takes the place of the Python that is started."""
-    programs.start("-c", BECOME, *command, **variables)
+    processes.start("-c", BECOME, *command, **variables)
 
 
 def assert_trained(folder: Path) -> None:
@@ -173,12 +167,12 @@ def assert_is_nowhere(secret: str, folder: Path) -> None:
     assert [path for path in files if any(one in path.read_bytes() for one in told)] == []
 
 
-def wait_until_all_are_back(programs: Processes, run_dir: Path) -> None:
+def wait_until_all_are_back(processes: Processes, run_dir: Path) -> None:
     """Wait until a run that has lost a host makes steps with all again."""
     deadline_s = time.monotonic() + 2 * PATIENCE_S  # One starts for real beside one that trains.
     steps: list[dict[str, Any]] = []
     while not any(line["generation"] > 2 and line["hosts"] == HOSTS for line in steps):
-        assert time.monotonic() < deadline_s, programs.outputs()
+        assert time.monotonic() < deadline_s, processes.outputs()
         time.sleep(0.02)
         steps = Run(run_dir).metrics
 
@@ -206,18 +200,18 @@ def test_slurm_job_trains(tmp_path: Path, config: Path):
 
 @pytest.mark.nightly
 def test_slurm_job_of_independent_hosts_goes_on_without_a_lost_one_and_is_queued_again(
-    tmp_path: Path, outliving: Path, programs: Processes
+    tmp_path: Path, outliving: Path, processes: Processes
 ):
     run_dir = tmp_path / "run"
     words = (LAUNCH / "slurm.sbatch", outliving, run_dir, *settings(train__steps=MORE_STEPS))
-    programs.start("-c", BECOME, *words, folder=tmp_path, **slurm(tmp_path))
-    programs.wait_until(lambda: steps_done(run_dir) > 0, PATIENCE_S)
-    tasks = {process.environ()["SLURM_PROCID"]: process for process in training(programs)}
+    processes.start("-c", BECOME, *words, folder=tmp_path, **slurm(tmp_path))
+    processes.wait_until(lambda: steps_done(run_dir) > 0, PATIENCE_S)
+    tasks = {process.environ()["SLURM_PROCID"]: process for process in training(processes)}
     tasks["0"].kill()
-    assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGKILL, programs.output(0)
+    assert processes.exit_code(0, PATIENCE_S) == 128 + signal.SIGKILL, processes.output(0)
     steps = [line["step"] for line in Run(run_dir).metrics]
     assert steps == [*range(1, MORE_STEPS + 1)]
-    assert "exit code 137: the job is queued again" in programs.output(0)
+    assert "exit code 137: the job is queued again" in processes.output(0)
 
 
 @pytest.mark.parametrize(
@@ -252,15 +246,15 @@ def ssh(folder: Path, python: str | None = None) -> dict[str, str]:
 
 @pytest.mark.nightly
 def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
-    tmp_path: Path, outliving: Path, programs: Processes
+    tmp_path: Path, outliving: Path, processes: Processes
 ):
     run_dir = tmp_path / "run"
     hosts = hosts_file(tmp_path, "alice@belgium", "bob@tokyo")
     command = ("bash", LAUNCH / "ssh.sh", hosts, "--config", outliving)
     # They are told by their command lines.
-    start(programs, *command, *settings(run_dir=run_dir), **ssh(tmp_path, sys.executable))
-    programs.wait_until(lambda: steps_done(run_dir) > 0, PATIENCE_S)
-    found = {process.cmdline()[-1]: process for process in training(programs)}
+    start(processes, *command, *settings(run_dir=run_dir), **ssh(tmp_path, sys.executable))
+    processes.wait_until(lambda: steps_done(run_dir) > 0, PATIENCE_S)
+    found = {process.cmdline()[-1]: process for process in training(processes)}
     listening = {
         index: {
             connection.laddr.ip
@@ -273,22 +267,22 @@ def test_ssh_hosts_listen_on_their_addresses_come_back_and_stop_together(
     # They have one secret, which nobody else on the machine sees.
     [secret] = {process.environ()[SECRET_VARIABLE] for process in found.values()}
     assert len(secret) == 44
-    descendants = psutil.Process(programs.processes[0].pid).children(recursive=True)
+    descendants = psutil.Process(processes.processes[0].pid).children(recursive=True)
     commands = [process.cmdline() for process in descendants]
     assert not any(secret in word for command in commands for word in command)
     found["0"].kill()
-    said = "host 0 ended with exit code 137: it is started again in 1 s"
-    programs.wait_until(lambda: said in programs.output(0), PATIENCE_S)
-    wait_until_all_are_back(programs, run_dir)
-    assert "[host 0] host 0 rejoined at step" in programs.output(0)
-    programs.processes[0].send_signal(signal.SIGTERM)
-    assert programs.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
-    assert "received SIGTERM: all hosts stop after step " in programs.output(0)
+    said = "host 0 ended with exit code 137: restart in 1 s"
+    processes.wait_until(lambda: said in processes.output(0), PATIENCE_S)
+    wait_until_all_are_back(processes, run_dir)
+    assert "[host 0] host 0 rejoined at step" in processes.output(0)
+    processes.processes[0].send_signal(signal.SIGTERM)
+    assert processes.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
+    assert "received SIGTERM: all hosts stop after step " in processes.output(0)
 
 
-def training(programs: Processes) -> list[psutil.Process]:
+def training(processes: Processes) -> list[psutil.Process]:
     """The processes that train, of those that the first program has started."""
-    descendants = psutil.Process(programs.processes[0].pid).children(recursive=True)
+    descendants = psutil.Process(processes.processes[0].pid).children(recursive=True)
     words_of = {process: process.cmdline() for process in descendants}
     trains = "skippipe_jax.train"
     return [own for own, words in words_of.items() if trains in words and "python" in words[0]]
@@ -369,13 +363,15 @@ def test_ssh_starts_again_what_may_go_better(
 @pytest.mark.parametrize(
     ("script", "text", "words"),
     [
-        ("ssh.sh", None, "no file to read"),
-        ("ssh.sh", "# none yet\n", "holds no host"),
+        ("ssh.sh", None, "is not a readable file"),
+        ("ssh.sh", "# none yet\n", "lists no host"),
         ("ssh.sh", "alice@belgium 10.88.0.1\nbob@tokyo\n", "'bob@tokyo' is not NAME ADDRESS"),
         ("ssh.sh", "-v 10.88.0.1\n", "'-v 10.88.0.1' is not NAME ADDRESS"),
-        ("firewall.sh", None, "no file to read"),
-        ("firewall.sh", "alice@belgium 10.88.0.1\n", "TRANSFER_PORT = '': is no port"),
+        ("firewall.sh", None, "is not a readable file"),
+        ("firewall.sh", "alice@belgium 10.88.0.1\n", "TRANSFER_PORT = '': is not a port"),
         ("wireguard.sh", None, "FOLDER = '': is missing"),
+        ("tpu_pod.sh", None, "NAME = '': is missing"),
+        ("slurm.sbatch", None, "CONFIG RUN_DIR = '': must be two arguments"),
     ],
 )
 def test_scripts_say_in_one_line_what_is_wrong(
@@ -384,10 +380,11 @@ def test_scripts_say_in_one_line_what_is_wrong(
     hosts = tmp_path / "hosts"
     if text is not None:
         hosts.write_text(text)
-    ended = run("bash", LAUNCH / script, *([] if script == "wireguard.sh" else [hosts]))
+    takes_hosts = script in ("ssh.sh", "firewall.sh")
+    variables = {name: text for name, text in os.environ.items() if name not in ("NAME", "ZONE")}
+    ended = run("bash", LAUNCH / script, *([hosts] if takes_hosts else []), env=variables)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ")
-    assert ended.stderr.count("\n") == 1
+    assert re.fullmatch(r"error: [A-Z:_ ]+ = '.*': .*\. .*\.\n", ended.stderr)
     assert words in ended.stderr
 
 
@@ -404,11 +401,17 @@ def jobset() -> dict[str, Any]:
     return objects()["JobSet"]
 
 
+def job_of_jobset() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What it says of its one job, of a pod and of the container."""
+    [job] = jobset()["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    return job["template"]["spec"], pod, container
+
+
 def test_jobset_makes_each_pod_anew_and_gives_up_for_wrong_input_alone():
     """Pods that end with 75 come again, uncounted: one that is pending may keep them waiting."""
-    [job] = jobset()["spec"]["replicatedJobs"]
-    job_spec = job["template"]["spec"]
-    [container] = job_spec["template"]["spec"]["containers"]
+    job_spec, pod, container = job_of_jobset()
     *of_codes, drained = sorted(
         job_spec["podFailurePolicy"]["rules"], key=lambda rule: "onPodConditions" in rule
     )
@@ -427,7 +430,7 @@ def test_jobset_makes_each_pod_anew_and_gives_up_for_wrong_input_alone():
         "Ignore", "DisruptionTarget",
     )  # fmt: skip
     # What a policy for pods, and limits for each of them, ask for.
-    assert job_spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert pod["restartPolicy"] == "Never"
     assert job_spec["completionMode"] == "Indexed"
     assert job_spec["backoffLimitPerIndex"] > 0
     assert "backoffLimit" not in job_spec
@@ -447,9 +450,7 @@ def test_jobset_lets_its_own_pods_reach_its_pods_and_nobody_else():
 
 
 def test_jobset_has_no_rights_that_training_needs_not():
-    [job] = jobset()["spec"]["replicatedJobs"]
-    pod = job["template"]["spec"]["template"]["spec"]
-    [container] = pod["containers"]
+    _, pod, container = job_of_jobset()
     rights = pod["securityContext"]
     assert rights["runAsNonRoot"] is True
     assert min(rights["runAsUser"], rights["runAsGroup"], rights["fsGroup"]) > 0
@@ -470,10 +471,10 @@ def test_jobset_has_no_rights_that_training_needs_not():
 
 @pytest.mark.nightly
 def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
-    tmp_path: Path, outliving: Path, programs: Processes
+    tmp_path: Path, outliving: Path, processes: Processes
 ):
+    job_spec, _, container = job_of_jobset()
     [job] = jobset()["spec"]["replicatedJobs"]
-    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
     name = jobset()["metadata"]["name"]
     # The secret comes from one of Kubernetes' own, and is written nowhere.
@@ -481,13 +482,12 @@ def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
     assert source == {"secretKeyRef": {"name": name, "key": "secret"}}
     secret = "thisPodHasTheSecretOfThisRunAndNobodyElse"
     assert given["COORDINATOR"].split(":")[0] == f"{name}-{job['name']}-0-0.{name}"
-    job_spec = job["template"]["spec"]
     assert int(given["HOSTS"]) == job_spec["completions"] == job_spec["parallelism"]
     port = free_port()
 
     def start_pod(index: int, address: str) -> None:
         start(
-            programs,
+            processes,
             *container["command"],
             **environment(tmp_path / "bin"),
             CONFIG=str(outliving),
@@ -501,18 +501,18 @@ def test_jobset_trains_and_takes_a_pod_back_that_was_made_anew(
 
     start_pod(0, "127.0.0.1")
     start_pod(1, "127.0.0.2")
-    programs.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
-    programs.processes[1].kill()
-    assert programs.exit_code(1, PATIENCE_S) == -signal.SIGKILL
+    processes.wait_until(lambda: steps_done(tmp_path / "run") > 0, PATIENCE_S)
+    processes.processes[1].kill()
+    assert processes.exit_code(1, PATIENCE_S) == -signal.SIGKILL
     # A pod that is made anew has another address.
     start_pod(1, "127.0.0.3")
-    wait_until_all_are_back(programs, tmp_path / "run")
-    assert "host 1 rejoined at step" in programs.output(2)
+    wait_until_all_are_back(processes, tmp_path / "run")
+    assert "host 1 rejoined at step" in processes.output(2)
     # All go: the node pool is drained.
     for index in (0, 2):
-        programs.processes[index].send_signal(signal.SIGTERM)
+        processes.processes[index].send_signal(signal.SIGTERM)
     stopped = 128 + signal.SIGTERM
-    assert [programs.exit_code(index, PATIENCE_S) for index in (0, 2)] == [stopped] * 2
+    assert [processes.exit_code(index, PATIENCE_S) for index in (0, 2)] == [stopped] * 2
     assert_is_nowhere(secret, tmp_path)
 
 
@@ -567,15 +567,11 @@ def test_service_goes_on_with_a_run_that_has_begun(has_begun: bool, tmp_path: Pa
     command = [word.replace("$$", "$") for word in shlex.split(unit()["Service"]["ExecStart"])]
     words = run(*command, env=given | path).stdout.splitlines()
     assert words[:2] == ["-m", "skippipe_jax.train"]
-    told = train_arguments(words[2:])
+    told = arguments_of(train, words[2:])
     assert (told.config, told.set) == (Path(given["CONFIG"]), [f"run_dir={given['RUN_DIR']}"])
     assert told.resume == has_begun
     place = (told.coordinator, str(told.hosts), str(told.host_id))
     assert place == (given["COORDINATOR"], given["HOSTS"], given["HOST_ID"])
-
-
-def train_arguments(words: list[str]) -> argparse.Namespace:
-    return arguments_of(train, words)
 
 
 def arguments_of(command: ModuleType, words: list[str]) -> argparse.Namespace:
@@ -614,8 +610,7 @@ def recipe(name: str, folder: Path) -> tuple[list[str | Path], dict[str, str]]:
     if name == "service":
         words = shlex.split(unit()["Service"]["ExecStart"])
         return [word.replace("$$", "$") for word in words], told
-    [job] = jobset()["spec"]["replicatedJobs"]
-    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    *_, container = job_of_jobset()
     assert {"name": "JOIN", "value": ""} in container["env"]
     return container["command"], told
 
@@ -649,7 +644,7 @@ def test_a_recipe_makes_no_secret_to_join_by(name: str, tmp_path: Path):
     variables |= {"JOIN": JOIN, SECRET_VARIABLE: "", "SECRET": ""}
     ended = run(*command, env=variables, cwd=tmp_path)
     assert ended.returncode == INPUT_ERROR_EXIT_CODE
-    assert re.fullmatch(r"error: .*SECRET = '': JOIN asks for that of the run.*\n", ended.stderr)
+    assert re.fullmatch(r"error: .*SECRET = '': is required with JOIN\. .*\.\n", ended.stderr)
 
 
 # TPU pods.

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 import skippipe_jax as sp
 from skippipe_jax.runtime.state import MOMENTUM
-from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint, replica_name
-from tests.multihost.processes import started_processes
-from tests.multihost.test_survival import (
-    CASE,
-    HEARTBEAT_TIMEOUT_S,
-    HOSTS,
-    PACED,
-    PATIENCE_S,
-    TRAIN,
-    Run,
-)
+from tests.multihost.processes import Processes
+from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
 from tests.partial_models import evaluate_run
 from tests.training_runs import (
+    arrays_in,
     arrays_of_checkpoint,
     settings,
-    steps_done,
     virtual_devices,
     write_config,
 )
@@ -49,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train={"steps": STEPS},
         checkpoint={"every": RESUMED_AT, "keep": 9},
         validation={"every": 13, "sequences": HELD_OUT},
-        cluster={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "connect_timeout_s": 120},
+        cluster={"heartbeat_timeout_s": 12.0, "connect_timeout_s": 120},
         replan={"budget_s": 0},
         optimizer={"learning_rate": 1e-3, "warmup_steps": 5, "decay_steps": 100},
     )
@@ -57,19 +46,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_hosts_that_resume_in_the_middle_of_averaging_equal_one_process(
-    config: Path, tmp_path: Path
+    begin: Callable[..., TrainingHosts], processes: Processes, config: Path, tmp_path: Path
 ):
     """After step 9 what was sent after step 8 is under way. One process has begun."""
-    one, hosts = tmp_path / "one", tmp_path / "hosts"
-    with started_processes(tmp_path / "outputs") as processes:
-        for run_dir, steps in ((one, STEPS), (hosts, RESUMED_AT)):
-            given = settings(run_dir=run_dir, train__steps=steps)
-            processes.start(*TRAIN, "--config", config, *given, **virtual_devices(1))
-        assert processes.exit_codes(PATIENCE_S) == [0, 0], processes.outputs()
-        run = Run(processes, config, hosts, more=["--resume"])
-        codes = [processes.exit_code(run.process_of[host], PATIENCE_S) for host in range(HOSTS)]
-        assert codes == [0] * HOSTS, processes.outputs()
-        assert "outer parameters" not in processes.outputs()
+    one, hosts = tmp_path / "one", tmp_path / "run"
+    for run_dir, steps in ((one, STEPS), (hosts, RESUMED_AT)):
+        given = settings(run_dir=run_dir, train__steps=steps)
+        processes.start(*TRAIN, "--config", config, *given, **virtual_devices(1))
+    assert processes.exit_codes(PATIENCE_S) == [0, 0], processes.outputs()
+    begin("--resume").ends_well(*range(4))
+    assert "outer parameters" not in processes.outputs()
 
     for found, expected in zip(
         arrays_of_checkpoint(hosts, STEPS), arrays_of_checkpoint(one, STEPS), strict=True
@@ -90,29 +76,14 @@ def test_hosts_that_resume_in_the_middle_of_averaging_equal_one_process(
     assert lines[-1]["validation_loss"] == pytest.approx(outer_loss, rel=1e-6)
 
 
-@pytest.fixture
-def paced(config: Path, tmp_path: Path) -> Iterator[Run]:
-    """So slow that a host which is started meanwhile comes before the end."""
-    more = settings(train__steps=LONGER, validation__every=20)
-    with started_processes(tmp_path / "outputs") as processes:
-        yield Run(processes, config, tmp_path / "run", more=[*PACED, *more])
-
-
-def own_arrays(run_dir: Path, step: int, stage: int, place: int) -> dict[str, Any]:
-    """What a checkpoint holds of a replica alone."""
-    folder = open_checkpoint(run_dir, step).folder / replica_name(stage, place)
-    with ArrayFiles(folder) as files:
-        shapes = files.described().items()
-        return files.read({k: jax.ShapeDtypeStruct(own.shape, own.dtype) for k, own in shapes})
-
-
 def assert_replicas_have_one_outer_state(run_dir: Path, step: int) -> None:
     """Of the outer state, momentum is saved by each: the same bits, though inner states differ."""
     own = open_checkpoint(run_dir, step).record.replica_states
     assert own is not None
     assert own.counts == (2, 2)
-    for stage, count in enumerate(own.counts):
-        first, second = (own_arrays(run_dir, step, stage, place) for place in range(count))
+    checkpoint = open_checkpoint(run_dir, step).folder
+    for stage in range(2):
+        first, second = (arrays_in(checkpoint / replica_name(stage, place)) for place in range(2))
         assert any(not np.array_equal(first[name], second[name]) for name in first)
         momenta = [name for name in first if name.startswith(MOMENTUM)]
         assert momenta
@@ -121,15 +92,17 @@ def assert_replicas_have_one_outer_state(run_dir: Path, step: int) -> None:
 
 
 @pytest.mark.nightly
-def test_hosts_are_lost_and_come_back_in_the_middle_of_averaging(paced: Run):
+def test_hosts_are_lost_and_come_back_in_the_middle_of_averaging(
+    begin: Callable[..., TrainingHosts],
+):
     """First one is lost, and comes back; then the leader. All replicas apply the same."""
-    run = paced
+    run = begin(*PACED, *settings(train__steps=LONGER, validation__every=20))
     run.wait_until_step(EVERY + 1)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1, 2)
     run.start(3, "--resume")
     run.wait_until_members(0, 1, 2, 3)
-    run.wait_until_step(steps_done(run.run_dir) + EVERY)
+    run.wait_for_steps(EVERY)
     run.signal(0, signal.SIGKILL)
     run.wait_until_members(1, 2, 3)
     run.start(0, "--resume")

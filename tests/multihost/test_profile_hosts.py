@@ -15,7 +15,7 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 from skippipe_sched.problem.open_case import load_cases
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from tests.multihost.processes import started_processes
+from tests.multihost.processes import Processes
 from tests.training_runs import settings, write_config
 
 PROFILE = ("-m", "skippipe_jax", "measure")
@@ -23,12 +23,11 @@ PATIENCE_S = 120.0
 
 
 @pytest.mark.nightly
-def test_three_hosts_measure_a_case_that_is_planned(tmp_path: Path):
+def test_three_hosts_measure_a_case_that_is_planned(processes: Processes, tmp_path: Path):
     output = tmp_path / "case.yaml"
     config = write_config(tmp_path, plan="auto")
-    with started_processes(tmp_path / "hosts") as processes:
-        processes.start_hosts(3, *PROFILE, "--config", config, "-o", output)
-        assert processes.exit_codes(PATIENCE_S) == [0, 0, 0], processes.outputs()
+    processes.start_hosts(3, *PROFILE, "--config", config, "-o", output)
+    assert processes.exit_codes(PATIENCE_S) == [0, 0, 0], processes.outputs()
     for case in load_cases(output):
         assert all(node.forward_s > 0 for node in case.nodes)
         assert set(case.link_table.links) == set(permutations(["host 0", "host 1", "host 2"], 2))
@@ -50,31 +49,29 @@ def test_three_hosts_measure_a_case_that_is_planned(tmp_path: Path):
 
 
 @pytest.mark.nightly
-def test_wrong_input_of_one_host_ends_all(tmp_path: Path):
+def test_wrong_input_of_one_host_ends_all(processes: Processes, tmp_path: Path):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
-    with started_processes(tmp_path / "hosts") as processes:
-        wrong = settings(plan="{measure: true, case: {speed: 3}}")
-        processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, last=wrong)
-        assert processes.exit_codes(PATIENCE_S) == [INPUT_ERROR_EXIT_CODE, INPUT_ERROR_EXIT_CODE], (
-            processes.outputs()
-        )
-        assert "plan.case.speed" in processes.output(1)
-        assert "host 1" in processes.output(0)
+    wrong = settings(plan="{measure: true, case: {speed: 3}}")
+    processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, last=wrong)
+    assert processes.exit_codes(PATIENCE_S) == [INPUT_ERROR_EXIT_CODE, INPUT_ERROR_EXIT_CODE], (
+        processes.outputs()
+    )
+    assert "plan.case.speed" in processes.output(1)
+    assert "host 1" in processes.output(0)
     assert not output.exists()
 
 
 @pytest.mark.nightly
-def test_a_host_that_answers_no_more_is_named(tmp_path: Path):
+def test_a_host_that_answers_no_more_is_named(processes: Processes, tmp_path: Path):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
-    with started_processes(tmp_path / "hosts") as processes:
-        # Silence would be noticed late.
-        impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=PATIENCE_S)
-        processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, *impatient)
-        # Before, JAX itself waits for the devices of all hosts.
-        processes.wait_until(lambda: "links opened" in processes.output(0), PATIENCE_S)
-        processes.processes[1].send_signal(signal.SIGSTOP)
-        assert processes.exit_code(0, PATIENCE_S / 2) == LOST_HOST_EXIT_CODE, processes.outputs()
-        late = r"timed out waiting for .* from host 1 \(network\.deadline_s = 3 s"
-        assert re.search(late, processes.output(0))
-        assert "Traceback" not in processes.output(0)
+    # Silence would be noticed late.
+    impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=PATIENCE_S)
+    processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, *impatient)
+    # Before, JAX itself waits for the devices of all hosts.
+    processes.wait_until(lambda: "links opened" in processes.output(0), PATIENCE_S)
+    processes.processes[1].send_signal(signal.SIGSTOP)
+    assert processes.exit_code(0, PATIENCE_S / 2) == LOST_HOST_EXIT_CODE, processes.outputs()
+    late = r"timed out waiting for .* from host 1 \(network\.deadline_s = 3 s"
+    assert re.search(late, processes.output(0))
+    assert "Traceback" not in processes.output(0)
     assert not output.exists()

@@ -6,7 +6,7 @@ import pytest
 
 from skippipe_jax.storage.recording import measured_timeline
 from skippipe_jax.storage.run_dir import RunDir
-from tests.multihost.processes import started_processes
+from tests.multihost.processes import Processes
 from tests.training_runs import SMALL_CASE, settings, virtual_devices, write_config
 
 STEPS = 3
@@ -18,7 +18,7 @@ CLOCKS_S = 0.02
 
 
 @pytest.mark.nightly
-def test_hops_to_two_hosts_leave_one_after_another(tmp_path: Path):
+def test_hops_to_two_hosts_leave_one_after_another(processes: Processes, tmp_path: Path):
     case = {
         **SMALL_CASE,
         "locations": ["Belgium", "Iowa", "Oregon"],
@@ -34,10 +34,9 @@ def test_hops_to_two_hosts_leave_one_after_another(tmp_path: Path):
         trace="every 1",
     )
     run_dir = tmp_path / "run"
-    with started_processes(tmp_path / "outputs") as processes:
-        command = ("-m", "skippipe_jax.train", "--config", config, *settings(run_dir=run_dir))
-        processes.start_hosts(3, *command, **virtual_devices(1))
-        assert processes.exit_codes(180) == [0] * 3, processes.outputs()
+    command = ("-m", "skippipe_jax.train", "--config", config, *settings(run_dir=run_dir))
+    processes.start_hosts(3, *command, **virtual_devices(1))
+    assert processes.exit_codes(180) == [0] * 3, processes.outputs()
     plan = RunDir(run_dir).plan()
     for step in range(1, STEPS + 1):
         transfers = measured_timeline(run_dir, plan, step).transfers

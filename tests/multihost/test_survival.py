@@ -8,14 +8,13 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import yaml
 from skippipe_sched.problem.plan import load_plan
 
 import skippipe_jax as sp
@@ -28,9 +27,9 @@ from skippipe_jax.storage.checkpoint import (
     step_name,
 )
 from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS, RunDir
-from tests.former_runs import CASE
 from tests.multihost.processes import Processes, started_processes
-from tests.ports import free_block, free_port
+from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
+from tests.ports import free_block
 from tests.training_runs import (
     arrays_of_checkpoint,
     settings,
@@ -39,9 +38,10 @@ from tests.training_runs import (
     write_config,
 )
 
-JOIN, STATUS = ("-m", "skippipe_jax", "join"), ("-m", "skippipe_jax", "status")
-TRAIN, LAUNCH = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "launch")
-PATIENCE_S = 180.0
+Begin = Callable[..., TrainingHosts]
+
+WORKER = Path(__file__).with_name("training_worker.py")
+LAUNCH, STATUS = ("-m", "skippipe_jax", "launch"), ("-m", "skippipe_jax", "status")
 HOSTS = 4
 STEPS = 60
 # Hosts 0 and 1 have a replica of stage 0 each, hosts 2 and 3 one of stage 1.
@@ -78,98 +78,12 @@ def undisturbed(config: Path) -> Path:
     return run_dir
 
 
-def configured(config: Path, name: str, section: str, values: str) -> Path:
-    """The configuration with more values in a section."""
-    other = config.with_name(name)
-    text = config.read_text()
-    assert f"{section}:\n" in text
-    other.write_text(text.replace(f"{section}:\n", f"{section}:\n  {values}\n"))
-    return other
-
-
-class Run:
-    """The hosts of a run, each of which may be lost and started again."""
-
-    def __init__(
-        self,
-        processes: Processes,
-        config: Path,
-        run_dir: Path,
-        program: tuple[str, ...] = TRAIN,
-        more: Sequence[str] = (),
-        hosts: int = HOSTS,
-        devices: int = 1,
-    ):
-        self.processes = processes
-        self.devices = virtual_devices(devices)
-        self.run_dir = run_dir
-        common = ["--coordinator", f"127.0.0.1:{free_port()}", "--hosts", str(hosts)]
-        self.command = [*program, "--config", config, *settings(run_dir=run_dir), *more, *common]
-        self.process_of: dict[int, int] = {}
-        for host in range(hosts):
-            self.start(host)
-
-    def start(self, host: int, *more: str) -> None:
-        self.process_of[host] = len(self.processes.processes)
-        self.processes.start(*self.command, "--host-id", str(host), *more, **self.devices)
-
-    def signal(self, host: int, blow: signal.Signals) -> None:
-        self.processes.processes[self.process_of[host]].send_signal(blow)
-
-    def wait_until_step(self, step: int) -> None:
-        self.wait_until(lambda: steps_done(self.run_dir) >= step)
-
-    def wait_until_saved(self, step: int) -> None:
-        """And a step longer: hosts hear that a checkpoint is whole after its folder is there."""
-        self.wait_until(lambda: (latest_step(self.run_dir) or 0) >= step)
-        self.wait_until_step(steps_done(self.run_dir) + 1)
-
-    def wait_until_members(self, *members: int) -> None:
-        self.wait_until(lambda: self.members()[-1:] == [[*members]])
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, self.processes.outputs()
-            time.sleep(0.02)
-
-    def generations(self) -> list[dict[str, Any]]:
-        path = self.run_dir / MEMBERSHIP
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def members(self) -> list[list[int]]:
-        return [sorted(own["host"] for own in line["members"]) for line in self.generations()]
-
-    def output(self, host: int) -> str:
-        return self.processes.output(self.process_of[host])
-
-    def status(self, address: str) -> dict[str, Any]:
-        """What a host tells an observer."""
-        number = len(self.processes.processes)
-        self.processes.start(*STATUS, address, "--json")
-        assert self.processes.exit_code(number, PATIENCE_S) == 0, self.processes.outputs()
-        return json.loads(self.processes.output(number))
-
-    def ends_well(self, *hosts: int) -> None:
-        for host in hosts:
-            code = self.processes.exit_code(self.process_of[host], PATIENCE_S)
-            assert code == 0, self.processes.outputs()
-        for host in hosts:
-            assert "Traceback" not in self.output(host), self.output(host)
-
-
-@pytest.fixture
-def run(config: Path, tmp_path: Path) -> Iterator[Run]:
-    with started_processes(tmp_path / "outputs") as processes:
-        yield Run(processes, config, tmp_path / "run")
-
-
-@pytest.fixture
-def paced(config: Path, tmp_path: Path) -> Iterator[Run]:
-    """So slow that a host which is started meanwhile comes before the end."""
-    with started_processes(tmp_path / "outputs") as processes:
-        yield Run(processes, config, tmp_path / "run", more=PACED)
+def told_to_observer(run: TrainingHosts, address: str, code: int, **environment: str) -> str:
+    """What `status` prints, which ends with this code."""
+    number = len(run.processes.processes)
+    run.processes.start(*STATUS, address, "--json", **environment)
+    assert run.processes.exit_code(number, PATIENCE_S) == code, run.processes.outputs()
+    return run.processes.output(number)
 
 
 def assert_trained_like(run_dir: Path, other: Path) -> None:
@@ -190,22 +104,13 @@ def assert_trained_like(run_dir: Path, other: Path) -> None:
             np.testing.assert_allclose(array, same[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
-def test_a_run_outlives_a_host_and_then_its_leader(config: Path, undisturbed: Path, tmp_path: Path):
+def test_a_run_outlives_a_host_and_then_its_leader(begin: Begin, undisturbed: Path, tmp_path: Path):
     copy = tmp_path / "copy"
-    with started_processes(tmp_path / "outputs") as processes:
-        more = settings(checkpoint__copy_to=f"file://{copy}")
-        run = Run(processes, config, tmp_path / "run", more=more)
-        loses_a_host_and_then_its_leader(run)
-    # Whoever leads copies.
-    assert (copy / CHECKPOINTS / step_name(STEPS) / COMMITTED).exists()
-    assert_trained_like(run.run_dir, undisturbed)
-
-
-def loses_a_host_and_then_its_leader(run: Run) -> None:
+    run = begin(*settings(checkpoint__copy_to=copy.as_uri()))
     run.wait_until_step(6)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1, 2)
-    run.wait_until_step(steps_done(run.run_dir) + 6)
+    run.wait_for_steps(6)
     run.signal(0, signal.SIGKILL)
     run.ends_well(1, 2)
     assert run.members() == [[0, 1, 2, 3], [0, 1, 2], [1, 2]]
@@ -219,11 +124,18 @@ def loses_a_host_and_then_its_leader(run: Run) -> None:
     assert all(a < b for a, b in itertools.pairwise(steps))
     assert "host 0 failed; 2 of 4 hosts continue from step" in run.output(1)
     assert "host 2 serves stage 1; 4 hosts train, host 0 leads" in run.output(2)
+    # Whoever leads copies.
+    assert (copy / CHECKPOINTS / step_name(STEPS) / COMMITTED).exists()
+    assert_trained_like(run.run_dir, undisturbed)
 
 
 @pytest.mark.nightly
-def test_a_host_that_is_started_again_comes_back(paced: Run, undisturbed: Path):
-    run = paced
+def test_a_host_that_is_started_again_comes_back(begin: Begin, undisturbed: Path):
+    comes_back(begin(*PACED), undisturbed)
+
+
+def comes_back(run: TrainingHosts, undisturbed: Path) -> None:
+    """Host 0 is lost, and started again."""
     run.wait_until_step(4)
     run.signal(0, signal.SIGKILL)
     run.wait_until_members(1, 2, 3)
@@ -235,36 +147,30 @@ def test_a_host_that_is_started_again_comes_back(paced: Run, undisturbed: Path):
 
 
 @pytest.mark.slow
-def test_a_host_comes_back_whose_node_is_a_mesh(config: Path, undisturbed: Path, tmp_path: Path):
+def test_a_host_comes_back_whose_node_is_a_mesh(begin: Begin, undisturbed: Path):
     """And takes its state from others, each of which has it in parts."""
-    more = [*PACED, *settings(node="{fsdp: 2}")]
-    with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, config, tmp_path / "run", more=more, devices=2)
-        test_a_host_that_is_started_again_comes_back(run, undisturbed)
+    comes_back(begin(*PACED, *settings(node="{fsdp: 2}"), devices=2), undisturbed)
 
 
 def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
-    paced: Run, undisturbed: Path, tmp_path: Path
+    begin: Begin, undisturbed: Path, tmp_path: Path
 ):
     """First one is lost, whose place is taken; then the other one of its stage."""
-    run = paced
+    run = begin(*PACED)
     run.wait_until_step(4)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1, 2)
-    address = run.generations()[-1]["members"][1]["address"]
-    with_one_lost = run.status(address)
-    run.process_of[3] = len(run.processes.processes)
+    address = run.address(1)
+    with_one_lost = json.loads(told_to_observer(run, address, 0))
     own = tmp_path / "elsewhere"
     # Where the text lies is no matter for a place without a data node.
-    command = [*JOIN, address, "--run-dir", own, *settings(data__path=own / "nowhere")]
-    run.processes.start(*command, **virtual_devices(1))
+    run.join(3, 1, own, data__path=own / "nowhere")
     run.wait_until_members(0, 1, 2, 3)
-    run.wait_until_step(steps_done(run.run_dir) + 2)
-    with_one_joined = run.status(address)
-    run.processes.start(*STATUS, address, SKIPPIPE_SECRET="x" * 40)
-    last = len(run.processes.processes) - 1
-    assert run.processes.exit_code(last, PATIENCE_S) == 2
-    assert "does not use TLS: it has no secret" in run.processes.output(last)
+    run.wait_for_steps(2)
+    with_one_joined = json.loads(told_to_observer(run, address, 0))
+    assert "does not use TLS: it has no secret" in told_to_observer(
+        run, address, 2, SKIPPIPE_SECRET="x" * 40
+    )
     run.signal(2, signal.SIGKILL)
     run.ends_well(0, 1, 3)
     assert with_one_lost["stages"] == [[0, 1], [2]]
@@ -292,24 +198,18 @@ def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
 
 @pytest.mark.nightly
 def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
-    config: Path, undisturbed: Path, tmp_path: Path
+    begin: Begin, undisturbed: Path, tmp_path: Path
 ):
     """Of three hosts the last one alone has stage 1, by two nodes."""
-    hosts = settings(cluster__host_of_node="[0,1,2,2]")
-    with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, config, tmp_path / "run", more=[*hosts, *PACED], hosts=3)
-        run.wait_until_step(4)
-        run.process_of[3] = len(processes.processes)
-        address = run.generations()[-1]["members"][1]["address"]
-        own = settings(data__path=tmp_path / "nowhere")
-        command = [*JOIN, address, "--run-dir", tmp_path / "elsewhere", *own]
-        processes.start(*command, **virtual_devices(1))
-        run.wait_until_members(0, 1, 2, 3)
-        run.wait_until_step(steps_done(run.run_dir) + 2)
-        run.signal(3, signal.SIGKILL)
-        run.wait_until_members(0, 1, 2)
-        run.ends_well(0, 1, 2)
-        told, first = run.output(3), run.output(0)
+    run = begin(*settings(cluster__host_of_node="[0,1,2,2]"), *PACED, hosts=3)
+    run.wait_until_step(4)
+    run.join(3, 1, tmp_path / "elsewhere", data__path=tmp_path / "nowhere")
+    run.wait_until_members(0, 1, 2, 3)
+    run.wait_for_steps(2)
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1, 2)
+    run.ends_well(0, 1, 2)
+    told, first = run.output(3), run.output(0)
     plan = load_plan(run.run_dir / GENERATIONS / "plan-2.json")
     assert "joining as extra host 3 of a run of 3 hosts (stage 1)" in told
     assert "host 3 joined at step" in told
@@ -323,11 +223,12 @@ def test_a_machine_joins_beside_all_hosts_serves_a_stage_and_is_lost(
 
 
 @pytest.mark.nightly
-def test_a_lost_stage_takes_all_back_to_the_checkpoint(run: Run, undisturbed: Path):
+def test_a_lost_stage_takes_all_back_to_the_checkpoint(begin: Begin, undisturbed: Path):
+    run = begin()
     run.wait_until_step(14)
     run.signal(2, signal.SIGKILL)
     run.wait_until_members(0, 1, 3)
-    run.wait_until_step(steps_done(run.run_dir) + 2)
+    run.wait_for_steps(2)
     run.signal(3, signal.SIGKILL)
     run.wait_until_members(0, 1)
     last = run.generations()[-1]
@@ -341,9 +242,9 @@ def test_a_lost_stage_takes_all_back_to_the_checkpoint(run: Run, undisturbed: Pa
 
 @pytest.mark.nightly
 def test_a_lost_stage_takes_all_back_past_a_checkpoint_that_is_damaged(
-    paced: Run, undisturbed: Path
+    begin: Begin, undisturbed: Path
 ):
-    run = paced
+    run = begin(*PACED)
     run.wait_until_step(4)
     run.signal(2, signal.SIGKILL)
     run.wait_until_members(0, 1, 3)
@@ -362,12 +263,12 @@ def test_a_lost_stage_takes_all_back_past_a_checkpoint_that_is_damaged(
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_over", [True, False])
 def test_a_host_whose_folder_fails_goes_on_later_or_ends_alone(
-    paced: Run, undisturbed: Path, is_over: bool
+    begin: Begin, undisturbed: Path, is_over: bool
 ):
     """A limit on the size of its files lets the leader write a part of a line, and no more."""
-    run = paced
+    run = begin(*PACED)
     run.wait_until_step(12)
-    leader = run.processes.processes[run.process_of[0]].pid
+    leader = run.pid(0)
     before = resource.prlimit(leader, resource.RLIMIT_FSIZE)
     size = (run.run_dir / METRICS).stat().st_size + 40
     resource.prlimit(leader, resource.RLIMIT_FSIZE, (size, before[1]))
@@ -379,48 +280,36 @@ def test_a_host_whose_folder_fails_goes_on_later_or_ends_alone(
     else:
         run.wait_until_members(1, 2, 3)
         run.ends_well(1, 2, 3)
-        assert run.processes.exit_code(run.process_of[0], PATIENCE_S) == LOST_HOST_EXIT_CODE
-        assert "Traceback" not in run.output(0)
+        run.ends_with(LOST_HOST_EXIT_CODE, 0)
     assert_trained_like(run.run_dir, undisturbed)
 
 
-# A step takes a quarter of a second where a host is lost.
-PACED = settings(
-    network__mode="emulate", network__emulate_compute="true", plan__case__forward_s=0.02
-)
-# Stage 1, between two others with as many blocks, is on host 2 alone.
-INNER_CASE = CASE | {"stages": [2, 1, 1], "path_length": 3}
 SHORT, LONGER = 18, 60
 
 
-def inner(config: Path, policy: str) -> Path:
-    """The configuration of a shorter run of three stages, by what is done when one is lost."""
-    other = yaml.safe_load(config.read_text())
-    other["plan"]["case"] = INNER_CASE
-    other["model"]["layers"] = 3
-    other["train"]["steps"] = SHORT
-    other["recovery"] = {"lost_stage": policy, "buddy_every": 2}
-    path = config.with_name(f"{policy}.yaml")
-    path.write_text(yaml.safe_dump(other))
-    return path
+def inner(policy: str, steps: int = SHORT) -> list[str]:
+    """Settings of a shorter run, whose stage 1, between two others, is on host 2 alone."""
+    return settings(
+        plan__case__stages="[2, 1, 1]",
+        plan__case__path_length=3,
+        model__layers=3,
+        train__steps=steps,
+        recovery=f"{{lost_stage: {policy}, buddy_every: 2}}",
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["average", "buddy", "skip"])
-def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
-    config: Path, tmp_path: Path, policy: str
-):
-    with started_processes(tmp_path / "outputs") as processes:
-        slowly = [*PACED, *settings(plan__case__forward_s=0.04)]
-        run = Run(processes, inner(config, policy), tmp_path / "run", more=slowly)
-        run.wait_until_saved(10)
-        run.wait_until_step(12)
-        run.signal(2, signal.SIGKILL)
-        run.ends_well(0, 1, 3)
-        last = run.generations()[-1]
-        lines = sp.Run(run.run_dir).metrics
-        [told] = RunDir(run.run_dir).recoveries()
-        output = run.output(0)
+def test_a_lost_stage_is_made_anew_and_no_other_goes_back(begin: Begin, policy: str):
+    run = begin(*PACED, *settings(plan__case__forward_s=0.04), *inner(policy))
+    run.wait_until_saved(10)
+    run.wait_until_step(12)
+    run.signal(2, signal.SIGKILL)
+    run.ends_well(0, 1, 3)
+    last = run.generations()[-1]
+    lines = sp.Run(run.run_dir).metrics
+    [told] = RunDir(run.run_dir).recoveries()
+    output = run.output(0)
     assert (last["rewound"], last["lost"]) == (False, [1])
     assert last["step"] >= 12
     if policy == "skip":
@@ -457,20 +346,16 @@ def test_a_lost_stage_is_made_anew_and_no_other_goes_back(
 
 
 @pytest.mark.nightly
-def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
-    config: Path, tmp_path: Path
-):
-    with started_processes(tmp_path / "outputs") as processes:
-        more = [*PACED, *settings(train__steps=LONGER)]
-        run = Run(processes, inner(config, "skip"), tmp_path / "run", more=more)
-        run.wait_until_saved(10)
-        run.wait_until_step(11)
-        run.signal(2, signal.SIGKILL)
-        run.wait_until_members(0, 1, 3)
-        run.start(2, "--resume")
-        run.ends_well(0, 1, 2, 3)
-        lost, back = RunDir(run.run_dir).recoveries()
-        output = run.output(0)
+def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(begin: Begin):
+    run = begin(*PACED, *inner("skip", LONGER))
+    run.wait_until_saved(10)
+    run.wait_until_step(11)
+    run.signal(2, signal.SIGKILL)
+    run.wait_until_members(0, 1, 3)
+    run.start(2, "--resume")
+    run.ends_well(0, 1, 2, 3)
+    lost, back = RunDir(run.run_dir).recoveries()
+    output = run.output(0)
     last = run.generations()[-1]
     # The last one that was whole: that of a step which has just counted is not yet.
     saved = last["remade"][0]["step"]
@@ -487,20 +372,17 @@ def test_a_stage_that_was_left_out_is_back_when_a_host_serves_it_again(
 
 
 @pytest.mark.nightly
-def test_a_lost_stage_ends_the_run_where_that_is_asked_for(config: Path, tmp_path: Path):
-    with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, inner(config, "stop"), tmp_path / "run", more=PACED)
-        run.wait_until_step(3)
-        run.signal(2, signal.SIGKILL)
-        for host in (0, 1, 3):
-            code = processes.exit_code(run.process_of[host], PATIENCE_S)
-            assert code == LOST_HOST_EXIT_CODE, processes.outputs()
-        assert "recovery.lost_stage = stop" in run.output(0)
-        assert "Traceback" not in run.output(0)
+def test_a_lost_stage_ends_the_run_where_that_is_asked_for(begin: Begin):
+    run = begin(*PACED, *inner("stop"))
+    run.wait_until_step(3)
+    run.signal(2, signal.SIGKILL)
+    run.ends_with(LOST_HOST_EXIT_CODE, 0, 1, 3)
+    assert "recovery.lost_stage = stop" in run.output(0)
 
 
 @pytest.mark.nightly
-def test_a_host_that_is_stopped_is_left_out_and_comes_back(run: Run, undisturbed: Path):
+def test_a_host_that_is_stopped_is_left_out_and_comes_back(begin: Begin, undisturbed: Path):
+    run = begin()
     run.wait_until_step(4)
     run.signal(0, signal.SIGSTOP)
     run.wait_until_members(1, 2, 3)
@@ -511,23 +393,20 @@ def test_a_host_that_is_stopped_is_left_out_and_comes_back(run: Run, undisturbed
 
 
 @pytest.mark.nightly
-def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(
-    config: Path, tmp_path: Path, undisturbed: Path
-):
+def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(begin: Begin, undisturbed: Path):
     """Host 1 is lost, so that host 0 alone reads the text and holds stage 0; then it comes back."""
-    with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, config, tmp_path / "run", more=PACED)
-        run.wait_until_step(2)
-        run.signal(1, signal.SIGKILL)
-        run.wait_until_members(0, 2, 3)
-        run.signal(0, signal.SIGTERM)
-        run.wait_until_members(2, 3)
-        run.start(0, "--resume")
-        run.wait_until_members(0, 2, 3)
-        run.ends_well(0, 2, 3)
-        # The first process with its number.
-        assert processes.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
-        output = processes.output(0)
+    run = begin(*PACED)
+    run.wait_until_step(2)
+    run.signal(1, signal.SIGKILL)
+    run.wait_until_members(0, 2, 3)
+    run.signal(0, signal.SIGTERM)
+    run.wait_until_members(2, 3)
+    run.start(0, "--resume")
+    run.wait_until_members(0, 2, 3)
+    run.ends_well(0, 2, 3)
+    # The first process with its number.
+    assert run.processes.exit_code(0, PATIENCE_S) == 128 + signal.SIGTERM
+    output = run.processes.output(0)
     assert run.members() == [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3], [2, 3], [0, 2, 3]]
     causes = [line["cause"] for line in run.generations()][2:]
     assert causes == [
@@ -543,44 +422,34 @@ def test_a_leader_that_alone_holds_a_stage_hands_it_on_and_leaves(
 
 @pytest.mark.nightly
 def test_a_host_that_has_joined_leaves_as_any_other(
-    config: Path, tmp_path: Path, undisturbed: Path
+    begin: Begin, undisturbed: Path, tmp_path: Path
 ):
-    with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, config, tmp_path / "run", more=PACED)
-        run.wait_until_step(2)
-        run.signal(3, signal.SIGKILL)
-        run.wait_until_members(0, 1, 2)
-        run.process_of[3] = len(processes.processes)
-        address = run.generations()[-1]["members"][0]["address"]
-        command = [*JOIN, address, "--run-dir", tmp_path / "elsewhere"]
-        processes.start(*command, **virtual_devices(1))
-        run.wait_until_members(0, 1, 2, 3)
-        # Before it has set up, whoever stops it ends it.
-        run.wait_until_step(run.generations()[-1]["step"] + 2)
-        run.signal(3, signal.SIGTERM)
-        run.wait_until_members(0, 1, 2)
-        run.ends_well(0, 1, 2)
-        assert processes.exit_code(run.process_of[3], PATIENCE_S) == 128 + signal.SIGTERM
-        output = run.output(3)
+    run = begin(*PACED)
+    run.wait_until_step(2)
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1, 2)
+    run.join(3, 0, tmp_path / "elsewhere")
+    run.wait_until_members(0, 1, 2, 3)
+    # Before it has set up, whoever stops it ends it.
+    run.wait_until_step(run.generations()[-1]["step"] + 2)
+    run.signal(3, signal.SIGTERM)
+    run.wait_until_members(0, 1, 2)
+    run.ends_well(0, 1, 2)
+    run.ends_with(128 + signal.SIGTERM, 3)
     causes = [line["cause"] for line in run.generations()][2:]
     assert causes == ["host 3 joined", "host 3 left"]
-    assert "this host left; the run continues from step" in output
-    assert "Traceback" not in output
+    assert "this host left; the run continues from step" in run.output(3)
     assert_trained_like(run.run_dir, undisturbed)
 
 
 @pytest.mark.nightly
-def test_stages_move_to_where_a_better_plan_has_them(
-    config: Path, tmp_path: Path, undisturbed: Path
-):
+def test_stages_move_to_where_a_better_plan_has_them(begin: Begin, undisturbed: Path):
     """Two hosts take each other's stages; then one of them alone holds what it has taken."""
-    with started_processes(tmp_path / "outputs") as processes:
-        worker = str(Path(__file__).with_name("replanning_worker.py"))
-        run = Run(processes, config, tmp_path / "run", (worker,))
-        run.wait_until(lambda: len(run.generations()) == 2)
-        run.wait_until_step(steps_done(run.run_dir) + 3)
-        run.signal(2, signal.SIGKILL)
-        run.ends_well(0, 1, 3)
+    run = begin(program=(WORKER, "Plans"))
+    run.wait_until(lambda: len(run.generations()) == 2)
+    run.wait_for_steps(3)
+    run.signal(2, signal.SIGKILL)
+    run.ends_well(0, 1, 3)
     assert run.members() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3]]
     causes = [line["cause"] for line in run.generations()]
     assert causes == ["", "a faster plan was found", "host 2 failed"]
@@ -591,15 +460,15 @@ def test_stages_move_to_where_a_better_plan_has_them(
 
 
 @pytest.mark.nightly
-def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, undisturbed: Path):
+def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(
+    begin: Begin, undisturbed: Path
+):
+    run = begin()
     run.wait_until_step(3)
     for host in range(HOSTS):
         run.signal(host, signal.SIGTERM)
         time.sleep(0.1)  # Not at one moment, as where a scheduler tells them.
-    for host in range(HOSTS):
-        code = run.processes.exit_code(run.process_of[host], PATIENCE_S)
-        assert code == 128 + signal.SIGTERM, run.processes.outputs()
-        assert "Traceback" not in run.output(host)
+    run.ends_with(128 + signal.SIGTERM, *range(HOSTS))
     assert run.members() == [[0, 1, 2, 3]], "nobody has left before the others"
     step = steps_done(run.run_dir)
     said = f"received SIGTERM: all hosts stop after step {step}. Restart with --resume"
@@ -612,10 +481,11 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(run: Run, un
 
 
 @pytest.mark.nightly
-def test_ctrl_c_on_one_host_ends_the_run_and_each_host_says_who_was_interrupted(run: Run):
+def test_ctrl_c_on_one_host_ends_the_run_and_each_host_says_who_was_interrupted(begin: Begin):
+    run = begin()
     run.wait_until_step(3)
     run.signal(1, signal.SIGINT)
-    codes = [run.processes.exit_code(run.process_of[host], PATIENCE_S) for host in range(HOSTS)]
+    codes = [run.exit_code(host) for host in range(HOSTS)]
     signals = [signal.SIGTERM, signal.SIGINT, *[signal.SIGTERM] * (HOSTS - 2)]
     assert codes == [128 + number for number in signals]
     step = latest_step(run.run_dir)
@@ -625,33 +495,32 @@ def test_ctrl_c_on_one_host_ends_the_run_and_each_host_says_who_was_interrupted(
 
 @pytest.mark.nightly
 def test_of_two_hosts_that_were_launched_one_goes_on_until_the_other_is_back(
-    config: Path, tmp_path: Path, undisturbed: Path
+    processes: Processes, config: Path, tmp_path: Path, undisturbed: Path
 ):
     """Each has a replica of both stages; which of them goes on the run's folder decides."""
-    other = configured(config, "two.yaml", "cluster", "host_of_node: [0, 1, 0, 1]")
-    with started_processes(tmp_path / "outputs") as processes:
-        run_dir = tmp_path / "run"
-        command = (*LAUNCH, "--config", other, "--hosts", "2", "--restart=resume")
-        processes.start(*command, *settings(run_dir=run_dir), *PACED, **virtual_devices(1))
-        processes.wait_until(lambda: steps_done(run_dir) >= 5, PATIENCE_S)
-        [host_0] = [
-            child
-            for child in psutil.Process(processes.processes[0].pid).children()
-            if child.cmdline()[-2:] == ["--host-id", "0"]
-        ]
-        host_0.kill()
-        membership = run_dir / MEMBERSHIP
-        processes.wait_until(lambda: membership.read_text().count("\n") == 2, PATIENCE_S)
-        # Alone the other would be at the end before it is called.
-        [alone] = json.loads(membership.read_text().splitlines()[1])["members"]
-        port = int(alone["address"].rpartition(":")[2])
-        [listens] = [own.pid for own in psutil.net_connections("tcp") if listens_on(own, port)]
-        assert listens is not None
-        os.kill(listens, signal.SIGSTOP)
-        processes.wait_until(lambda: is_called(port), PATIENCE_S)
-        os.kill(listens, signal.SIGCONT)
-        assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
-        output = processes.output(0)
+    run_dir = tmp_path / "run"
+    given = settings(run_dir=run_dir, cluster__host_of_node="[0,1,0,1]")
+    command = (*LAUNCH, "--config", config, "--hosts", "2", "--restart=resume", *given, *PACED)
+    processes.start(*command, **virtual_devices(1))
+    processes.wait_until(lambda: steps_done(run_dir) >= 5, PATIENCE_S)
+    [host_0] = [
+        child
+        for child in psutil.Process(processes.processes[0].pid).children()
+        if child.cmdline()[-2:] == ["--host-id", "0"]
+    ]
+    host_0.kill()
+    membership = run_dir / MEMBERSHIP
+    processes.wait_until(lambda: membership.read_text().count("\n") == 2, PATIENCE_S)
+    # Alone the other would be at the end before it is called.
+    [alone] = json.loads(membership.read_text().splitlines()[1])["members"]
+    port = int(alone["address"].rpartition(":")[2])
+    [listens] = [own.pid for own in psutil.net_connections("tcp") if listens_on(own, port)]
+    assert listens is not None
+    os.kill(listens, signal.SIGSTOP)
+    processes.wait_until(lambda: is_called(port), PATIENCE_S)
+    os.kill(listens, signal.SIGCONT)
+    assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
+    output = processes.output(0)
     assert "\nhost 0 was killed by SIGKILL; restart in 1 s, at " in output
     assert "[host 1] host 0 failed; 1 of 2 hosts continue from step" in output
     assert "[host 0] host 0 rejoined at step" in output
@@ -670,33 +539,27 @@ def is_called(port: int) -> bool:
 
 
 @pytest.mark.nightly
-def test_too_few_hosts_wait_for_the_others_and_then_end(config: Path, tmp_path: Path):
+def test_too_few_hosts_wait_for_the_others_and_then_end(begin: Begin):
     """First one is lost, and all go on, on the same ports; then most of those that are left."""
-    ports = f"transfer_port: {free_block()}\n  rejoin_s: 3.0"
-    other = configured(config, "few.yaml", "cluster", ports)
-    with started_processes(tmp_path / "outputs") as processes:
-        run = Run(processes, other, tmp_path / "run")
-        run.wait_until_step(3)
-        run.signal(3, signal.SIGKILL)
-        run.wait_until_members(0, 1, 2)
-        run.wait_until_step(steps_done(run.run_dir) + 3)
-        # So that no two of the three go on between the two blows.
-        run.signal(2, signal.SIGSTOP)
-        run.signal(1, signal.SIGKILL)
-        run.signal(2, signal.SIGKILL)
-        assert processes.exit_code(run.process_of[0], PATIENCE_S) == LOST_HOST_EXIT_CODE
-        assert "no majority of hosts within cluster.rejoin_s = 3 s" in run.output(0)
-        assert "Traceback" not in run.output(0)
+    run = begin(*settings(cluster__transfer_port=free_block(), cluster__rejoin_s=3.0))
+    run.wait_until_step(3)
+    run.signal(3, signal.SIGKILL)
+    run.wait_until_members(0, 1, 2)
+    run.wait_for_steps(3)
+    # So that no two of the three go on between the two blows.
+    run.signal(2, signal.SIGSTOP)
+    run.signal(1, signal.SIGKILL)
+    run.signal(2, signal.SIGKILL)
+    run.ends_with(LOST_HOST_EXIT_CODE, 0)
+    assert "no majority of hosts within cluster.rejoin_s = 3 s" in run.output(0)
 
 
 @pytest.mark.nightly
-def test_nothing_is_compiled_in_steps_also_once_a_host_is_lost(config: Path, tmp_path: Path):
-    with started_processes(tmp_path / "outputs") as processes:
-        worker = str(Path(__file__).with_name("compiling_worker.py"))
-        run = Run(processes, config, tmp_path / "run", (worker,))
-        run.wait_until_step(5)
-        run.signal(3, signal.SIGKILL)
-        run.ends_well(0, 1, 2)
+def test_nothing_is_compiled_in_steps_also_once_a_host_is_lost(begin: Begin):
+    run = begin(program=(WORKER, "Counts"))
+    run.wait_until_step(5)
+    run.signal(3, signal.SIGKILL)
+    run.ends_well(0, 1, 2)
     for host in range(3):
         counts = json.loads((run.run_dir / f"compiled_{host}.json").read_text())
         assert counts == [0, 0], f"host {host}, session by session"
@@ -704,11 +567,9 @@ def test_nothing_is_compiled_in_steps_also_once_a_host_is_lost(config: Path, tmp
 
 @pytest.mark.nightly
 def test_transfers_that_are_cut_while_all_hosts_live_are_made_again(
-    config: Path, tmp_path: Path, undisturbed: Path
+    begin: Begin, undisturbed: Path
 ):
-    with started_processes(tmp_path / "outputs") as processes:
-        worker = str(Path(__file__).with_name("severing_worker.py"))
-        run = Run(processes, config, tmp_path / "run", (worker,))
-        run.ends_well(*range(HOSTS))
+    run = begin(program=(WORKER, "Cuts"))
+    run.ends_well(*range(HOSTS))
     assert run.members() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert_trained_like(run.run_dir, undisturbed)

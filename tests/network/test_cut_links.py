@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from skippipe_jax import Run
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.storage.checkpoint import latest_step
@@ -84,11 +84,13 @@ def start(
 ) -> None:
     """Start training on all hosts."""
     command = ("-m", "skippipe_jax.train", "--config", config)
-    command += (*settings(run_dir=run_dir, **changes), *last)
-    command += ("--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS))
-    for host in range(HOSTS):
-        own = (*command, "--host-id", str(host))
-        processes.start(*own, namespace=network.namespace(host), **virtual_devices(1))
+    processes.start_hosts(
+        HOSTS,
+        *(*command, *settings(run_dir=run_dir, **changes), *last),
+        coordinator=f"{network.address(0)}:{PORT}",
+        namespaces=[*map(network.namespace, range(HOSTS))],
+        **virtual_devices(1),
+    )
 
 
 def losses(run_dir: Path) -> list[float]:

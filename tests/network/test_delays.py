@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from experiments.benchmarks.delays import Delays
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.delays import Delays
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from tests.network.test_shaped_network import goodput, needs_root, transfer
 
 ECHO = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from tests.multihost.processes import started_processes
 from tests.network.hop_beside_ring import HOP_BYTES, RATE_BYTES_PER_S
 from tests.network.test_shaped_network import needs_root

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from skippipe_sched.problem.links import GIBIBYTE
 
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from tests.multihost.processes import started_processes
 from tests.network.test_shaped_network import needs_root
 from tests.training_runs import write_config
@@ -21,20 +23,28 @@ PORT = 61441
 PATIENCE_S = 150.0
 
 
+def measure(network: ShapedNetwork, tmp_path: Path) -> Path:
+    """Measure all hosts of a network, and return the file of the case."""
+    config = write_config(tmp_path, plan="auto", cluster={"insecure": True})
+    output = tmp_path / "case.yaml"
+    with network, started_processes(tmp_path / "hosts") as processes:
+        processes.start_hosts(
+            HOSTS,
+            *("-m", "skippipe_jax", "measure", "--config", config, "-o", output),
+            coordinator=f"{network.address(0)}:{PORT}",
+            namespaces=[*map(network.namespace, range(HOSTS))],
+        )
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
+    return output
+
+
 @pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
-    config = write_config(tmp_path, plan="auto", cluster={"insecure": True})
-    output = tmp_path / "case.yaml"
     rates = 1e6 * np.array(MEGABYTES_PER_S) + np.diag([np.inf] * HOSTS)
-    with ShapedNetwork(rates) as network, started_processes(tmp_path / "hosts") as processes:
-        cluster = ["--coordinator", f"{network.address(0)}:{PORT}", "--hosts", str(HOSTS)]
-        command = ["-m", "skippipe_jax", "measure", "--config", config, "-o", output, *cluster]
-        for host in range(HOSTS):
-            processes.start(*command, "--host-id", str(host), namespace=network.namespace(host))
-        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
-    measured = json.loads((tmp_path / "case.measured.json").read_text())
+    case = measure(ShapedNetwork(rates), tmp_path)
+    measured = json.loads(case.with_suffix(".measured.json").read_text())
     links = {(a["source"], a["target"]): a for host in measured["hosts"] for a in host["links"]}
     assert set(links) == set(itertools.permutations(range(HOSTS), 2))
     for pair, link in links.items():
@@ -42,3 +52,21 @@ def test_every_bandwidth_is_within_a_tenth_of_its_rate(tmp_path: Path):
         assert link["bandwidth"] / (0.956 * rates[pair]) == pytest.approx(1.0, abs=0.1), pair
         # Nothing adds latency here: a request and its answer pass at once.
         assert 0 < link["latency_s"] < 0.1, (pair, link)
+    # Each link has its own rate, whatever the others carry.
+    assert yaml.safe_load(case.read_text())["contention"] == "link"
+
+
+@pytest.mark.nightly
+@needs_root
+@pytest.mark.alone
+def test_links_that_share_a_connection_are_found(tmp_path: Path):
+    # Hosts 0 and 1 are at home; hosts 2 and 3 receive and send as much as their links carry.
+    connections = np.array([[1e6, 3e6], [2e6, np.inf], [np.inf, np.inf], [np.inf, np.inf]])
+    rates = np.full((HOSTS, HOSTS), 2e6)
+    case = yaml.safe_load(measure(ShapedNetwork(rates, connections), tmp_path).read_text())
+    assert case["contention"] == "node"
+    keys = "uplink_GiB_per_s", "downlink_GiB_per_s"
+    for node, shaped in zip(case["nodes"], connections, strict=True):
+        for key, rate in zip(keys, shaped, strict=True):
+            found = node.get(key, np.inf) * GIBIBYTE / 0.956
+            assert found == rate or found == pytest.approx(rate, rel=0.1), (node, key)

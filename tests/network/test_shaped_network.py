@@ -12,10 +12,31 @@ import psutil
 import pytest
 from skippipe_sched.errors import InputError
 
-from experiments.benchmarks import shaped_network
-from experiments.benchmarks.shaped_network import ShapedNetwork
+from experiments.benchmarks.network import shaped_network
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
 
-TRAFFIC = Path(__file__).with_name("traffic.py")
+# Of this address and port, whose host may still be starting.
+CONNECT = """
+import socket, sys, time
+def connect(*address, timeout=60.0):
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(address, timeout=timeout)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+"""
+SEND = f"{CONNECT}connect(sys.argv[1], int(sys.argv[2])).sendall(bytes(int(sys.argv[3])))"
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    connection, _ = server.accept()
+began_s, received = time.monotonic(), 0
+while arrived := connection.recv(1 << 20):
+    received += len(arrived)
+print(received / (time.monotonic() - began_s))
+"""
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 and "CI" not in os.environ, reason="only root may make a shaped network"
 )
@@ -34,10 +55,10 @@ def transfer(
     network: ShapedNetwork, source: int, target: int, size: int
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     """Start a receiver and a sender; the receiver prints the bytes per second that arrived."""
-    address = f"{network.address(target)}:{5000 + source}"
-    python = [sys.executable, "-I", "-S", str(TRAFFIC)]
-    receive = [*network.command(target), *python, "receive", address]
-    send = [*network.command(source), *python, "send", address, str(size)]
+    address = [network.address(target), str(5000 + source)]
+    python = [sys.executable, "-I", "-S", "-c"]
+    receive = [*network.command(target), *python, RECEIVE, *address]
+    send = [*network.command(source), *python, SEND, *address, str(size)]
     receiver = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True)
     return receiver, subprocess.Popen(send, text=True)
 
@@ -116,17 +137,8 @@ with socket.create_server((sys.argv[1], 5000)) as server:
         for end in select.select(ends, [], [])[0]:
             end.sendall(end.recv(1))
 """
-SPEAK = """
-import socket, sys, time
-def connect():
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection((sys.argv[1], 5000), timeout=1.0)
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-first = connect()
+SPEAK = f"""{CONNECT}
+first = connect(sys.argv[1], 5000, timeout=1.0)
 first.sendall(b"a")
 print(first.recv(1), first.getsockname()[1], flush=True)
 input()
@@ -197,13 +209,13 @@ def test_what_a_killed_process_left_is_removed_by_the_next_network():
     dying = "\n".join(
         [
             "import os, numpy, signal",
-            "from experiments.benchmarks.shaped_network import ShapedNetwork",
+            "from experiments.benchmarks.network.shaped_network import ShapedNetwork",
             "network = ShapedNetwork(numpy.ones((2, 2))).__enter__()",
             "print(os.getpid(), flush=True)",
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
-    root = Path(shaped_network.__file__).parents[2]
+    root = Path(shaped_network.__file__).parents[3]
     killed = subprocess.run([sys.executable, "-c", dying], cwd=root, capture_output=True, text=True)
 
     def left() -> bool:

@@ -1,8 +1,11 @@
-"""What is made of the transfers over one link."""
+"""What is made of transfers over one link, and of simultaneous ones over a connection."""
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skippipe_jax.profiling import links
 
@@ -38,3 +41,59 @@ def test_an_activation_whose_marker_was_noticed_late_is_sent_again():
     link = links._measure(way, [0.0], AN_ACTIVATION, links.TRANSFER_S)
     assert link.bandwidth == pytest.approx(AN_ACTIVATION / ITS_SECONDS)
     assert link.overhead_s == pytest.approx(0.0, abs=1e-9)
+
+
+NETWORKS = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(lambda own: [*map(str, own)])
+
+
+@given(NETWORKS, st.integers(0, 2**32 - 1))
+def test_a_connection_is_tested_by_its_fastest_links_to_distinct_networks(
+    networks: list[str], seed: int
+):
+    bandwidth = np.random.default_rng(seed).uniform(1e6, 1e8, 2 * (len(networks),))
+    tests = links.connection_tests(bandwidth, networks)
+    is_tested = len(set(networks)) > 2
+    expected = [(host, sends) for host in range(len(networks)) for sends in (False, True)]
+    assert sorted((test.tested, test.sends) for test in tests) == (expected if is_tested else [])
+    for test in tests:
+        names = [networks[host] for host in (test.tested, *test.partners)]
+        assert len(set(names)) == len(names) == 1 + min(3, len(set(networks)) - 1)
+        rates = bandwidth[test.tested] if test.sends else bandwidth[:, test.tested]
+        slowest = min(rates[partner] for partner in test.partners)
+        for other, network in enumerate(networks):
+            assert rates[other] <= slowest or network in names
+        assert all(test.tested == pair[not test.sends] for pair in test.pairs)
+
+
+def test_transfers_of_links_with_different_rates_end_together():
+    bandwidth = np.array([[0, 1e6, 4e6], [0, 0, 0], [0, 0, 0]])
+    test = links.ConnectionTest(0, (1, 2), sends=True)
+    assert links.transfer_sizes(test, bandwidth) == {(0, 1): 1_000_000, (0, 2): 4_000_000}
+    sizes = links.transfer_sizes(test, 1000 * bandwidth)
+    assert sizes == {(0, 1): links.LARGEST_BYTES // 4, (0, 2): links.LARGEST_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "received_s", "expected"),
+    [
+        # Of two repetitions the faster one counts, and in it the slower transfer.
+        ((1.1, 1.2), (1.0, 1.0), [np.inf, np.inf]),
+        ((5.0, 1.2), (5.0, 1.1), [np.inf, np.inf]),
+        ((3.1, 2.5), (2.0, 2.4), [5e6 / 2.5, np.inf]),
+    ],
+)
+def test_links_that_are_slower_together_share_a_connection(
+    sent_s: tuple[float, float], received_s: tuple[float, float], expected: list[float]
+):
+    measured = [
+        links.MeasuredLink(source, target, 0.0, rate, None, [], [])
+        for source, target, rate in [(0, 1, 1e6), (0, 2, 4e6), (1, 0, 2e6), (2, 0, 2e6)]
+    ]
+    transfers = [
+        links.SimultaneousTransfer(0, 1, 0, 1_000_000, sent_s),
+        links.SimultaneousTransfer(0, 2, 0, 4_000_000, received_s),
+        links.SimultaneousTransfer(1, 0, 0, 2_000_000, (1.0, 1.0)),
+        links.SimultaneousTransfer(2, 0, 0, 2_000_000, (1.0, 1.1)),
+    ]
+    rates = links.connection_rates(measured, transfers, 3)
+    np.testing.assert_allclose(rates, [expected, [np.inf] * 2, [np.inf] * 2])

@@ -29,7 +29,12 @@ from skippipe_jax.profiling.case import (
     read_measured,
 )
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.profiling.links import MeasuredLink, measure_copy, rounds
+from skippipe_jax.profiling.links import (
+    MeasuredLink,
+    SimultaneousTransfer,
+    measure_copy,
+    rounds,
+)
 from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
@@ -184,6 +189,22 @@ def test_case_holds_what_hosts_reported():
 
 def to_measure(**template: Any) -> dict[str, Any]:
     return {"measure": True, "case": template}
+
+
+def test_nodes_of_one_host_share_its_connection():
+    slow = [
+        SimultaneousTransfer(2, 1, tested=2, bytes=1_000_000, seconds=[2.0, 1.5]),
+        SimultaneousTransfer(2, 0, tested=2, bytes=500_000, seconds=[2.0, 1.0]),
+    ]
+    reports = [report(0, 3), report(1, 3, simultaneous=slow), report(2, 3, nodes=2)]
+    case = case_of(config_of(), (0, 1, 2, 2), reports)
+    assert case["contention"] == "node"
+    uplinks = [node.get("uplink_GiB_per_s") for node in case["nodes"]]
+    # Half of 1.5 MB in 1.5 s.
+    assert uplinks == [None, None, *[pytest.approx(0.5e6 / GIBIBYTE, rel=1e-5)] * 2]
+    assert not any("downlink_GiB_per_s" in node for node in case["nodes"])
+    profile = profile_of(config_of(), (0, 1, 2, 2), reports)
+    assert "shared connection: host 2 sends at most 0.500 MB/s" in profile.summary()
 
 
 def test_nodes_of_one_host_share_its_location_and_copy_there():

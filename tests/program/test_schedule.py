@@ -37,7 +37,7 @@ from skippipe_jax.training.setup import plan_change
 from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
-from tests.multihost.test_training_hosts import WORKER, read_replicas
+from tests.multihost.test_training_hosts import WRITES_REPLICAS, read_replicas
 from tests.sched.examples import plan_of
 from tests.training_runs import (
     arrays_of_checkpoint,
@@ -208,14 +208,14 @@ def assert_recordings_are_of_their_plans(run_dir: Path) -> None:
 def test_hosts_take_the_plans_together(tmp_path: Path, hosts: int, sections: dict[str, Any]):
     config = config_in(tmp_path, **sections)
     with started_processes(tmp_path / "hosts") as processes:
-        command = (WORKER, tmp_path / "replicas", "--config", config)
+        command = (*WRITES_REPLICAS, "--config", config)
         processes.start_hosts(hosts, *command, **virtual_devices(1))
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
     assert_plans_were_taken(tmp_path / "run")
     lines = Run(tmp_path / "run").metrics
     assert [line["compilations"] for line in lines[1:]] == [0] * (STEPS - 1)
     expected, _ = expected_run(tmp_path / "run")
-    for stage, replicas in enumerate(read_replicas(tmp_path / "replicas")):
+    for stage, replicas in enumerate(read_replicas(tmp_path)):
         truth = by_name({"parameters": expected[stage]})
         for replica in replicas:
             error = oracle.relative_error({name: replica[name] for name in truth}, truth)

@@ -1,5 +1,7 @@
 """The planner's commands: what they print and write, and one line for whatever is wrong."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -9,30 +11,18 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from skippipe_sched import command_server
 from skippipe_sched.__main__ import main
 from skippipe_sched.methods import make_plan
-from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.links import COLUMNS
 from skippipe_sched.problem.plan import Plan, Predicted, load_plan
 from skippipe_sched.timing.simulate import simulate
 
+from tests.messages import expect_error
 from tests.sched.examples import PAPER, TWO_NODES, same_place
 from tests.sched.optimum import random_small_case
 
 HEADER = ",".join(COLUMNS)
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs a command in this process; gives its exit code, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["skippipe_sched", *map(str, arguments)])
-        code = main()
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 # What works.
@@ -40,13 +30,13 @@ def command(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def paper_plan(tmp_path_factory):
-    """A plan of the paper's case, made by the command in a process of its own."""
+    """A plan of the paper's case, and what the command says of it."""
     path = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
-    command = [sys.executable, "-m", "skippipe_sched", "plan", PAPER, "-o", str(path)]
-    command += ["--method", "balanced"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return path, done.stdout
+    words = ["skippipe_sched", "plan", PAPER, "-o", str(path), "--method", "balanced"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", words)
+        assert main() == 0
+    return path, said.getvalue()
 
 
 def test_plan(paper_plan):
@@ -143,8 +133,10 @@ def test_a_plan_of_shared_connections_is_made_drawn_and_simulated(command, tmp_p
     assert command("plan", tmp_path / "case.yaml", "--method", "balanced", "-o", path)[0] == 0
     drawn = [tmp_path / f"{name}.svg" for name in ("gantt", "flows", "paths")]
     options = zip(("-o", "--flows", "--paths"), drawn, strict=True)
-    assert command("plot", path, *(word for option in options for word in option))[0] == 0
-    assert all(drawing.stat().st_size for drawing in drawn)
+    done = command("plot", path, *(word for option in options for word in option))
+    assert done == (0, "".join(f"wrote {drawing}\n" for drawing in drawn), "")
+    for drawing in drawn:
+        assert ElementTree.parse(drawing).getroot().tag.endswith("svg")
     seconds = {}
     for contention in ("none", "link", "node"):
         code, printed, errors = command("simulate", path, "--json", "--contention", contention)
@@ -177,14 +169,6 @@ def test_simulate_asks_the_plan_for_no_prediction(command, tmp_path):
     code, printed, errors = command("simulate", path)
     assert (code, errors) == (0, "")
     assert "lower bound 3.50 s (gap 0%), nodes idle 0%" in printed
-
-
-def test_draw(command, paper_plan, tmp_path):
-    path, _ = paper_plan
-    code, printed, errors = command("plot", path, "-o", tmp_path / "plan.svg")
-    assert (code, errors) == (0, "")
-    assert printed == f"wrote {tmp_path / 'plan.svg'}\n"
-    assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
 
 
 def test_a_case_with_averaging_behind_its_iterations(command, tmp_path):
@@ -260,16 +244,20 @@ def test_churn_plans_a_case_first(command, tmp_path):
     assert printed.startswith("4 nodes, ")
 
 
+SERVICE = {
+    "hosts": [{"location": "here", "room_bytes": 20, "step_s": 1}] * 3,
+    "links": [],
+    "same_location": {"latency_ms": 500, "bandwidth_GiB_per_s": 1},
+    "stage_bytes": [10] * 4,
+    "activation_bytes": 0,
+    "groups": 2,
+    "slots": 3,
+}
+
+
 def test_serve_plan(command, tmp_path):
-    host = {"location": "here", "room_bytes": 20, "step_s": 1}
-    case = {"hosts": [host] * 3, "links": [], "stage_bytes": [10] * 4, "activation_bytes": 0}
-    case |= {
-        "groups": 2,
-        "slots": 3,
-        "same_location": {"latency_ms": 500, "bandwidth_GiB_per_s": 1},
-    }
     path = tmp_path / "service.yaml"
-    path.write_text(yaml.safe_dump(case))
+    path.write_text(yaml.safe_dump(SERVICE))
     code, printed, errors = command(
         "serve-plan", path, "--objective", "seconds_per_token", "--json"
     )
@@ -289,214 +277,128 @@ def test_serve_plan(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "field"),
-    [({"groups": 0}, [], "case.groups"), ({}, ["--seed", "-1"], "seed")],
+    ("change", "words", "told"),
+    [({"groups": 0}, [], "case.groups = 0"), ({}, ["--seed", "-1"], "seed = -1")],
 )
-def test_a_service_that_cannot_be_planned_is_refused(command, tmp_path, change, words, field):
-    host = {"location": "here", "room_bytes": 20, "step_s": 1}
-    case = {"hosts": [host], "links": [], "stage_bytes": [10], "activation_bytes": 0}
+def test_a_service_that_cannot_be_planned_is_refused(command, tmp_path, change, words, told):
     path = tmp_path / "service.yaml"
-    path.write_text(yaml.safe_dump(case | {"groups": 1, "slots": 1} | change))
-    code, printed, errors = command("serve-plan", path, *words)
-    assert (code, printed) == (2, "")
-    assert errors.startswith(f"error: {field} = ")
-    assert errors.count("\n") == 1
+    path.write_text(yaml.safe_dump(SERVICE | change))
+    expect_error(command("serve-plan", path, *words), told)
 
 
-# What is wrong. Each gives the change, the field that the error names, what it shows of the value,
-# and part of what it says to do.
+# What is wrong: each with the field that the error names, its value, and what it says to do.
 
 
-def refused(done, field, value, remedy):
-    code, printed, errors = done
-    assert code == 2
-    assert printed == ""
-    assert errors.count("\n") == 1
-    assert errors.startswith(f"error: {field} = ")
-    said, _, advice = errors.rstrip(".\n").rpartition(". ")
-    assert value in said
-    assert remedy in advice
-
-
-WRONG_CASES = {
-    "averaging that nobody knows": (
-        {"averaging": {"mode": "inner"}},
-        "case.averaging.mode",
-        "inner",
-        "exact, outer",
-    ),
-    "a delay as long as the cycle": (
-        {"averaging": {"mode": "outer", "delay": 20}},
-        "case.averaging.delay",
-        "20",
-        "19 or less",
-    ),
-    "more fragments than iterations of a cycle": (
-        {"averaging": {"mode": "outer", "every": 2}},
-        "case.averaging.fragments",
-        "4",
-        "2 or less",
-    ),
-    "a part of outer averaging without it": (
-        {"averaging": {"fragments": 2}},
-        "case.averaging.fragments",
-        "2",
-        "mode: outer",
-    ),
-    "unknown key": ({"node": 3}, "case.node", "3", "Remove it"),
-    "unknown key over two lines": ({"no\nde": 3}, r"case.no\nde", "3", "Remove it"),
-    "missing key": ({"memory": ...}, "case.memory", "None", "Add memory:"),
-    "text for a time": ({"forward_s": "fast"}, "case.forward_s", "'fast'", "Write 30s"),
-    "boolean for a number": ({"forward_s": True}, "case.forward_s", "True", "Write a number"),
-    "infinite": ({"forward_s": float("inf")}, "case.forward_s", "inf", "below 1e+100"),
-    "not a number": ({"stage_bytes": float("nan")}, "case.stage_bytes", "nan", "below 1e+100"),
-    "too great": ({"activation_bytes": 1e200}, "case.activation_bytes", "1e+200", "below 1e+100"),
-    "greater than any": ({"stage_bytes": 10**400}, "case.stage_bytes", "1000", "below 1e+100"),
-    "zero seconds": ({"forward_s": 0}, "case.forward_s", "0", "greater than 0"),
-    "negative": ({"hop_overhead_s": -1}, "case.hop_overhead_s", "-1", "at least 0"),
-    "no backward": ({"backward_ratio": 0}, "case.backward_ratio", "0", "greater than 0"),
-    "fraction": ({"path_length": 1.5}, "case.path_length", "1.5", "without fraction"),
-    "boolean for a count": ({"memory": True}, "case.memory", "True", "without fraction"),
-    "memory 0": ({"memory": 0}, "case.memory", "0", "Write 1 or a greater"),
-    "memory list": ({"memory": [1, 2]}, "case.memory", "[1, 2]", "without fraction"),
-    "path too long": ({"path_length": 3}, "case.path_length", "3", "Write 2 or less"),
-    "path of nothing": ({"path_length": 0}, "case.path_length", "0", "Write 1 or a greater"),
-    "sizes": ({"stages": [1, 2]}, "case.stages", "[1, 2]", "case.stages in total"),
-    "many nodes": ({"nodes": 10**15}, "case.nodes", "10000000000", "Write 10000 or a smaller"),
-    "no stages": ({"stages": []}, "case.stages", "[]", "Add the missing"),
-    "empty stage": ({"stages": [2, 0]}, "case.stages[1]", "0", "Write 1 or a greater"),
-    "stages as text": ({"stages": "1, 1"}, "case.stages", "'1, 1'", "Write [first"),
-    "microbatches too few": (
+WRONG_CASES = [
+    ({"node": 3}, "case.node = 3...Remove it"),
+    ({"no\nde": 3}, r"case.no\nde = 3...Remove it"),
+    ({"memory": ...}, "case.memory = None...Add memory:"),
+    ({"forward_s": "fast"}, "case.forward_s = 'fast'...Write 30s"),
+    ({"forward_s": True}, "case.forward_s = True...Write a number"),
+    ({"forward_s": float("inf")}, "case.forward_s = inf...below 1e+100"),
+    ({"stage_bytes": float("nan")}, "case.stage_bytes = nan...below 1e+100"),
+    ({"activation_bytes": 1e200}, "case.activation_bytes = 1e+200...below 1e+100"),
+    ({"stage_bytes": 10**400}, "case.stage_bytes = 1000...below 1e+100"),
+    ({"forward_s": 0}, "case.forward_s = 0...greater than 0"),
+    ({"hop_overhead_s": -1}, "case.hop_overhead_s = -1...at least 0"),
+    ({"backward_ratio": 0}, "case.backward_ratio = 0...greater than 0"),
+    ({"path_length": 1.5}, "case.path_length = 1.5...without fraction"),
+    ({"memory": True}, "case.memory = True...without fraction"),
+    ({"memory": [1, 2]}, "case.memory = [1, 2]...without fraction"),
+    ({"path_length": 0}, "case.path_length = 0...Write 1 or a greater"),
+    ({"stages": []}, "case.stages = []...Add the missing"),
+    ({"stages": [2, 0]}, "case.stages[1] = 0...Write 1 or a greater"),
+    ({"stages": "1, 1"}, "case.stages = '1, 1'...Write [first"),
+    (
         {"microbatches_per_data_node": [3, 3]},
-        "case.microbatches_per_data_node",
-        "[3, 3]",
-        "one number for each node of the first stage",
+        "case.microbatches_per_data_node = [3, 3]...one number for each node of the first stage",
     ),
-    "microbatches 0": (
+    (
         {"microbatches_per_data_node": [0]},
-        "case.microbatches_per_data_node[0]",
-        "0",
-        "Write 1 or a greater",
+        "case.microbatches_per_data_node[0] = 0...Write 1 or a greater",
     ),
-    "node key": ({"nodes": [{"loc": "x"}, {}]}, "case.nodes[0].loc", "'x'", "use one of: downlink"),
-    "node as text": ({"nodes": ["here", "there"]}, "case.nodes[0]", "'here'", "key: value"),
-    "node memory": ({"nodes": [{}, {"memory": 0}]}, "case.nodes[1].memory", "0", "Write 1 or"),
-    "nodes as text": ({"nodes": "two"}, "case.nodes", "'two'", "without fraction"),
-    "no locations": ({"locations": []}, "case.locations", "[]", "Add the missing"),
-    "a location that YAML reads as false": (
-        {"locations": ["here", False]},
-        "case.locations[1]",
-        "False",
-        "in quotes",
-    ),
-    "control character": (
-        {"locations": ["here", "the\x07re"]},
-        "case.locations[1]",
-        r"'the\x07re'",
-        "Remove it",
-    ),
-    "half a character": (
-        {"nodes": [{"location": "\ud800"}, {}]},
-        "case.nodes[0].location",
-        r"'\ud800'",
-        "Remove it",
-    ),
-    "missing link": ({"locations": ["here", "x"]}, "case.links", "here to x", "row: here,x,"),
-    "near a location": (
+    ({"nodes": [{"loc": "x"}, {}]}, "case.nodes[0].loc = 'x'...use one of: downlink"),
+    ({"nodes": ["here", "there"]}, "case.nodes[0] = 'here'...key: value"),
+    ({"nodes": "two"}, "case.nodes = 'two'...without fraction"),
+    ({"locations": []}, "case.locations = []...Add the missing"),
+    ({"locations": ["here", False]}, "case.locations[1] = False...in quotes"),
+    ({"locations": ["here", "the\x07re"]}, r"case.locations[1] = 'the\x07re'...Remove it"),
+    ({"nodes": [{"location": "\ud800"}, {}]}, r"case.nodes[0].location = '\ud800'...Remove it"),
+    (
         {"locations": ["here", "ther"]},
-        "case.links",
-        "here to ther",
-        "Did you mean there? Add a row: here,ther,",
+        "case.links = ...here to ther...Did you mean there? Add a row: here,ther,",
     ),
-    "unknown table": ({"links": "gcp13"}, "case.links", "'gcp13'", "Use one of gcp12"),
-    "no such table": ({"links": "no.csv"}, "case.links", "no.csv", "Check the path"),
-    "table with a zero byte": ({"links": "\0.csv"}, "case.links", r"\x00", "Remove it"),
-    "table of another kind": ({"links": 12}, "case.links", "12", "Write [first"),
-    "short row": ({"links": [["here", "there", 1]]}, "case.links[0]", "'here'", "location_a"),
-    "no bandwidth": (
+    ({"links": "gcp13"}, "case.links = 'gcp13'...Use one of gcp12"),
+    ({"links": "no.csv"}, "case.links = ...no.csv...Check the path"),
+    ({"links": "\0.csv"}, r"case.links = ...\x00...Remove it"),
+    ({"links": 12}, "case.links = 12...Write [first"),
+    ({"links": [["here", "there", 1]]}, "case.links[0] = ['here'...location_a"),
+    (
         {"links": [["here", "there", 1, 0]]},
-        "case.links[0].bandwidth_GiB_per_s",
-        "0",
-        "at least 1e-12",
+        "case.links[0].bandwidth_GiB_per_s = 0...at least 1e-12",
     ),
-    "negative bandwidth": (
+    (
         {"same_location": {"latency_ms": 1, "bandwidth_GiB_per_s": -1}},
-        "case.same_location.bandwidth_GiB_per_s",
-        "-1",
-        "at least 1e-12",
+        "case.same_location.bandwidth_GiB_per_s = -1...at least 1e-12",
     ),
-    "negative latency": (
-        {"links": [["here", "there", -1, 1]]},
-        "case.links[0].latency_ms",
-        "-1",
-        "at least 0",
-    ),
-    "link given twice": (
+    ({"links": [["here", "there", -1, 1]]}, "case.links[0].latency_ms = -1...at least 0"),
+    (
         {"links": [["here", "there", 1, 1], ["here", "there", 2, 1]]},
-        "case.links[1]",
-        "['here', 'there', 2, 1]",
-        "Delete one",
+        "case.links[1] = ['here', 'there', 2, 1]...Delete one",
     ),
-    "half a same_location": (
+    (
         {"same_location": {"latency_ms": 1}},
-        "case.same_location.bandwidth_GiB_per_s",
-        "None",
-        "Add bandwidth_GiB_per_s:",
+        "case.same_location.bandwidth_GiB_per_s = None...Add bandwidth_GiB_per_s:",
     ),
-    "contention": ({"contention": "some"}, "case.contention", "'some'", "none, link, node"),
-    "rate that nothing shares": (
-        {"uplink_GiB_per_s": 1},
-        "case.uplink_GiB_per_s",
-        "1",
-        "Write contention: node, or remove",
-    ),
-    "rate of a node that nothing shares": (
+    ({"contention": "some"}, "case.contention = 'some'...none, link, node"),
+    ({"uplink_GiB_per_s": 1}, "case.uplink_GiB_per_s = 1...Write contention: node, or remove"),
+    (
         {"nodes": [{}, {"downlink_Mbit_per_s": 100}], "contention": "link"},
-        "case.nodes[1].downlink_Mbit_per_s",
-        "100",
-        "Write contention: node, or remove",
+        "case.nodes[1].downlink_Mbit_per_s = 100...Write contention: node, or remove",
     ),
-    "rate in two units": (
+    (
         {"contention": "node", "uplink_GiB_per_s": 1, "uplink_Mbit_per_s": 100},
-        "case.uplink_Mbit_per_s",
-        "100",
-        "Remove one",
+        "case.uplink_Mbit_per_s = 100...Remove one",
     ),
-    "no rate": (
-        {"contention": "node", "uplink_Mbit_per_s": 0},
-        "case.uplink_Mbit_per_s",
-        "0",
-        "at least 1e-12",
-    ),
-    "a rate of another unit": (
+    ({"contention": "node", "uplink_Mbit_per_s": 0}, "case.uplink_Mbit_per_s = 0...at least 1e-12"),
+    (
         {"contention": "node", "uplink_Gbit_per_s": 1},
-        "case.uplink_Gbit_per_s",
-        "1",
-        "Did you mean uplink_",
+        "case.uplink_Gbit_per_s = 1...Did you mean uplink_",
     ),
-    "rules as nothing": ({"rules": None}, "case.rules", "None", "key: value"),
-    "unknown rule": ({"rules": {"jumps": 1}}, "case.rules.jumps", "1", "Remove it"),
-    "negative jump": ({"rules": {"max_jump": -1}}, "case.rules.max_jump", "-1", "Write 0 or"),
-    "swap over nothing": (
-        {"rules": {"max_swap_distance": 0}},
-        "case.rules.max_swap_distance",
-        "0",
-        "Write 1 or",
-    ),
-}
+    ({"rules": None}, "case.rules = None...key: value"),
+    ({"rules": {"jumps": 1}}, "case.rules.jumps = 1...Remove it"),
+    ({"rules": {"max_jump": -1}}, "case.rules.max_jump = -1...Write 0 or"),
+    ({"rules": {"max_swap_distance": 0}}, "case.rules.max_swap_distance = 0...Write 1 or"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "value", "remedy"), WRONG_CASES.values(), ids=WRONG_CASES.keys()
-)
-def test_a_wrong_case_is_refused_in_one_line(command, tmp_path, change, field, value, remedy):
+@pytest.mark.parametrize(("change", "told"), WRONG_CASES)
+def test_a_wrong_case_is_refused_in_one_line(command, tmp_path, change, told):
     path = tmp_path / "case.yaml"
     given = {key: value for key, value in (TWO_NODES | change).items() if value is not ...}
     # JSON is YAML, but for numbers that YAML 1.1 spells otherwise.
     content = json.dumps(given).replace("Infinity", ".inf").replace("NaN", ".nan")
     path.write_text(content.replace("1e+200", "1.0e+200"), encoding="utf-8")
-    refused(command("plan", path, "-o", tmp_path / "plan.json"), field, value, remedy)
+    expect_error(command("plan", path, "-o", tmp_path / "plan.json"), told)
     assert not (tmp_path / "plan.json").exists()
+
+
+OPEN = {
+    "case.stages": {"stages": "auto", "stage_count": 2},
+    "case.path_length": {"path_length": "auto"},
+}
+
+
+@pytest.mark.parametrize(("field", "change"), OPEN.items())
+def test_an_open_case_is_refused_where_a_fixed_one_is_required(
+    command, small_plan, tmp_path, field, change
+):
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(dict(same_place([2, 3]).source) | change))
+    told = f"{field} = 'auto': compare needs fixed...skippipe plan first"
+    expect_error(command("compare", path), told)
+    done = command("plan", path, "-o", tmp_path / "plan.json", "--placement", small_plan)
+    expect_error(done, "--placement = ...requires a case with fixed...Replace auto in the case")
 
 
 WRONG_YAML = {
@@ -512,7 +414,7 @@ WRONG_YAML = {
     "a Python object": ("nodes: !!python/object:os.system {}", "line 1, column 8", "Correct"),
     "a list for a key": ("? [a, b]\n: 1", "line 1", "Correct"),
     "a control character": ("nodes: \x01", "not valid YAML", "Correct"),
-    "deep": ("[" * 20_000, "not valid YAML", "Correct"),
+    "deep": ("[" * 5000, "not valid YAML", "Correct"),
     "too many digits": (f"nodes: {'9' * 5000}", "column 8: not a valid int", "Correct"),
 }
 
@@ -521,7 +423,8 @@ WRONG_YAML = {
 def test_a_case_that_is_not_a_yaml_mapping_is_refused(command, tmp_path, content, value, remedy):
     path = tmp_path / "case.yaml"
     path.write_text(content, encoding="utf-8")
-    refused(command("plan", path, "-o", tmp_path / "plan.json"), "case", value, remedy)
+    done = command("plan", path, "-o", tmp_path / "plan.json")
+    expect_error(done, f"case = ...{value}...{remedy}")
 
 
 @pytest.mark.parametrize("name", ["case", "plan"])
@@ -531,47 +434,39 @@ def test_files_that_cannot_be_read_are_refused(command, tmp_path, name):
             return command("plan", path, "-o", tmp_path / "out.json")
         return command("simulate", path)
 
-    refused(run(tmp_path / "missing"), name, "missing", "Check the path")
-    refused(run(tmp_path), name, "Is a directory", "Check the path")
+    expect_error(run(tmp_path / "missing"), f"{name} = ...missing...Check the path")
+    expect_error(run(tmp_path), f"{name} = ...Is a directory...Check the path")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    refused(run(tmp_path / "binary"), name, "not UTF-8", "Give a text file")
+    expect_error(run(tmp_path / "binary"), f"{name} = ...not UTF-8...Give a text file")
 
 
-WRONG_TABLES = {
-    "empty": ("", "case.links (mine.csv, line 1)", "''", "first line must be location_a"),
-    "header": ("a,b,ms,bw\n", "case.links (mine.csv, line 1)", "'a,b,ms,bw'", "first line"),
-    "unit": (
+WRONG_TABLES = [
+    ("", "case.links (mine.csv, line 1) = ''...first line must be location_a"),
+    ("a,b,ms,bw\n", "case.links (mine.csv, line 1) = 'a,b,ms,bw'...first line"),
+    (
         "location_a,location_b,latency_ms,bandwidth_Mbps\n",
-        "case.links (mine.csv, line 1)",
-        "bandwidth_Mbps",
-        "with one of the units ms, us, s, GiB_per_s",
+        "case.links (mine.csv, line 1) = ...bandwidth_Mbps...units ms, us, s, GiB_per_s",
     ),
-    "cells": (f"{HEADER}\nhere,there,1\n", "case.links (mine.csv, line 2)", "here", "location_a"),
-    "text": (
+    (f"{HEADER}\nhere,there,1\n", "case.links (mine.csv, line 2) = ...here...location_a"),
+    (
         f"{HEADER}\nhere,there,quick,1\n",
-        "case.links (mine.csv, line 2).latency_ms",
-        "'quick'",
-        "Write a number",
+        "case.links (mine.csv, line 2).latency_ms = 'quick'...Write a number",
     ),
-    "infinite": (
+    (
         f"{HEADER}\nhere,there,1,1\nthere,here,1,inf\n",
-        "case.links (mine.csv, line 3).bandwidth_GiB_per_s",
-        "inf",
-        "Write a number",
+        "case.links (mine.csv, line 3).bandwidth_GiB_per_s = inf...Write a number",
     ),
-    "quotes": (f'{HEADER}\n"here,there,1,1\n', "case.links", "not valid CSV", "quotes"),
-    "no name": (f"{HEADER}\n,there,1,1\n", "case.links[0]", "''", "Write a name"),
-}
+    (f'{HEADER}\n"here,there,1,1\n', "case.links = ...not valid CSV...quotes"),
+    (f"{HEADER}\n,there,1,1\n", "case.links[0] = ''...Write a name"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "field", "value", "remedy"), WRONG_TABLES.values(), ids=WRONG_TABLES.keys()
-)
-def test_a_wrong_link_table_is_refused(command, tmp_path, content, field, value, remedy):
+@pytest.mark.parametrize(("content", "told"), WRONG_TABLES)
+def test_a_wrong_link_table_is_refused(command, tmp_path, content, told):
     (tmp_path / "mine.csv").write_text(content, encoding="utf-8")
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(TWO_NODES | {"links": "mine.csv"}), encoding="utf-8")
-    refused(command("plan", path, "-o", tmp_path / "plan.json"), field, value, remedy)
+    expect_error(command("plan", path, "-o", tmp_path / "plan.json"), told)
 
 
 def _three_nodes():
@@ -587,172 +482,96 @@ def _case(plan, **change):
 
 
 # Of the plan above: stages [[0], [1, 2]], microbatches [[0, 1], [0, 2]].
-WRONG_PLANS = {
-    "format": (lambda p: p.update(format="plan"), "plan.format", "'plan'", "skippipe-plan"),
-    "version": (lambda p: p.update(version=2), "plan.version", "2", "Write 1"),
-    "version as text": (lambda p: p.update(version="1"), "plan.version", "'1'", "Write a number"),
-    "missing key": (lambda p: p.pop("order"), "plan.order", "None", "Add order:"),
-    "unknown key": (lambda p: p.update(notes=1), "plan.notes", "1", "Remove it"),
-    "method": (lambda p: p.update(method=None), "plan.method", "None", "Write a name"),
-    "method of two lines": (
-        lambda p: p.update(method="a\nb"),
-        "plan.method",
-        r"'a\nb'",
-        "Remove it",
-    ),
-    "node twice": (
+WRONG_PLANS = [
+    (lambda p: p.update(format="plan"), "plan.format = 'plan'...skippipe-plan"),
+    (lambda p: p.update(version=2), "plan.version = 2...Write 1"),
+    (lambda p: p.update(version="1"), "plan.version = '1'...Write a number"),
+    (lambda p: p.pop("order"), "plan.order = None...Add order:"),
+    (lambda p: p.update(notes=1), "plan.notes = 1...Remove it"),
+    (lambda p: p.update(method=None), "plan.method = None...Write a name"),
+    (lambda p: p.update(method="a\nb"), r"plan.method = 'a\nb'...Remove it"),
+    (
         lambda p: p.update(stages=[[0], [1, 1]]),
-        "plan.stages[1][1]",
-        "1: is already in plan.stages[1][0]",
-        "List each node once",
+        "plan.stages[1][1] = 1: is already in plan.stages[1][0]...List each node once",
     ),
-    "node missing": (lambda p: p.update(stages=[[0], [1]]), "plan.stages", "node 2", "Add it"),
-    "empty stage": (lambda p: p["stages"].append([]), "plan.stages[2]", "[]", "Add the missing"),
-    "stage of a node out of range": (
-        lambda p: p["stages"][1].append(3),
-        "plan.stages[1][2]",
-        "3",
-        "Write 2 or a smaller",
-    ),
-    "no microbatches": (lambda p: p.update(microbatches=[]), "plan.microbatches", "[]", "Add"),
-    "empty path": (
-        lambda p: p.update(microbatches=[[0, 1], []]),
-        "plan.microbatches[1]",
-        "[]",
-        "Add the missing",
-    ),
-    "path out of range": (
+    (lambda p: p.update(stages=[[0], [1]]), "plan.stages = ...node 2...Add it"),
+    (lambda p: p["stages"].append([]), "plan.stages[2] = []...Add the missing"),
+    (lambda p: p["stages"][1].append(3), "plan.stages[1][2] = 3...Write 2 or a smaller"),
+    (lambda p: p.update(microbatches=[]), "plan.microbatches = []...Add"),
+    (lambda p: p.update(microbatches=[[0, 1], []]), "plan.microbatches[1] = []...Add the missing"),
+    (
         lambda p: p["microbatches"].append([0, 3]),
-        "plan.microbatches[2][1]",
-        "3",
-        "Write 2 or a smaller",
+        "plan.microbatches[2][1] = 3...Write 2 or a smaller",
     ),
-    "path below range": (
+    (
         lambda p: p["microbatches"].append([-1, 1]),
-        "plan.microbatches[2][0]",
-        "-1",
-        "Write 0 or a greater",
+        "plan.microbatches[2][0] = -1...Write 0 or a greater",
     ),
-    "path from another stage": (
+    (
         lambda p: p["microbatches"].append([1, 2]),
-        "plan.microbatches[2][0]",
-        "1: must be a data node",
-        "Start the path at one of [0]",
+        "plan.microbatches[2][0] = 1: must be a data node...Start the path at one of [0]",
     ),
-    "stage twice": (
+    (
         lambda p: p["microbatches"].append([0, 1, 2]),
-        "plan.microbatches[2][2]",
-        "2: the path visits stage 1 twice (CC1), first on node 1",
-        "Visit each stage at most once",
+        "plan.microbatches[2][2] = 2: the path visits stage 1 twice (CC1), first on node 1",
     ),
-    "path as a number": (
-        lambda p: p["microbatches"].append(0),
-        "plan.microbatches[2]",
-        "0",
-        "Write [first",
-    ),
-    "boolean for a node": (
+    (lambda p: p["microbatches"].append(0), "plan.microbatches[2] = 0...Write [first"),
+    (
         lambda p: p["microbatches"].append([False, 1]),
-        "plan.microbatches[2][0]",
-        "False",
-        "without fraction",
+        "plan.microbatches[2][0] = False...without fraction",
     ),
-    "orders of some nodes": (lambda p: p["order"].pop(), "plan.order", "2 entries", "Add or"),
-    "operation missing": (
+    (lambda p: p["order"].pop(), "plan.order = ...2 entries...Add or"),
+    (
         lambda p: p["order"][1].pop(),
-        "plan.order[1]",
-        "lacks the B of microbatch 0 on node 1",
-        "Add it",
+        "plan.order[1] = ...lacks the B of microbatch 0 on node 1...Add it",
     ),
-    "operation twice": (
+    (
         lambda p: p["order"][1].append(["B", 0]),
-        "plan.order[1][2]",
-        "['B', 0]: is a duplicate",
-        "once",
+        "plan.order[1][2] = ['B', 0]: is a duplicate...once",
     ),
-    "operation on the wrong node": (
+    (
         lambda p: p["order"][2].append(p["order"][1].pop()),
-        "plan.order[1]",
-        "lacks the B of microbatch 0",
-        "Add it",
+        "plan.order[1] = ...lacks the B of microbatch 0...Add it",
     ),
-    "operation of another node too": (
+    (
         lambda p: p["order"][1].insert(0, ["F", 1]),
-        "plan.order[1][0]",
-        "no path has this operation on this node",
-        "on the node that runs it",
+        "plan.order[1][0] = ...no path has this operation on this node...on the node that runs it",
     ),
-    "operation of no microbatch": (
-        lambda p: p["order"][0].append(["F", 2]),
-        "plan.order[0][6]",
-        "['F', 2]",
-        "once",
-    ),
-    "unknown operation": (
-        lambda p: p["order"][1].append(["G", 0]),
-        "plan.order[1][2]",
-        "'G'",
-        "F, L, B",
-    ),
-    "operation of three": (
-        lambda p: p["order"][1].append(["F", 0, 1]),
-        "plan.order[1][2]",
-        "['F', 0, 1]",
-        "microbatch]",
-    ),
-    "an order that locks": (
+    (lambda p: p["order"][0].append(["F", 2]), "plan.order[0][6] = ['F', 2]...once"),
+    (lambda p: p["order"][1].append(["G", 0]), "plan.order[1][2] = 'G'...F, L, B"),
+    (lambda p: p["order"][1].append(["F", 0, 1]), "plan.order[1][2] = ['F', 0, 1]...microbatch]"),
+    (
         lambda p: p["order"][1].reverse(),
-        "plan.order",
-        "the B of microbatch 0 on node 1 waits for the L of microbatch 0 on node 0",
-        "Reorder",
+        "plan.order = ...B of microbatch 0 on node 1 waits for the L of microbatch 0...Reorder",
     ),
-    "an order beyond memory": (
+    (
         lambda p: _case(p, memory=1),
-        "plan.order[0][1]",
-        "puts 2 microbatches in flight on node 0, whose memory holds 1",
-        "raise the node's memory",
+        "plan.order[0][1] = ...2 microbatches in flight on node 0, whose memory holds 1...raise",
     ),
-    "infinite prediction": (
+    (
         lambda p: p["predicted"].update(iteration_s=float("inf")),
-        "plan.predicted.iteration_s",
-        "inf",
-        "below",
+        "plan.predicted.iteration_s = inf...below",
     ),
-    "prediction that is no number": (
+    (
         lambda p: p["predicted"].update(pipeline_s=float("nan")),
-        "plan.predicted.pipeline_s",
-        "nan",
-        "below",
+        "plan.predicted.pipeline_s = nan...below",
     ),
-    "negative prediction": (
+    (
         lambda p: p["predicted"].update(averaging_s=-1),
-        "plan.predicted.averaging_s",
-        "-1",
-        "at least 0",
+        "plan.predicted.averaging_s = -1...at least 0",
     ),
-    "wrong case": (lambda p: _case(p, memory=0), "case.memory", "0", "Write 1 or a greater"),
-    "no case": (lambda p: p.update(case=None), "case", "None", "key: value"),
-}
+    (lambda p: _case(p, memory=0), "case.memory = 0...Write 1 or a greater"),
+    (lambda p: p.update(case=None), "case = None...key: value"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "value", "remedy"), WRONG_PLANS.values(), ids=WRONG_PLANS.keys()
-)
-@pytest.mark.parametrize("name", ["simulate", "plot"])
-def test_a_wrong_plan_is_refused_in_one_line(command, tmp_path, name, change, field, value, remedy):
+@pytest.mark.parametrize(("change", "told"), WRONG_PLANS)
+def test_a_wrong_plan_is_refused_in_one_line(command, tmp_path, change, told):
     plan = _three_nodes()
     change(plan)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan), encoding="utf-8")
-    output = ("-o", tmp_path / "plan.svg") if name == "plot" else ()
-    refused(command(name, path, *output), field, value, remedy)
-
-
-def test_the_plan_that_the_wrong_ones_change_is_right():
-    plan = _three_nodes()
-    assert plan["stages"] == [[0], [1, 2]]
-    assert plan["microbatches"] == [[0, 1], [0, 2]]
-    assert parse_case(plan["case"]).stages == (1, 2)
+    expect_error(command("simulate", path), told)
 
 
 @pytest.mark.parametrize(
@@ -769,7 +588,8 @@ def test_the_plan_that_the_wrong_ones_change_is_right():
 def test_a_plan_that_is_not_a_json_object_is_refused(command, tmp_path, content, value):
     path = tmp_path / "plan.json"
     path.write_text(content, encoding="utf-8")
-    refused(command("simulate", path), "plan", value, "")
+    expect_error(command("simulate", path), f"plan = ...{value}")
+    expect_error(command("plot", path, "-o", tmp_path / "plan.svg"), f"plan = ...{value}")
 
 
 @pytest.mark.parametrize("output", [".", "/", "folder", "file/plan.json", "/proc/none/plan.json"])
@@ -782,7 +602,7 @@ def test_an_output_that_cannot_be_written_is_refused(command, tmp_path, monkeypa
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     source = "case.yaml" if name == "plan" else "plan.json"
-    refused(command(name, source, "-o", output), "--output", output, "Give ")
+    expect_error(command(name, source, "-o", output), f"--output = '{output}'...Give ")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -816,20 +636,13 @@ WRONG_CHURN = {
 )
 def test_wrong_churn_is_refused_in_one_line(command, small_plan, option, given, value, remedy):
     words = ["--mtbf", "2h", "--repair", "0s", option, *([] if given is None else [given])]
-    refused(command("simulate-faults", small_plan, *words), option.partition("=")[0], value, remedy)
+    told = f"{option.partition('=')[0]} = ...{value}...{remedy}"
+    expect_error(command("simulate-faults", small_plan, *words), told)
 
 
 def test_a_negative_seed_is_refused(command, tmp_path):
     done = command("plan", PAPER, "-o", tmp_path / "plan.json", "--seed", "-1")
-    refused(done, "--seed", "-1", "Give 0 or more")
-
-
-def test_rules_that_leave_no_plan_are_refused(command, tmp_path):
-    case = same_place([1, 1, 1], path_length=2, rules={"max_jump": 0}).source
-    path = tmp_path / "case.yaml"
-    path.write_text(yaml.safe_dump(dict(case) | {"microbatches_per_data_node": 4}))
-    done = command("plan", path, "-o", tmp_path / "plan.json")
-    refused(done, "case.rules.max_jump", "0: no paths visit", "Raise max_jump")
+    expect_error(done, "--seed = -1...Give 0 or more")
 
 
 def test_errors_reach_the_terminal_as_one_line_and_exit_code_2(tmp_path):
@@ -842,3 +655,18 @@ def test_errors_reach_the_terminal_as_one_line_and_exit_code_2(tmp_path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: case\.path_length = 7: .* Write 6 or less, .*\n", done.stderr)
+
+
+def test_each_command_to_a_standby_is_answered_by_its_exit_code(tmp_path, capfd):
+    case, found = tmp_path / "case.yaml", tmp_path / "plan.json"
+    words = ["plan", str(case), "--method", "balanced", "-o", str(found)]
+    case.write_text(json.dumps(TWO_NODES))
+    lines = [json.dumps(own) + "\n" for own in (words, [*words, "--budget", "0"], words)]
+    answers, before = io.StringIO(), sys.stdout
+    command_server.serve(io.StringIO("".join(lines)), answers)
+    assert answers.getvalue().split() == ["0", "2", "0"]
+    assert found.exists()
+    assert sys.stdout is before
+    said = capfd.readouterr()
+    assert said.out == "", "nobody reads it"
+    assert "--budget" in said.err

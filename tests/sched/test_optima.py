@@ -10,14 +10,10 @@ from tests.sched.optimum import optimum_s, random_small_case
 FEW = (8, 27, 43)
 
 
-@pytest.mark.parametrize("seed", FEW)
+@pytest.mark.parametrize(
+    "seed", [s if s in FEW else pytest.param(s, marks=pytest.mark.slow) for s in SEEDS]
+)
 def test_the_solver_finds_what_is_kept(seed):
-    assert optimum_s(random_small_case(seed)) == kept_optimum(seed).iteration_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sorted(set(SEEDS) - set(FEW)))
-def test_the_solver_finds_all_that_is_kept(seed):
     assert optimum_s(random_small_case(seed)) == kept_optimum(seed).iteration_s
 
 

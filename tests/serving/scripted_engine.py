@@ -6,10 +6,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.serving.engine import Engine
 from skippipe_jax.serving.server import Server, ServerSettings, listen
 from skippipe_jax.serving.service import Served
 
@@ -97,7 +97,7 @@ def scored(token: int) -> ScoredToken:
 
 @contextlib.contextmanager
 def serving(
-    engine: Engine, what: Served | None = None, conduct: ServerSettings | None = None
+    engine: Any, what: Served | None = None, conduct: ServerSettings | None = None
 ) -> Iterator[str]:
     """Serve in a thread; yields the address, as URL."""
     conduct = ServerSettings(drain_s=5) if conduct is None else conduct

@@ -106,6 +106,7 @@ class Service:
         scales: ScaleTable | None,
     ):
         self.source, self.keys, self.most_stages = source, keys, most_stages
+        self.inner = range(1, source.stages)
         self.hosts = StageHosts(source, slots, rules, keys, SILENT_S, scales)
         self.address = self.hosts.listen("127.0.0.1", 0)
         self.threads: list[HostThread] = []
@@ -127,6 +128,25 @@ class Service:
         """The hosts that have a stage."""
         ports = {own.get("address") for own in self.hosts.status() if stage in own["stages"]}
         return [thread for thread in self.threads if thread.host.address in ports]
+
+    def in_use(self, stage: int) -> HostThread:
+        """The host on which a group runs a stage."""
+        [used] = [
+            own for own in self.hosts.status() if own.get("groups") and stage in own["stages"]
+        ]
+        [thread] = [own for own in self.threads if own.host.address == used["address"]]
+        return thread
+
+    def lose(self, stage: int) -> None:
+        """Kill the host that alone has a stage, and wait until the front has noticed."""
+        [thread] = self.holding(stage)
+        thread.kill()
+        self.await_stages(*({*self.inner} - {stage}))
+
+    def restore(self) -> None:
+        """Start another host, and wait until all stages are there."""
+        self.start(1)
+        self.await_stages(*self.inner)
 
     def await_stages(self, *stages: int) -> None:
         """Wait until somebody holds these stages, and nobody others."""

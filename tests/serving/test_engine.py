@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
@@ -50,7 +51,8 @@ class OneStep:
 def test_a_last_token_is_delivered_when_the_other_sequence_is_cancelled():
     async def delivered() -> list[tuple[int, Decoded]]:
         came = asyncio.Queue[Sequence[tuple[int, Decoded]]]()
-        runner = Runner(OneStep(lambda: runner.cancel(20)), came.put_nowait, lambda *_: None)
+        engine: Any = OneStep(lambda: runner.cancel(20))
+        runner = Runner(engine, came.put_nowait, lambda *_: None)
         # Both before the start, so that the first step has both.
         runner.submit(10, REQUEST)
         runner.submit(20, REQUEST)

@@ -12,8 +12,10 @@ import sys
 import threading
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -43,7 +45,7 @@ from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
 from tests.partial_models import save_run
 from tests.serving.scripted_engine import PATIENCE_S, eventually
-from tests.serving.stage_hosts import SILENT_S, service
+from tests.serving.stage_hosts import SILENT_S, Service, service
 
 SECTIONS: dict[str, Any] = {
     "model": {
@@ -70,9 +72,9 @@ def model(source: ModelSource) -> StagedModel:
 def drawn_by(
     generator: Generator,
     requests: Sequence[DecodeRequest],
-    then: Callable[[int], object] = lambda _: None,
+    after: Mapping[int, Callable[[], object]] = MappingProxyType({}),
 ) -> tuple[list[list[int]], list[tuple[int, ...] | None]]:
-    """The tokens of requests and the stages they used; `then` is called after each step."""
+    """The tokens of requests and the stages they used; `after` has what happens after steps."""
     numbers = [generator.submit(request) for request in requests]
     tokens: dict[int, list[int]] = defaultdict(list)
     stages: dict[int, tuple[int, ...] | None] = {}
@@ -83,12 +85,29 @@ def drawn_by(
             assert own.drawn is not None
             tokens[own.request].append(own.drawn.token)
             stages[own.request] = own.stages
-        then(step)
+        after.get(step, lambda: None)()
     raise AssertionError
 
 
 def greedy(model: StagedModel, prompt: list[int], count: int, order: Sequence[int]) -> list[int]:
     return model.generate(prompt, count, order, GREEDY)
+
+
+Continued = tuple[list[int], tuple[int, ...] | None]
+"""Tokens that follow the prompt, and the stages that have run for all of them."""
+
+
+def continued(
+    own: Service, count: int, after: Mapping[int, Callable[[], object]] = MappingProxyType({})
+) -> Continued:
+    """How a service continues the prompt."""
+    [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, count, GREEDY)], after)
+    return tokens, stages
+
+
+def alone(model: StagedModel, count: int, order: tuple[int, ...] = (0, 1, 2, 3)) -> Continued:
+    """How the model continues the prompt by these stages on one device."""
+    return greedy(model, PROMPT, count, order), order
 
 
 @pytest.mark.parametrize(
@@ -113,17 +132,13 @@ def test_sequences_are_those_of_one_device(
     expected = [model.generate(prompt, 20, order, how) for prompt, order, how in asked]
     requests = [DecodeRequest(prompt, 20, how, stages=order) for prompt, order, how in asked]
     with service(source, count, slots=Slots(2, 2, 64), has_weights=has_weights) as own:
-        found: dict[int, Any] = {}
 
-        def decode(group: int) -> None:
-            found[group] = drawn_by(own.generator(group), requests[group::2])
+        def decode(group: int) -> Any:
+            return drawn_by(own.generator(group), requests[group::2])
 
-        threads = [threading.Thread(target=decode, args=(group,)) for group in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for group, (tokens, stages) in found.items():
+        with ThreadPoolExecutor(2) as threads:
+            found = [*threads.map(decode, range(2))]
+    for group, (tokens, stages) in enumerate(found):
         ends = [own.index(257) if 257 in own else len(own) for own in tokens]
         assert [own[:end] for own, end in zip(tokens, ends, strict=True)] == expected[group::2]
         assert stages == [order or (0, 1, 2, 3) for _, order, _ in asked[group::2]]
@@ -131,17 +146,9 @@ def test_sequences_are_those_of_one_device(
 
 def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: StagedModel):
     with service(source, 6) as own:
-
-        def kill_the_one_in_use(step: int) -> None:
-            if step in (3, 9):
-                stage = 2 if step == 3 else 1
-                holding = [host for host in own.hosts.status() if stage in host["stages"]]
-                [used] = [host for host in holding if host["groups"]]
-                [thread] = [one for one in own.threads if one.host.address == used["address"]]
-                thread.kill()
-
         requests = [DecodeRequest(PROMPT, 25, GREEDY), DecodeRequest(PROMPT[:4], 30, GREEDY)]
-        tokens, stages = drawn_by(own.generator(), requests, kill_the_one_in_use)
+        kills = {3: lambda: own.in_use(2).kill(), 9: lambda: own.in_use(1).kill()}
+        tokens, stages = drawn_by(own.generator(), requests, kills)
     assert tokens == [greedy(model, PROMPT, 25, range(4)), greedy(model, PROMPT[:4], 30, range(4))]
     assert stages == [(0, 1, 2, 3)] * 2
 
@@ -172,16 +179,7 @@ def test_branches_are_scaled_by_how_many_stages_run(
 def test_without_a_lost_stage_the_others_are_scaled_anew(source: ModelSource, model: StagedModel):
     scaling = scaling_by(model)
     with service(source, 3, scales=scaling.table()) as own:
-
-        def lose_a_stage(step: int) -> None:
-            if step == 4:
-                [thread] = own.holding(2)
-                thread.kill()
-                own.await_stages(1, 3)
-
-        [tokens], [stages] = drawn_by(
-            own.generator(), [DecodeRequest(PROMPT, 20, GREEDY)], lose_a_stage
-        )
+        tokens, stages = continued(own, 20, {4: lambda: own.lose(2)})
     assert stages == (0, 1, 3)
     assert tokens[:5] == greedy(scaling.scaled(4), PROMPT, 5, range(4))
     # All that has been said so far runs anew, and the sequence goes on by the scales of three.
@@ -191,34 +189,19 @@ def test_without_a_lost_stage_the_others_are_scaled_anew(source: ModelSource, mo
 
 def test_a_lost_stage_is_left_out_until_it_is_back(source: ModelSource, model: StagedModel):
     with service(source, 3) as own:
-
-        def change(step: int) -> None:
-            if step == 4:
-                [thread] = own.holding(2)
-                thread.kill()
-                own.await_stages(1, 3)
-            if step == 9:
-                own.start(1)
-                own.await_stages(1, 2, 3)
-
-        request = DecodeRequest(PROMPT, 20, GREEDY)
-        [tokens], [stages] = drawn_by(own.generator(), [request], change)
-        [after], [all_stages] = drawn_by(own.generator(), [request])
+        tokens, stages = continued(own, 20, {4: lambda: own.lose(2), 9: own.restore})
+        assert continued(own, 20) == alone(model, 20)
     expected = greedy(model, PROMPT, 5, range(4))
     expected += greedy(model, PROMPT + expected, 5, (0, 1, 3))
     expected += greedy(model, PROMPT + expected, 10, range(4))
     assert tokens == expected
     assert stages == (0, 1, 3)
-    assert after == greedy(model, PROMPT, 20, range(4))
-    assert all_stages == (0, 1, 2, 3)
 
 
 def test_the_front_has_stages_too(source: ModelSource, model: StagedModel):
     with service(source, 2, rules=Rules(most_stages=2)) as own:
         assert len(own.hosts.own_stages) == 2
-        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
-    assert tokens == greedy(model, PROMPT, 9, range(4))
-    assert stages == (0, 1, 2, 3)
+        assert continued(own, 9) == alone(model, 9)
 
 
 def test_those_that_stay_take_over_a_lost_stage(source: ModelSource, model: StagedModel):
@@ -227,13 +210,9 @@ def test_those_that_stay_take_over_a_lost_stage(source: ModelSource, model: Stag
         own.start(1)
         eventually(lambda: sum(len(own.holding(stage)) for stage in (1, 2, 3)) == 5)
         [lost] = [stage for stage in (1, 2, 3) if len(own.holding(stage)) == 1]
-        [thread] = own.holding(lost)
-        thread.kill()
-        own.await_stages(*({1, 2, 3} - {lost}))
+        own.lose(lost)
         own.await_stages(1, 2, 3)
-        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
-    assert tokens == greedy(model, PROMPT, 9, range(4))
-    assert stages == (0, 1, 2, 3)
+        assert continued(own, 9) == alone(model, 9)
 
 
 def test_the_data_stage_answers_alone(source: ModelSource, model: StagedModel):
@@ -241,26 +220,18 @@ def test_the_data_stage_answers_alone(source: ModelSource, model: StagedModel):
         [thread] = own.threads
         thread.kill()
         own.await_stages()
-        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
-    assert tokens == greedy(model, PROMPT, 9, (0,))
-    assert stages == (0,)
+        assert continued(own, 9) == alone(model, 9, (0,))
 
 
 def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
     with service(source, 3, rules=Rules(WAIT, most_stages=1)) as own:
 
-        def change(step: int) -> None:
-            if step == 2:
-                [thread] = own.holding(3)
-                thread.kill()
-                own.await_stages(1, 2)
-                threading.Thread(target=own.start, args=(1,)).start()
+        def lose_for_a_while() -> None:
+            own.lose(3)
+            threading.Thread(target=own.start, args=(1,)).start()
 
-        [tokens], _ = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)], change)
-        assert tokens == greedy(model, PROMPT, 9, range(4))
-        [thread] = own.holding(3)
-        thread.kill()
-        own.await_stages(1, 2)
+        assert continued(own, 9, {2: lose_for_a_while}) == alone(model, 9)
+        own.lose(3)
         generator = own.generator()
         generator.submit(DecodeRequest(PROMPT, 1, GREEDY))
         waiting = threading.Thread(target=generator.step)
@@ -272,18 +243,10 @@ def test_sequences_wait_for_a_stage(source: ModelSource, model: StagedModel):
 def test_sequences_fail_without_a_stage(source: ModelSource, model: StagedModel):
     with service(source, 3, rules=Rules(FAIL, most_stages=1)) as own:
         generator, request = own.generator(), DecodeRequest(PROMPT, 9, GREEDY)
-
-        def change(step: int) -> None:
-            if step == 2:
-                [thread] = own.holding(1)
-                thread.kill()
-                own.await_stages(2, 3)
-
         with pytest.raises(Unavailable, match=r"stages \[1\]"):
-            drawn_by(generator, [request], change)
+            drawn_by(generator, [request], {2: lambda: own.lose(1)})
         generator.clear()
-        own.start(1)
-        own.await_stages(1, 2, 3)
+        own.restore()
         assert drawn_by(generator, [request])[0] == [greedy(model, PROMPT, 9, range(4))]
 
 
@@ -292,14 +255,8 @@ def test_hosts_that_do_not_reach_each_other_are_reached_by_the_front(
 ):
     with service(source, 3) as own:
         [second] = own.holding(2)
-
-        def cut(step: int) -> None:
-            if step == 3:
-                second.part_from(own.threads)
-
-        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 12, GREEDY)], cut)
-    assert tokens == greedy(model, PROMPT, 12, range(4))
-    assert stages == (0, 1, 2, 3)
+        cut = {3: lambda: second.part_from(own.threads)}
+        assert continued(own, 12, cut) == alone(model, 12)
 
 
 def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
@@ -307,14 +264,7 @@ def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
 ):
     with service(source, 3) as own:
         [first] = own.holding(1)
-
-        def forget(step: int) -> None:
-            if step == 3:
-                first.forget_others()
-
-        [tokens], [stages] = drawn_by(own.generator(), [DecodeRequest(PROMPT, 12, GREEDY)], forget)
-    assert tokens == greedy(model, PROMPT, 12, range(4))
-    assert stages == (0, 1, 2, 3)
+        assert continued(own, 12, {3: first.forget_others}) == alone(model, 12)
 
 
 def test_the_service_ends_after_the_connections_of_its_hosts(source: ModelSource):
@@ -360,7 +310,7 @@ def test_connections_with_hosts_that_are_gone_are_forgotten(source: ModelSource)
         left = [thread for thread in own.threads if thread is not lost]
         eventually(lambda: all(thread.neighbours == 2 for thread in left))
         # What hosts have said of the lost one has come before what they make of steps.
-        drawn_by(own.generator(), [DecodeRequest(PROMPT, 2, GREEDY)])
+        continued(own, 2)
         assert own.hosts._avoided == {}
 
 
@@ -396,12 +346,8 @@ def test_a_step_whose_host_dies_while_the_service_ends_is_not_waited_for(
 
 
 def test_hosts_have_the_secret(source: ModelSource, model: StagedModel):
-    def keys(text: str) -> Keys:
-        return Keys(Secret("cluster.secret", "file", text * 32))
-
-    with service(source, 2, keys=keys("a")) as own:
-        [tokens], _ = drawn_by(own.generator(), [DecodeRequest(PROMPT, 9, GREEDY)])
-    assert tokens == greedy(model, PROMPT, 9, range(4))
+    with service(source, 2, keys=Keys(Secret("cluster.secret", "file", "a" * 32))) as own:
+        assert continued(own, 9) == alone(model, 9)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 0.0), ("bfloat16", 0.03), ("int8", 0.05)])
@@ -453,14 +399,12 @@ def test_a_host_whose_device_hangs_leaves(
     with service(source, 3) as own:
         [thread] = own.holding(2)
 
-        def hang(step: int) -> None:
-            if step == 3:
-                session = thread.host._session
-                assert session is not None
-                hanging.append(session._held)
+        def hang() -> None:
+            session = thread.host._session
+            assert session is not None
+            hanging.append(session._held)
 
-        request = DecodeRequest(PROMPT, 9, GREEDY)
-        [tokens], [stages] = drawn_by(own.generator(), [request], hang)
+        tokens, stages = continued(own, 9, {3: hang})
         thread.join()
         error, thread.error = thread.error, None
         is_over.set()
@@ -479,6 +423,15 @@ def test_hosts_that_do_not_come_are_told_of(source: ModelSource):
             hosts.gather(2, 0.1)
     finally:
         hosts.close()
+
+
+def test_hosts_that_load_for_too_long_are_not_reported_as_missing(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+):
+    with service(source, 1) as own:
+        monkeypatch.setattr(StageHosts, "_is_ready", lambda *_: False)
+        with pytest.raises(TemporaryError, match="0 of 1 other hosts loaded their stages within"):
+            own.hosts.gather(1, 0.1)
 
 
 @pytest.fixture
@@ -571,10 +524,8 @@ def test_spans_of_a_prompt_are_sent_without_waiting(
         executor.begin(0, None)
         for start in range(0, 48, 16):
             executor.prefill(span_of(prompt[start : start + 16], 0, start))
-        [used] = [host for host in own.hosts.status() if host.get("groups") and 2 in host["stages"]]
-        [thread] = [one for one in own.threads if one.host.address == used["address"]]
         if is_lost:
-            thread.kill()
+            own.in_use(2).kill()
             eventually(lambda: len(own.holding(2)) == 1)
         may_go_on.set()
         executor.prefill(span_of(prompt[48:49], 0, 48))

@@ -1,4 +1,4 @@
-"""Held-out loss through a service is that of the model itself, and what goes wrong is one line."""
+"""Validation loss through a service is that of the model itself; what goes wrong is one line."""
 
 from __future__ import annotations
 

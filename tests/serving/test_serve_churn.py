@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from experiments.benchmarks import serve_churn
-from experiments.benchmarks.serve_churn_clients import (
+from experiments.benchmarks.serving import churn
+from experiments.benchmarks.serving.clients import (
     ANSWERED,
     CANCELLED,
     FAILED,
@@ -25,8 +25,8 @@ from experiments.benchmarks.serve_churn_clients import (
     longest_pause_s,
     pauses_at,
 )
-from experiments.benchmarks.serve_churn_hosts import StagedService
-from experiments.benchmarks.serve_churn_picture import picture
+from experiments.benchmarks.serving.hosts import StagedService
+from experiments.benchmarks.serving.picture import picture
 from skippipe_jax.inference.model_source import read_run
 from tests.multihost.processes import Processes
 from tests.partial_models import save_run
@@ -45,8 +45,8 @@ STREAM = Asked((256, 65), 4, 0.0, 0, is_stream=True)
 @pytest.mark.nightly
 def test_half_of_the_hosts_and_of_the_stages_may_go(processes: Processes):
     sizes = ["--requests", "200", "--pause-s", "0.1", "--sequences", "16"]
-    report = last_line_of(processes, "serve_churn", "--small", *sizes)
-    assert report["wrong"] == []
+    report = last_line_of(processes, "serving.churn", "--small", *sizes)
+    assert report["failures"] == []
     requests, greedy = report["requests"], report["greedy"]
     assert requests["sent"] >= 200
     assert requests["answered"] + requests["cancelled"] == requests["sent"]
@@ -65,14 +65,14 @@ def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
         clients = Clients(*service.address, 60.0)
         text = np.frombuffer(b"words of a text " * 20, np.uint8)
         drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
-        struck = serve_churn.Struck(service, clients, drawn, 0.01)
+        struck = churn.Struck(service, clients, drawn, 0.01)
         struck.strike("lost", 20, 2)
         assert service.holding().keys() == {1, 2} - {struck.faults[0]["host"]}
         service.end()
     answers = clients.answers
     assert len(answers) >= 20
     assert {answer.outcome for answer in answers} <= {ANSWERED, CANCELLED}
-    found = serve_churn.compared(model, answers)
+    found = churn.compared(model, answers)
     assert not found["different"]
     assert found["compared"] >= 3
 
@@ -160,20 +160,20 @@ def test_a_report_is_told_and_drawn():
             level(0, 1, 2, perplexity=8.0, control=7.0),
             level(0, 1, perplexity=8.4, control=14.0),
         ],
-        "front": {serve_churn.ALL: opened, serve_churn.AGAIN: grown},
-        "requests": serve_churn.counted([answered(1.0, 2.0)]),
+        "front": {churn.ALL: opened, churn.AGAIN: grown},
+        "requests": churn.counted([answered(1.0, 2.0)]),
         "greedy": {"compared": 0, "different": []},
         "faults": [lost],
         "back": [{"host": 3, "stages": [2], "at_s": 1.5, "streams": 0}],
         "calm_longest_pause_s": 0.5,
         "tokens_each_second": [3, 4],
     }
-    report["wrong"] = serve_churn.wrong_in(report, [answered(1.0, 2.0)])
-    assert report["wrong"] == [
+    report["failures"] = churn.wrong_in(report, [answered(1.0, 2.0)])
+    assert report["failures"] == [
         "received 0 of 4 tokens",
         "descriptors of the front have grown to 14, above 13",
     ]
-    rows = [line.split("  ") for line in serve_churn.table(report).splitlines()]
+    rows = [line.split("  ") for line in churn.table(report).splitlines()]
     assert [cell.strip() for cell in rows[2] if cell][-2:] == ["14.000", "2.000"]
     drawn = ElementTree.fromstring(picture(report))
     texts = ["".join(one.itertext()) for one in drawn.iter() if one.tag.endswith("text")]

@@ -17,6 +17,7 @@ import pytest
 import scipy.special
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.harness_model import HarnessModel
@@ -237,10 +238,7 @@ def test_the_command_serves_until_it_is_told_to_end(run: Path, tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         told = process.stderr.read().splitlines()
-        assert told == [
-            "SIGTERM: finishing the answers in progress",
-            "service stopped",
-        ]
+        assert told == ["SIGTERM: finishing the answers in progress", "service stopped"]
     finally:
         process.kill()
         process.wait()
@@ -270,4 +268,13 @@ def test_what_cannot_be_served_is_refused_by_a_line(
 
 def test_a_port_that_is_taken_is_refused_by_a_line(run: Path, url: str, command: Command):
     port = url.rpartition(":")[2]
-    expect_one_error(command("serve", "--run", str(run), "--port", port), "--port", "listening on")
+    result = command("serve", "--run", str(run), "--port", port)
+    expect_one_error(result, "--port", "listening on", code=TEMPORARY_EXIT_CODE)
+
+
+def test_a_package_that_the_command_needs_is_named(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    result = command("serve", "--run", str(run))
+    expect_one_error(result, "command = 'serve': needs the package starlette", "[serve]")

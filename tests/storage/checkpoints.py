@@ -49,18 +49,31 @@ def assert_same(found, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def write(run_dir, steps, keep=3, keep_every=None, **options):
-    writer = Checkpointer(
-        run_dir,
-        ThreadHost(),
-        stage_layers=LAYERS,
-        policy=RetentionPolicy(keep, keep_every),
-        **options,
+def writer_of(run_dir, host=None, *, layers=LAYERS, keep=3, keep_every=None, **options):
+    """A checkpointer, by default of a run of one host."""
+    policy = RetentionPolicy(keep, keep_every)
+    return Checkpointer(
+        run_dir, host or ThreadHost(), stage_layers=layers, policy=policy, **options
     )
+
+
+def both_stages(step):
+    return CheckpointItems({stage: stage_state(10 * step + stage) for stage in range(2)})
+
+
+def write(run_dir, steps, **options):
+    writer = writer_of(run_dir, **options)
     for step in steps:
-        data = {"position": [step], "epoch": None}
-        writer.save(step, CheckpointItems({i: stage_state(10 * step + i) for i in range(2)}), data)
+        writer.save(step, both_stages(step), {"position": [step], "epoch": None})
     writer.close()
+
+
+def damage(path: Path) -> Path:
+    """Change a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
 
 
 def every_part(checkpoint: Checkpoint) -> set[str]:

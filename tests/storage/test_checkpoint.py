@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from skippipe_sched.errors import InputError
@@ -90,22 +88,3 @@ def test_what_an_earlier_version_wrote(run_dir):
 def test_other_folders_are_no_checkpoints():
     names = {"00000012", "00000003", "123456789", "3", "000000004", "0000000x", "kept", "-0000001"}
     assert steps_named(names) == [3, 12, 123456789]
-
-
-def loaded_with(*modules):
-    """What a process has loaded once it has imported some modules."""
-    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    return set(found.stdout.split())
-
-
-def test_who_looks_into_a_run_folder_loads_no_jax():
-    loaded = loaded_with("skippipe_jax.storage.run_dir", "skippipe_jax.connections.addresses")
-    assert {"jax", "flax", "optax", "orbax", "grain", "fsspec"} & loaded == set()
-
-
-def test_who_looks_for_checkpoints_loads_no_numbers_at_all():
-    assert {"jax", "numpy", "scipy", "numba"} & loaded_with(
-        "skippipe_jax.storage.checkpoint"
-    ) == set()

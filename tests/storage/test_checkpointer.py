@@ -42,20 +42,28 @@ from skippipe_jax.storage.checkpoint import (
     remove_unfinished,
     step_folder,
 )
-from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import BEST_METRIC, RetentionPolicy
 from skippipe_jax.storage.loading import load_data_state, load_replica, load_stage
 from skippipe_jax.storage.records import append_record
 from skippipe_jax.storage.run_dir import BEST, VALIDATION, RunDir
 from tests.multihost.processes import started_processes
 from tests.network.test_shaped_network import needs_root
 from tests.sched.examples import plan_of
-from tests.storage.checkpoints import LAYERS, abstract, prepare_run, stage_state, write
+from tests.storage.checkpoints import (
+    LAYERS,
+    abstract,
+    both_stages,
+    prepare_run,
+    stage_state,
+    write,
+    writer_of,
+)
 from tests.thread_hosts import ThreadHost
 
 
 def test_arrays_may_be_donated_once_save_returns(tmp_path):
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
-    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=(1,), policy=RetentionPolicy(9))
+    writer = writer_of(tmp_path, layers=(1,))
     state = {"params": {f"w{i}": jnp.full((512, 1024), i, jnp.float32) for i in range(8)}}
     expected = jax.tree.map(np.array, state)
     writer.save(1, CheckpointItems({0: state}), {})
@@ -70,22 +78,18 @@ def test_arrays_may_be_donated_once_save_returns(tmp_path):
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, -1), saved)
 
 
-def test_the_last_checkpoints_are_kept(tmp_path):
-    write(tmp_path, [1, 2, 5, 7], keep=2)
-    assert committed_steps(tmp_path) == [5, 7]
+def test_the_last_checkpoints_and_some_others_are_kept(tmp_path):
+    write(tmp_path, [1, 2, 4, 5, 7], keep=2, keep_every=2)
+    assert committed_steps(tmp_path) == [2, 4, 5, 7]
     assert latest_step(tmp_path) == 7
-    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"00000005", "00000007"}
+    names = {f"{step:08d}" for step in (2, 4, 5, 7)}
+    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == names
 
 
 def test_where_hosts_may_be_lost_the_checkpoint_before_the_last_is_kept(tmp_path):
     """A host that has not heard of the last one has all go back to the one before."""
     write(tmp_path, [1, 2, 3], keep=1, generation=5)
     assert committed_steps(tmp_path) == [2, 3]
-
-
-def test_some_checkpoints_are_kept_for_good(tmp_path):
-    write(tmp_path, [2, 3, 4, 6, 8, 9], keep=1, keep_every=4)
-    assert committed_steps(tmp_path) == [4, 8, 9]
 
 
 @given(
@@ -163,8 +167,8 @@ def test_what_was_begun_is_written_to_its_end_where_the_next_part_cannot_be_begu
         return written(folder, state)
 
     monkeypatch.setattr(checkpointer_module, "begin_writing", begins)
-    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(1))
-    writer.save(1, CheckpointItems({stage: stage_state(stage) for stage in range(2)}), {})
+    writer = writer_of(tmp_path)
+    writer.save(1, both_stages(1), {})
     with pytest.raises(CheckpointFailed, match="no such stage"):
         writer.wait()
     assert ended == ["stage_0"]
@@ -176,10 +180,13 @@ def test_what_was_begun_is_written_to_its_end_where_the_next_part_cannot_be_begu
 
 def two_writers(run_dir, **options):
     host = ThreadHost(count=2)
-    return [
-        Checkpointer(run_dir, h, stage_layers=LAYERS, policy=RetentionPolicy(3), **options)
-        for h in (host, host.peer(1))
-    ]
+    return [writer_of(run_dir, own, **options) for own in (host, host.peer(1))]
+
+
+def save(writers, step):
+    """Each of two hosts saves its stage, the first one the data too."""
+    for stage, writer in enumerate(writers):
+        writer.save(step, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
 
 
 def test_a_checkpoint_waits_for_every_host_and_save_does_not(tmp_path):
@@ -231,16 +238,14 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
     obstacle = pending_folder(tmp_path, 3, generation=0) / f"stage_{broken}"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way")
-    for stage, writer in enumerate(writers):
-        writer.save(3, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    save(writers, 3)
     for writer in writers:
         with pytest.raises(CheckpointFailed, match=r"ValueError.*already exists") as caught:
             writer.wait()
         named = f"host {broken} failed at 'checkpoint/3/part'" in str(caught.value)
         assert named == (writer is not writers[broken])
     assert latest_step(tmp_path) is None
-    for stage, writer in enumerate(writers):  # and the next checkpoint is none the worse
-        writer.save(4, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    save(writers, 4)  # The next checkpoint is none the worse.
     for writer in writers:
         writer.close()
     assert latest_step(tmp_path) == 4
@@ -248,12 +253,9 @@ def test_every_host_learns_that_one_failed(tmp_path, broken):
 
 def of_generation(run_dir, generation, step):
     """A writer of a generation that has begun the checkpoint of a step, but not all of it."""
-    writer = Checkpointer(
-        run_dir, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(3), generation=generation
-    )
-    write_slowly = threading.Event()
+    writer, write_slowly = writer_of(run_dir, generation=generation), threading.Event()
     writer._background.submit(write_slowly.wait)
-    writer.save(step, CheckpointItems({i: stage_state(10 * step + i) for i in range(2)}), {})
+    writer.save(step, both_stages(step), {})
     return writer, write_slowly
 
 
@@ -305,7 +307,7 @@ def test_only_what_is_as_old_is_removed_of_checkpoints_that_were_not_finished(tm
 
 
 def test_a_failed_save_surfaces_in_the_next_one(tmp_path):
-    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(3))
+    writer = writer_of(tmp_path)
     writer.save(1, CheckpointItems({0: stage_state(0)}), {})
     with pytest.raises(CheckpointFailed, match=r"expected \['data.json', 'stage_0', 'stage_1'\]"):
         writer.save(2, CheckpointItems({0: stage_state(0)}), {})
@@ -334,39 +336,42 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_one_
 ):
     writers = two_writers(tmp_path)
 
-    def save(step):
-        for stage, writer in enumerate(writers):
-            writer.save(step, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    def is_saved(step):
+        save(writers, step)
         return [writer.wait() for writer in writers]
 
     with full_disk():
-        assert save(3) == [False, False]
+        assert is_saved(3) == [False, False]
         # The last one of a run is tried again.
-        assert save(3) == [False, False]
+        assert is_saved(3) == [False, False]
     assert not any((tmp_path / "checkpoints").iterdir()), "it would take the room of the next"
-    assert save(3) == [True, True]
-    assert save(4) == [True, True]
+    assert is_saved(3) == [True, True]
+    assert is_saved(4) == [True, True]
     assert committed_steps(tmp_path) == [3, 4]
     for writer in writers:
         writer.close()
+
+
+def fail_part(monkeypatch, stage, error):
+    """Let the part with this stage not be written."""
+    complete = checkpointer_module._complete_part
+
+    def fails(folder, parts, texts):
+        if f"stage_{stage}" in parts:
+            raise error
+        return complete(folder, parts, texts)
+
+    monkeypatch.setattr(checkpointer_module, "_complete_part", fails)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_host_that_can_write_no_checkpoint_ends_alone_with_an_error_that_may_be_over_later(
     tmp_path, broken, monkeypatch, no_pauses
 ):
-    complete = checkpointer_module._complete_part
-
-    def failing_on_one(folder, parts, texts):
-        if f"stage_{broken}" in parts:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return complete(folder, parts, texts)
-
-    monkeypatch.setattr(checkpointer_module, "_complete_part", failing_on_one)
+    fail_part(monkeypatch, broken, OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     writers = two_writers(tmp_path)
     for step in (1, 2, 3):
-        for stage, writer in enumerate(writers):
-            writer.save(step, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+        save(writers, step)
         assert writers[1 - broken].wait() is False
         if step < 3:
             assert writers[broken].wait() is False
@@ -379,21 +384,44 @@ def test_a_host_that_can_write_no_checkpoint_ends_alone_with_an_error_that_may_b
 
 def test_an_error_of_a_peer_that_only_names_a_failed_write_ends_the_save(tmp_path, monkeypatch):
     """The kind of the error decides, not its text."""
-    complete = checkpointer_module._complete_part
-
-    def failing_on_one(folder, parts, texts):
-        if "stage_1" in parts:
-            raise ValueError("NotWritten: in the text of another error")
-        return complete(folder, parts, texts)
-
-    monkeypatch.setattr(checkpointer_module, "_complete_part", failing_on_one)
+    fail_part(monkeypatch, 1, ValueError("NotWritten: in the text of another error"))
     writers = two_writers(tmp_path)
-    for stage, writer in enumerate(writers):
-        writer.save(1, CheckpointItems({stage: stage_state(stage)}), None if stage else {})
+    save(writers, 1)
     for writer in writers:
         with pytest.raises(CheckpointFailed, match="NotWritten: in the text"):
             writer.wait()
         writer.close()
+
+
+def while_handling(error, context):
+    """An error as it is raised while another one is handled."""
+    error.__context__ = context
+    return error
+
+
+NO_SPACE = os.strerror(errno.ENOSPC)
+OF_TENSORSTORE = f"RESOURCE_EXHAUSTED: Failed to write to file 4: [os_error_code='{errno.ENOSPC}']"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_files"),
+    [
+        (OSError(errno.ENOSPC, NO_SPACE), True),
+        (ValueError(OF_TENSORSTORE), True),
+        (while_handling(RuntimeError("closed"), OSError(errno.ENOSPC, NO_SPACE)), True),
+        (while_handling(RuntimeError("closed"), ValueError(OF_TENSORSTORE)), True),
+        (ValueError(f"a text with {NO_SPACE}"), False),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), False),
+    ],
+)
+def test_errors_of_files_are_known_by_their_numbers(error, is_of_files):
+    def fail():
+        raise error
+
+    expected = checkpointer_module.NotWritten if is_of_files else type(error)
+    with pytest.raises(expected) as caught:
+        checkpointer_module._attempt_write(fail)
+    assert str(caught.value) == NO_SPACE if is_of_files else caught.value is error
 
 
 def failing(monkeypatch, name, *numbers):
@@ -512,13 +540,10 @@ def test_what_orbax_does_not_ask_for_is_not_told(caplog, file, told):
 def fill_the_disk(run_dir):
     """Save checkpoints of many files each, of which none is removed."""
     files.RETRY_PAUSES_S = (0.1,)
-    writer = Checkpointer(run_dir, ThreadHost(), stage_layers=(1,), policy=RetentionPolicy(1000))
+    writer = writer_of(run_dir, layers=(1,), keep=1000)
+    state = {str(n): jnp.full(3000, n, jnp.float32) for n in range(20)}
     for step in range(1, 1000):
-        writer.save(
-            step,
-            CheckpointItems({0: {str(n): jnp.full(3000, n, jnp.float32) for n in range(20)}}),
-            {},
-        )
+        writer.save(step, CheckpointItems({0: state}), {})
     raise AssertionError("the disk is not full yet")
 
 
@@ -551,7 +576,7 @@ def test_all_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
 
 
 def save_forever(run_dir):
-    writer = Checkpointer(run_dir, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(2))
+    writer = writer_of(run_dir, keep=2)
     for step in itertools.count(1):
         state = {"params": {"w": jnp.full((256, 1024), step, jnp.float32)}}
         writer.save(step, CheckpointItems({0: state, 1: state}), {"step": step})

@@ -87,14 +87,6 @@ def test_a_damaged_recovery_is_named_and_left_out(
     assert "line 2" in capsys.readouterr().err
 
 
-def test_a_line_that_is_cut_short_is_left_out(tmp_path: Path):
-    assert RunDir(tmp_path).generations() == []
-    RunDir(tmp_path).append_generation(Generation(1, (1, 3), (8, 9), 1, 0), PLAN, MEMBERS)
-    with (tmp_path / MEMBERSHIP).open("a") as file:
-        file.write('{"generation": 2, "step"')
-    assert [line.generation for line in RunDir(tmp_path).generations()] == [1]
-
-
 @pytest.mark.parametrize("text", ["[]", '{"generation": 1}', "{", '{"generation": "x"}'])
 def test_a_damaged_line_is_named_and_left_out(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]

@@ -17,23 +17,15 @@ import jax.numpy as jnp
 import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
-from skippipe_jax import Run
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import ClusterConfig, Config, load_config
+from skippipe_jax.config import Config, load_config
 from skippipe_jax.storage.checkpoint import COMMITTED, CheckpointItems, committed_steps
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import Checkpointer
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.records import append_record
 from skippipe_jax.storage.run_dir import BEST, METRICS
 from skippipe_jax.storage.run_lock import RunLock
-from skippipe_jax.training.trainer import Trainer
-from tests.training_runs import (
-    SMALL_CASE,
-    arrays_of_checkpoint,
-    assert_same_bits,
-    settings,
-    write_config,
-)
+from tests.storage.checkpoints import writer_of
+from tests.training_runs import SMALL_CASE, assert_same_run, settings, train_alone, write_config
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -60,10 +52,8 @@ def make_run(run_dir: Path) -> Path:
     return run_dir
 
 
-def writer(run_dir: Path, mirror: Mirror, **options: Any) -> Checkpointer:
-    alone = Membership(ClusterConfig(), 0, 1)
-    policy = RetentionPolicy(2, options.pop("keep_every", None))
-    return Checkpointer(run_dir, alone, stage_layers=(1,), policy=policy, mirror=mirror, **options)
+def writer(run_dir: Path, mirror: Mirror | None, **options: Any) -> Checkpointer:
+    return writer_of(run_dir, layers=(1,), keep=2, mirror=mirror, **options)
 
 
 def save(checkpoints: Checkpointer, *steps: int, **metrics: float) -> None:
@@ -245,10 +235,7 @@ def test_on_a_slow_link_one_copy_waits_and_no_old_checkpoints_pile_up(tmp_path: 
 def test_the_copy_that_a_lost_leader_has_begun_is_completed_by_the_next(tmp_path: Path, url: str):
     run_dir = make_run(tmp_path / "run")
     write(run_dir, url, 1)
-    alone = Membership(ClusterConfig(), 0, 1)
-    with closing(
-        Checkpointer(run_dir, alone, stage_layers=(1,), policy=RetentionPolicy(2))
-    ) as lost:
+    with closing(writer(run_dir, None)) as lost:
         save(lost, 2)
     mirror = Mirror(url)
     mirror.steps()
@@ -294,8 +281,7 @@ def test_only_files_that_have_changed_are_sent_again(tmp_path: Path, url: str):
 def train_in(folder: Path, run_dir: str, **changes: Any) -> None:
     path = write_config(folder, plan={"case": SMALL_CASE, "method": "balanced"})
     changes = {"run_dir": folder / run_dir, "train__steps": 1, **changes}
-    config = load_config(path, settings(**changes)[1::2])
-    Trainer(config, host=Membership(config.cluster, 0, 1), resume=True, config_folder=folder).run()
+    train_alone(load_config(path, settings(**changes)[1::2]), resume=True)
 
 
 def test_nothing_is_fetched_into_a_folder_that_another_holds(tmp_path: Path):
@@ -422,24 +408,12 @@ def test_training_goes_on_from_the_copy(tmp_path: Path, url: str):
         changes = {"run_dir": tmp_path / run_dir, "train__steps": steps, **every, **changes}
         return load_config(path, settings(**changes)[1::2])
 
-    def train_here(config: Config, *, resume: bool) -> None:
-        Trainer(
-            config, host=Membership(config.cluster, 0, 1), resume=resume, config_folder=tmp_path
-        ).run()
-
-    train_here(load("whole", 6), resume=False)
-    train_here(load("run", 4, checkpoint__copy_to=url), resume=False)
+    train_alone(load("whole", 6))
+    train_alone(load("run", 4, checkpoint__copy_to=url))
     shutil.rmtree(tmp_path / "run")
-    train_here(load("run", 6, checkpoint__copy_to=url), resume=True)
-    for found, expected in zip(
-        arrays_of_checkpoint(tmp_path / "run", 6),
-        arrays_of_checkpoint(tmp_path / "whole", 6),
-        strict=True,
-    ):
-        assert_same_bits(found, expected)
-    lines, others = (Run(tmp_path / name).metrics for name in ("run", "whole"))
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    train_alone(load("run", 6, checkpoint__copy_to=url), resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "whole", 6)
     assert Mirror(url).steps() == [4, 6]
     with pytest.raises(InputError, match="has a checkpoint of step 6"):
-        train_here(load("another", 6, checkpoint__copy_to=url), resume=False)
+        train_alone(load("another", 6, checkpoint__copy_to=url))
     assert not (tmp_path / "another").exists()

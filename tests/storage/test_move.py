@@ -14,7 +14,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax import Run
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.storage.checkpoint import open_checkpoint
@@ -22,7 +21,6 @@ from skippipe_jax.storage.loading import load_data_state
 from skippipe_jax.storage.recording import recorded_steps
 from skippipe_jax.storage.run_dir import PLAN, RunDir
 from skippipe_jax.training.planning import plan_of
-from skippipe_jax.training.trainer import Trainer
 from tests import oracle
 from tests.multihost.processes import started_processes
 from tests.partial_models import evaluate_run
@@ -31,6 +29,7 @@ from tests.training_runs import (
     arrays_of_checkpoint,
     by_name,
     settings,
+    train_alone,
     virtual_devices,
     write_config,
 )
@@ -100,10 +99,6 @@ def arguments(run: Path, steps: int, case: Any, **changes: Any) -> list[str]:
     return settings(run_dir=run, train__steps=steps, plan__case=json.dumps(case), **changes)
 
 
-def train_here(config: Config, *, resume: bool = True) -> None:
-    Trainer(config, host=Membership(config.cluster, 0, 1), resume=resume).run()
-
-
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     folder = tmp_path_factory.mktemp("move")
@@ -137,8 +132,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
         trace=f"every {MOVE}",
     )
     (folder / "text").write_bytes((folder / "text").read_bytes()[:TEXT_BYTES])
-    config = load(path, folder / "run", MOVE)
-    train_here(config, resume=False)
+    train_alone(load(path, folder / "run", MOVE))
     return Moved(path, folder / "run")
 
 
@@ -172,7 +166,7 @@ def assert_as_the_oracle(run: Path, moved: Moved) -> None:
 def test_a_moved_run_equals_the_oracle(moved: Moved, run: Path, capsys: pytest.CaptureFixture[str]):
     loss_before = evaluate_run(run, MOVE, 4).loss
     config = load(moved.config, run, STEPS, AFTER)
-    train_here(config)
+    train_alone(config, resume=True)
     assert_as_the_oracle(run, moved)
     out = capsys.readouterr().out
     move = f"plan changed after step {MOVE}: 6 stages on 9 nodes -> 4 stages on 7 nodes"
@@ -222,7 +216,7 @@ def test_the_same_cut_in_other_words_changes_nothing(
     moved: Moved, run: Path, capsys: pytest.CaptureFixture[str]
 ):
     plan = (run / PLAN).read_bytes()
-    train_here(load(moved.config, run, MOVE + 1, model__stage_layers=[2] * 6))
+    train_alone(load(moved.config, run, MOVE + 1, model__stage_layers=[2] * 6), resume=True)
     assert "resuming with model.stage_layers = [2, 2, 2, 2, 2, 2], previously None" in (
         capsys.readouterr().out
     )
@@ -245,7 +239,7 @@ def test_a_move_that_cannot_be_leaves_the_run_as_it_is(
 ):
     before = contents(moved.run)
     with pytest.raises(InputError) as caught:
-        train_here(load(moved.config, moved.run, STEPS, case, **changes))
+        train_alone(load(moved.config, moved.run, STEPS, case, **changes), resume=True)
     assert caught.value.field == field
     assert contents(moved.run) == before
 

@@ -56,12 +56,7 @@ def pieces(plan: Plan, timeline: Timeline, host_of) -> dict[int, Recording]:
         stages = {plan.stage_of[node] for node in nodes}
         recordings[host] = Recording(
             tuple(
-                Run(
-                    run.operation,
-                    NOW_S + run.arrived_s,
-                    NOW_S + run.start_s,
-                    NOW_S + run.end_s,
-                )
+                Run(run.operation, NOW_S + run.arrived_s, NOW_S + run.start_s, NOW_S + run.end_s)
                 for run in timeline.runs
                 if run.operation.node in nodes
             ),
@@ -144,13 +139,6 @@ def test_hops_that_share_a_connection_start_when_it_is_free(routed):
         for host, recording in pieces(plan, timeline, range(timeline.nodes)).items():
             recording.save(Path(name), 12, host)
         assert_same(measured_timeline(Path(name), plan, 12), timeline)
-
-
-def test_a_recording_is_replaced_whole(tmp_path):
-    plan = small_plan()
-    save_all(tmp_path, plan)
-    timeline = save_all(tmp_path, plan)
-    assert_same(measured_timeline(tmp_path, plan, 7), timeline)
 
 
 def test_each_node_runs_what_takes_no_time_in_the_order_of_the_plan(tmp_path):
@@ -283,10 +271,6 @@ def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
     figures = json.loads(trace.read_text())["otherData"]
     assert figures["iteration_s"] == pytest.approx(left.predicted.iteration_s)
     assert figures["measured_iteration_s"] == pytest.approx(measured.iteration_s)
-
-
-def test_nothing_recorded(tmp_path):
-    assert recorded_steps(tmp_path) == []
 
 
 def test_recorded_iterations_are_drawn_below_the_prediction(tmp_path, capsys):

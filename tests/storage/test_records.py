@@ -133,8 +133,3 @@ def test_numbers_that_json_does_not_know_are_read_as_none(tmp_path: Path):
     add(tmp_path / VALIDATION, ['{"step": 1, "validation_loss": NaN, "more": [Infinity]}'])
     [line] = read_records(tmp_path / VALIDATION, ValidationMetrics)
     assert line == ValidationMetrics(step=1, validation_loss=None)
-
-
-def test_a_line_is_added_to_a_file_that_is_not_there(tmp_path: Path):
-    append_record(tmp_path / "new", {"step": 1})
-    assert (tmp_path / "new").read_text() == '{"step": 1}\n'

@@ -12,7 +12,6 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.errors import CorruptCheckpoint, GenerationEnded
 from skippipe_jax.storage import checkpoint as checkpoint_module
 from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 from skippipe_jax.storage.loading import load_data_state, load_stage, stage_step
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.restore import latest_intact, rewind
@@ -20,10 +19,12 @@ from tests.storage.checkpoints import (
     LAYERS,
     abstract,
     assert_same,
+    damage,
     every_part,
     prepare_run,
     stage_state,
     write,
+    writer_of,
 )
 from tests.thread_hosts import ThreadHost, on_hosts
 
@@ -34,14 +35,6 @@ def step(run_dir: Path, number: int = 20) -> Path:
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def damage(path: Path) -> Path:
-    """Change a bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    return path
 
 
 def remove(path: Path) -> Path:
@@ -269,7 +262,7 @@ def test_a_copy_that_cannot_be_read_is_told(
 def test_stages_that_a_run_went_on_without_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=LAYERS, policy=RetentionPolicy(3))
+    writer = writer_of(tmp_path)
     for number, left_out in ((10, {}), (20, {1: 10})):
         stages = {stage: stage_state(stage) for stage in range(2)}
         writer.save(number, CheckpointItems(stages, stale_stages=left_out), {})

@@ -14,13 +14,13 @@ from skippipe_jax.config import parse_config
 from skippipe_jax.connections.link_probe import MeasuredLink
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.training.elastic import join_measurements as measuring
-from skippipe_jax.training.elastic.admission import Admission, admission
 from skippipe_jax.training.elastic.extra_hosts import extend_case
 from skippipe_jax.training.elastic.join_measurements import (
     JoinMeasurements,
     forward_seconds,
     new_nodes,
 )
+from skippipe_jax.training.elastic.joining import Admission, admission
 from tests.sched.examples import plan_of
 
 # Node 0 sends all, and nodes 1 and 2 share what comes after.

@@ -13,9 +13,6 @@ from skippipe_jax.training.elastic.coordinator import (
     Action,
     AwaitGeneration,
     Cause,
-    Closed,
-    CloseSession,
-    Closing,
     Confirming,
     Entered,
     Event,
@@ -56,18 +53,18 @@ AWAITS, ABANDONS = AwaitGeneration(2, 60.0), AwaitGeneration(2, 60.0, abandons=T
 LOOKS, RETRIES = (Confirming(TRAINING, reconnects=again) for again in (False, True))
 OPEN_RETRIES = Confirming(OPENING, reconnects=True)
 FRESH = generation(3, fresh=(OWN,))
+BEGINNING = Opening(FRESH, THEIRS)
 
 
 @pytest.mark.parametrize(
     ("state", "event", "following", "action"),
     [
-        (Suspended(1, None), Entered(SECOND), Closing(SECOND), CloseSession(steps_count=True)),
-        (Suspended(2, None), Entered(FRESH), Closing(FRESH), CloseSession(steps_count=False)),
+        (Suspended(1, None), Entered(SECOND, STEP), OPENING, OpenSession(SECOND, HELD)),
+        (Suspended(2, None), Entered(FRESH, STEP), BEGINNING, OpenSession(FRESH, THEIRS)),
         (Suspended(1, HELD), Entered(SECOND), OPENING, OpenSession(SECOND, HELD)),
-        (Closing(SECOND), Closed(STEP), OPENING, OpenSession(SECOND, HELD)),
         (OPENING, Signal.OPENED, TRAINING, None),
         (OPENING, Signal.ROLLED_BACK, Opening(SECOND, SAVED), None),
-        (Opening(FRESH, THEIRS), Signal.ROLLED_BACK, Opening(FRESH, THEIRS), None),
+        (BEGINNING, Signal.ROLLED_BACK, BEGINNING, None),
         (OPENING, Signal.ENDED, Suspended(2, HELD), AWAITS),
         (TRAINING, Signal.ENDED, Suspended(2, None), AWAITS),
         (OPENING, Failed(Cause.OWN), OPENING, Raise()),
@@ -95,12 +92,7 @@ def test_states_follow_each_other(
     ("state", "event", "error", "text"),
     [
         (Suspended(0, THEIRS), Signal.TIME_OVER, PeerTimeout, "not admitted to the run within"),
-        (
-            Suspended(2, None),
-            Signal.TIME_OVER,
-            PeerTimeout,
-            "no majority of hosts within",
-        ),
+        (Suspended(2, None), Signal.TIME_OVER, PeerTimeout, "no majority of hosts within"),
         (Suspended(2, None), Signal.LEFT, HostLeft, "continue without this host"),
         (Suspended(2, HELD), Signal.LEFT, HostLeft, "continue without this host"),
     ],
@@ -119,9 +111,7 @@ def test_transfers_that_fail_again_before_a_step_has_been_made_are_this_hosts_ow
     is_open: bool, has_stepped: bool
 ):
     state, _ = advance(RETRIES if is_open else OPEN_RETRIES, Signal.TIME_OVER, POLICY)
-    state, _ = advance(state, Entered(generation(3)), POLICY)
-    if is_open:
-        state, _ = advance(state, Closed(STEP), POLICY)
+    state, _ = advance(state, Entered(generation(3), STEP if is_open else None), POLICY)
     opened, _ = advance(state, Signal.OPENED, POLICY)
     state, action = advance(opened, Failed(Cause.TRANSFER, has_stepped), POLICY)
     assert action == WatchMembers(RECONNECTS_AFTER_S if has_stepped else 20.0)

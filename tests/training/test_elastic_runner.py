@@ -14,8 +14,7 @@ from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
 from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
 from skippipe_jax.connections import waiting
@@ -183,10 +182,7 @@ def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
     fresh: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Any of them may lead when the first step is made after it."""
-    for name, stub in (
-        ("_write", lambda *_: None),
-        ("_replanned", lambda self, session: session),
-    ):
+    for name, stub in (("_write", lambda *_: None), ("_replanned", lambda self, session: session)):
         monkeypatch.setattr(ElasticRunner, name, stub)
     monkeypatch.setattr(
         runner, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
@@ -228,14 +224,6 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     with RunLock(tmp_path) as other, pytest.raises(TemporaryError, match="another training"):
         other.acquire()
     openings.close()
-
-
-def test_a_resumed_run_that_loses_hosts_as_it_begins_begins_with_its_checkpoint(
-    found: list[Checkpoint], tmp_path: Path
-):
-    openings = Openings(tmp_path, generation(2))
-    assert openings.after(GOES_BACK) == [GOES_BACK]
-    assert gone_back(openings, generation(2), GOES_BACK) == HeldState(STEP, 80, {}, found[0])
 
 
 def test_where_one_goes_on_from_a_checkpoint_all_do_whose_replicas_diverge(

@@ -51,8 +51,7 @@ def test_every_host_says_who_stopped_the_run_and_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("steps", "how"),
-    [(52, "finished"), (60, "stopped early (validation.patience = 3) after")],
+    ("steps", "how"), [(52, "finished"), (60, "stopped early (validation.patience = 3) after")]
 )
 def test_a_host_that_does_not_lead_says_that_the_run_is_trained(
     steps: int, how: str, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,6 @@ import yaml
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cli.main import main
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, load_config, parse_config, require_same_run, to_tree
 from skippipe_jax.config.pretrained import read_model
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
@@ -24,23 +23,12 @@ from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.initial_weights import require_own_tokens
-from skippipe_jax.training.trainer import Trainer
 from tests.llama_models import random_llama, save
 from tests.multihost.processes import started_processes
 from tests.ports import free_port
+from tests.training_runs import SMALL_CASE, train_alone
 
-CASE = {
-    "nodes": 4,
-    "locations": ["here"],
-    "links": [],
-    "activation_bytes": 4096,
-    "stage_bytes": 8192,
-    "forward_s": 0.1,
-    "stages": [1, 2, 1],
-    "path_length": 2,
-    "microbatches_per_data_node": 4,
-    "memory": 2,
-}
+CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 2, 1], "microbatches_per_data_node": 4}
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +61,6 @@ def run_config(llama: Path, tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
-def train_alone(config: Config, *, resume: bool = False) -> None:
-    host = Membership(config.cluster, index=0, count=1)
-    Trainer(config, host=host, resume=resume).run()
-
-
 def assert_same_weights(found: Path, expected: Path) -> None:
     arrays, others = (safetensors.numpy.load_file(path / WEIGHTS) for path in (found, expected))
     assert arrays.keys() == others.keys()
@@ -107,7 +90,13 @@ def test_the_model_section_may_be_left_out(llama: Path, tmp_path: Path):
     assert parse_config(gone).model == config.model
 
 
-@pytest.mark.parametrize("value", ["model", "hf:", "gguf:model", ":", 3, ""])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("model", "hf:", "gguf:model", ":", 3, ""),
+        *("run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"),
+    ],
+)
 def test_an_init_from_that_names_no_weights_is_refused(value: Any):
     with pytest.raises(InputError) as caught:
         parse_config({"init_from": value})

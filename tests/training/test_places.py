@@ -1,4 +1,4 @@
-"""Places for more hosts than a run begins with."""
+"""Places of hosts: those that a run begins with, those that are left, and more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.consensus.holders import covers
+from skippipe_jax.consensus.next_generation import covers
 from skippipe_jax.training.elastic.extra_hosts import (
     Placement,
     host_by_node,
@@ -84,6 +84,19 @@ def test_who_comes_is_told_of_the_stage_to_which_it_goes_back(tmp_path: Path):
     placement = ((0, 1, 2), (3,))
     generation = Generation(1, (0, 1, 3), (0,) * 3, 0, 0, placement=placement)
     assert stages_for(rules, generation, 2) == (1,)
+
+
+def test_who_may_lack_the_text_does_not_move_to_the_data_stage(tmp_path: Path):
+    settled: Any = SimpleNamespace(host_of=(0, 1, 2, 3), plan=PLAN)
+    rules = elastic_rules(Config(run_dir=str(tmp_path)), settled)
+    left = frozenset({2, 3})
+    assert rules.placed(PLAN.stages, left, (), ()) == ((0, 1, 2), (3,))
+    assert rules.placed(PLAN.stages, left, (2,), ()) == ((0, 1, 3), (2,))
+    assert rules.placed(PLAN.stages, left, (2, 3), ()) is None
+    # Who has served it has the text.
+    moved = ((0, 1, 2), (3,))
+    assert rules.placed(moved, frozenset({0, 1, 2}), (0, 1, 2), ()) is not None
+    assert rules.placed(moved, left, (2, 3), ()) == moved
 
 
 THREE = ((0, 1), (2, 3), (4, 5))

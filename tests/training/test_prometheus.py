@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError
 
 from skippipe_jax import Run
 from skippipe_jax.config import load_config, parse_config
@@ -69,7 +69,7 @@ def test_iterations_become_the_text_that_prometheus_reads():
     text = exposition(values)
     assert "# TYPE skippipe_tokens_total counter" in text
     assert f"# HELP skippipe_step {FAMILIES['skippipe_step'].help}" in text
-    # No loss, as the last one was not finite; no held-out loss yet.
+    # No loss, as the last one was not finite; no validation loss yet.
     assert read(text) == {
         ("skippipe_step", ()): 9,
         ("skippipe_generation", ()): 3,
@@ -159,7 +159,10 @@ def test_a_port_that_is_taken_ends_the_run_before_it_begins(tmp_path: Path):
     config = load_config(configured(tmp_path), [f"train.metrics_port={port}"])
     with socket.create_server(("127.0.0.1", port)), pytest.raises(InputError) as caught:
         Trainer(config).setup()
-    assert (caught.value.field, caught.value.exit_code) == ("train.metrics_port", 2)
+    assert (caught.value.field, caught.value.exit_code) == (
+        "train.metrics_port",
+        TEMPORARY_EXIT_CODE,
+    )
     assert "this host cannot listen on" in str(caught.value)
     assert not (tmp_path / "run").exists()
 

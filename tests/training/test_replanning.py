@@ -12,8 +12,7 @@ import pytest
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import simulate_plan
 
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, TrainConfig
 from skippipe_jax.config.cluster import ReplanConfig
 from skippipe_jax.consensus.generations import Generation, PlanRequest

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-import skippipe_jax as sp
 from skippipe_jax.storage.checkpoint import latest_step
 from tests.multihost.processes import Processes, started_processes
 from tests.training_runs import (
-    arrays_of_checkpoint,
-    assert_same_bits,
+    SMALL_CASE,
+    assert_same_run,
     settings,
     steps_done,
     virtual_devices,
@@ -24,17 +23,11 @@ from tests.training_runs import (
 # So many that a run is still on its way when something happens to it.
 STEPS = 40
 PATIENCE_S = 120.0
-CASE = {
+CASE = SMALL_CASE | {
     "nodes": 5,
     "locations": ["Belgium", "Iowa", "Oregon"],
-    "links": "gcp12",
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
     "stages": [2, 1, 2],
-    "path_length": 2,
     "microbatches_per_data_node": 6,
-    "memory": 2,
 }
 
 
@@ -89,20 +82,6 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield run
 
 
-def assert_same_run(run: Run, expected: Run) -> None:
-    """Both have trained through the same steps, to the same bits."""
-    for losses, others in zip(
-        arrays_of_checkpoint(run.folder, STEPS),
-        arrays_of_checkpoint(expected.folder, STEPS),
-        strict=True,
-    ):
-        assert_same_bits(losses, others)
-    lines, others = (sp.Run(each.folder).metrics for each in (run, expected))
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
-    assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in others]
-
-
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
 )
@@ -121,46 +100,11 @@ def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: si
     assert "Traceback" not in output
     run.processes.really = False
     assert run.train("--resume")[0] == 0
-    assert_same_run(run, finished)
+    assert_same_run(run.folder, finished.folder, STEPS)
 
 
 def test_a_run_in_two_parts_is_one_run(run: Run, finished: Run):
     assert run.train(train__steps=STEPS // 2)[0] == 0
     assert latest_step(run.folder) == STEPS // 2
     assert run.train("--resume", train__steps=STEPS)[0] == 0
-    assert_same_run(run, finished)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changes", "message"),
-    [
-        (["--resume"], {"model__ffn_width": 40}, "error: model.ffn_width = 40: "),
-        (["--resume"], {"model__stage_layers": "[1,2]"}, "error: model.stage_layers = [1, 2]: "),
-        (["--resume"], {"plan__case__nodes": 6}, "error: case.stages"),
-        (["--resume"], {"data__microbatch_size": 1}, "error: data.microbatch_size = 1: "),
-        ([], {}, "already contains a run"),
-    ],
-)
-def test_what_would_spoil_a_run_is_refused(
-    finished: Run, arguments: list[str], changes: dict[str, Any], message: str
-):
-    before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
-    code, output = finished.train(*arguments, **changes)
-    assert code == 2, output
-    assert message in output
-    assert "Traceback" not in output
-    assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
-
-
-def test_a_run_that_is_not_there_cannot_be_resumed(run: Run):
-    code, output = run.train("--resume")
-    assert code == 2
-    assert f"error: run_dir = '{run.folder}': does not contain a run" in output
-    assert not run.folder.exists()
-
-
-def test_a_run_past_its_last_step_has_nothing_to_do(finished: Run):
-    code, output = finished.train("--resume", train__steps=STEPS - 5)
-    assert code == 0, output
-    assert f"finished {STEPS} steps" in output
-    assert steps_done(finished.folder) == STEPS
+    assert_same_run(run.folder, finished.folder, STEPS)

@@ -30,8 +30,10 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.storage.checkpoint import COMMITTED, committed_steps, step_folder
 from skippipe_jax.storage.run_dir import RunDir
+from skippipe_jax.training import setup
 from skippipe_jax.training.initial_weights import (
     RunWeights,
+    WeightSource,
     open_initial_weights,
     open_run_weights,
 )
@@ -210,10 +212,7 @@ def test_a_run_that_has_saved_nothing_keeps_to_its_parents_checkpoint(parent: Pa
     with closing(Trainer(config)) as trainer:
         trainer.setup()
     assert committed_steps(parent.parent / "child") == []
-    run(
-        RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]),
-        resume=True,
-    )
+    run(RunDir(parent).config("parent", ["train.steps=3", f"run_dir={parent}"]), resume=True)
     assert committed_steps(parent) == [1, 2, 3]
     run(config, resume=True)
     [line] = Run(parent.parent / "child").metrics
@@ -244,6 +243,28 @@ def test_a_checkpoint_that_was_noted_and_is_gone_is_not_replaced(
     with pytest.raises(InputError, match=words) as caught:
         open_initial_weights(config)
     assert caught.value.field == "init_from"
+
+
+def test_weights_are_opened_once_where_the_cluster_is_measured_and_not_for_a_resumed_run(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+):
+    opened = list[bool]()
+
+    def open_counted(config: Config, *, anew: bool = False) -> WeightSource | None:
+        opened.append(anew)
+        return open_initial_weights(config, anew=anew)
+
+    schedule = RunDir(parent).schedule()
+    monkeypatch.setattr(setup, "open_initial_weights", open_counted)
+    monkeypatch.setattr(setup, "measure", lambda *_: None)
+    monkeypatch.setattr(setup, "make_plans", lambda *_: schedule)
+    config = child(parent, plan={"measure": True})
+    run(config)
+    assert opened == [True]
+    plan, train = {"measure": True, "budget_s": 1.0}, {"steps": 2}
+    run(child(parent, plan=plan, train=train), resume=True)
+    assert opened == [True]
+    assert Run(config.run_dir).steps == [1, 2]
 
 
 # Of whose tokens.
@@ -278,18 +299,6 @@ def test_the_tokenizer_is_the_parents_unless_another_is_named(
     [line] = [line for line in capfd.readouterr().err.splitlines() if "another tokenizer" in line]
     assert line.startswith(f"warning: run:{parent} ")
     assert not (parent.parent / "bytes" / "tokenizer").exists()
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    "value", ["run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"]
-)
-def test_what_names_no_checkpoint_is_refused(value: str):
-    with pytest.raises(InputError) as caught:
-        parse_config({"init_from": value})
-    assert caught.value.field == "init_from"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.run import CheckpointConfig, ValidationConfig
 from skippipe_jax.consensus.generations import Generation
@@ -140,9 +139,7 @@ def test_an_error_while_stages_are_opened_frees_the_ports_of_transfers(
     assert closed == [True]
 
 
-def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(monkeypatch: pytest.MonkeyPatch):
     """Where the leader is lost while it copies, those that are left open a session for the rest."""
     copied: list[str] = []
 

@@ -63,7 +63,7 @@ def test_a_host_with_another_configuration_names_the_key_and_both_values(
 ):
     """Before anything is measured."""
 
-    def measure(_: Config, host: Membership) -> None:
+    def measure(_: Config, host: Membership, *__: object) -> None:
         assert host.index == 0, "host 1 has refused"
         hear(host, "measured", [1], PATIENCE_S)
 

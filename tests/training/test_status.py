@@ -15,10 +15,7 @@ from tests.commands.examples import CASE
 from tests.step_metrics import metrics_of
 
 # Nodes 0 and 2 are near each other, node 1 is far from both.
-PLACES = {
-    "locations": ["a", "b", "a"],
-    "links": [["a", "b", 50, 0.5], ["b", "a", 100, 0.25]],
-}
+PLACES = {"locations": ["a", "b", "a"], "links": [["a", "b", 50, 0.5], ["b", "a", 100, 0.25]]}
 
 
 def test_a_session_tells_who_serves_what_the_slowest_links_and_how_far_it_is():

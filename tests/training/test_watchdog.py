@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +37,16 @@ def watched(loop: EventLoop, hangs: Callable[[str], object]) -> Iterator[Watchdo
     own.close()
 
 
-def hang(_: float = 0.0) -> None:
-    threading.Event().wait()
+@pytest.fixture
+def hang() -> Iterator[Callable[..., None]]:
+    """Work that takes as long as the test; then the threads that wait for it end."""
+    is_over = threading.Event()
+
+    def wait(_: float = 0.0) -> None:
+        is_over.wait()
+
+    yield wait
+    is_over.set()
 
 
 def run_one(loop: EventLoop) -> None:
@@ -45,14 +54,14 @@ def run_one(loop: EventLoop) -> None:
     threading.Thread(target=lambda: loop.run_one(lambda: "an event"), daemon=True).start()
 
 
-class Never:
-    """An array that is never computed."""
-
-    def block_until_ready(self) -> None:
-        hang()
+def never(hang: Callable[..., None]) -> Any:
+    """An array that is not computed while the test runs."""
+    return SimpleNamespace(block_until_ready=hang)
 
 
-def test_a_thread_that_handles_an_event_for_ever_hangs(told: queue.SimpleQueue[str]):
+def test_a_thread_that_handles_an_event_for_ever_hangs(
+    told: queue.SimpleQueue[str], hang: Callable[..., None]
+):
     loop = EventLoop(300.0)
     loop.post(hang)
     with watched(loop, told.put) as own, own.iteration():
@@ -60,17 +69,18 @@ def test_a_thread_that_handles_an_event_for_ever_hangs(told: queue.SimpleQueue[s
         assert "made no progress for 0 s" in told.get(timeout=20.0)
 
 
-def test_a_computation_that_never_ends_hangs(told: queue.SimpleQueue[str]):
+def test_a_computation_that_never_ends_hangs(
+    told: queue.SimpleQueue[str], hang: Callable[..., None]
+):
     loop = EventLoop(300.0)
-    array: Any = Never()
     with watched(loop, told.put) as own, own.iteration():
-        loop.when_computed(array, lambda _: None)
+        loop.when_computed(never(hang), lambda _: None)
         run_one(loop)
         assert "made no progress" in told.get(timeout=20.0)
 
 
 def test_who_waits_for_others_or_is_in_its_first_iteration_does_not_hang(
-    told: queue.SimpleQueue[str],
+    told: queue.SimpleQueue[str], hang: Callable[..., None]
 ):
     looks = threading.Semaphore(0)
 
@@ -81,9 +91,8 @@ def test_who_waits_for_others_or_is_in_its_first_iteration_does_not_hang(
             return super().is_at_work
 
     loop = Counted(300.0)
-    array: Any = Never()
     with watched(loop, told.put) as own, own.iteration():
-        loop.when_ready(array, lambda _: None)
+        loop.when_ready(never(hang), lambda _: None)
         run_one(loop)
         for _ in range(3 * LOOKS):
             assert looks.acquire(timeout=20.0)

@@ -21,12 +21,11 @@ from tensorboardX.proto import event_pb2
 from skippipe_jax import Run
 from skippipe_jax.cli.main import main
 from skippipe_jax.cluster.ending import RunFailed
-from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, TrainingBatches
 from skippipe_jax.reporting.page import report
 from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
-from skippipe_jax.storage.checkpointer import BEST_METRIC, Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import BEST_METRIC
 from skippipe_jax.storage.run_dir import BEST, METRICS, VALIDATION, RunDir
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.trackers import (
@@ -34,35 +33,22 @@ from skippipe_jax.training.callbacks.trackers import (
     require_trackers,
     trackers_of_leader,
 )
-from skippipe_jax.training.trainer import Trainer
 from skippipe_jax.training.validation import is_out_of_patience
 from tests.multihost.processes import started_processes
 from tests.partial_models import evaluate_run
 from tests.step_metrics import metrics_of
-from tests.thread_hosts import ThreadHost
+from tests.storage.checkpoints import writer_of
 from tests.training_runs import (
+    SMALL_CASE,
     arrays_of_checkpoint,
     assert_same_bits,
     settings,
+    train_alone,
     virtual_devices,
     write_config,
 )
 
-PLAN = {
-    "method": "balanced",
-    "case": {
-        "nodes": 5,
-        "locations": ["here"],
-        "links": [],
-        "activation_bytes": 1e5,
-        "stage_bytes": 1e5,
-        "forward_s": 0.1,
-        "stages": [2, 1, 2],
-        "path_length": 2,
-        "microbatches_per_data_node": 2,
-        "memory": 2,
-    },
-}
+PLAN = {"method": "balanced", "case": SMALL_CASE | {"nodes": 5, "stages": [2, 1, 2]}}
 MODEL = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 # Not a multiple of what one microbatch holds for each of the two data nodes.
 SEQUENCES = 10
@@ -75,9 +61,8 @@ WATCHED: dict[str, Any] = {
 
 
 def train_here(config: Path, run_dir: Path, resume: bool = False, **changes: Any) -> None:
-    loaded = load_config(config, settings(run_dir=run_dir, **changes)[1::2])
-    alone = Membership(loaded.cluster, index=0, count=1)
-    Trainer(loaded, host=alone, resume=resume, config_folder=config.parent).run()
+    changed = settings(run_dir=run_dir, **changes)[1::2]
+    train_alone(load_config(config, changed), resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +104,7 @@ def test_the_best_checkpoint_is_noted(watched: Path):
 
 def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
     def save(losses: dict[int, float | None]) -> None:
-        policy = RetentionPolicy(keep=1)
-        writer = Checkpointer(tmp_path, ThreadHost(), stage_layers=(1,), policy=policy)
+        writer = writer_of(tmp_path, layers=(1,), keep=1)
         for step, loss in losses.items():
             items = CheckpointItems({0: {"parameters": jnp.ones(2)}})
             writer.save(step, items, {}, {} if loss is None else {BEST_METRIC: loss})
@@ -162,7 +146,7 @@ def test_patience_ends_with_so_many_validations_after_the_best(
 def test_a_run_that_stops_early_says_why_and_does_not_go_on_when_it_is_resumed(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    """Without updates the held-out loss stays as it is, so the first is the best."""
+    """Without updates the validation loss stays as it is, so the first is the best."""
     arguments = ["train", "--config", str(config)]
     arguments += settings(
         run_dir=tmp_path / "run",
@@ -229,7 +213,7 @@ def test_three_hosts_validate_as_one(config: Path, tmp_path: Path):
     losses = [line["validation_loss"] for line in Run(run_dir).metrics]
     assert losses[1] == pytest.approx(evaluate_run(run_dir, 2, SEQUENCES).loss, rel=1e-6)
     assert losses[0] != losses[1]
-    assert f"step 2: held-out loss {losses[1]:.4f}" in processes.output(0)
+    assert f"step 2: validation loss {losses[1]:.4f}" in processes.output(0)
 
 
 # Trackers.

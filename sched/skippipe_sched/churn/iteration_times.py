@@ -53,7 +53,7 @@ class IterationTimes:
     Attributes:
         most: limit on the number of placements that are planned.
         planned: number of placements planned so far.
-        likened: number of other placements, which have the time of similar ones.
+        estimated_placements: number of other placements, which have the time of similar ones.
     """
 
     def __init__(self, plan: Plan, most: int, watch: Callable[[int], None] | None = None):
@@ -65,31 +65,24 @@ class IterationTimes:
         self._seconds: dict[Placement, float] = {}
         self._times: list[float] = []
         self._counts: list[np.ndarray] = []
-        names = sorted({node.location for node in plan.case.nodes})
-        self._location = np.array([names.index(node.location) for node in plan.case.nodes])
-        self._locations = len(names)
+        self._location, *_ = plan.case.location_matrices
 
     def __call__(self, placement: Placement) -> float:
         """Return the seconds of an iteration with these nodes on each stage; skip empty stages.
 
         The first stage must have a node, as every path begins there.
         """
-        cached_s = self._seconds.get(placement)
-        if cached_s is None:
-            cached_s = (
-                self._planned(placement) if self.planned < self.most else self._similar_s(placement)
-            )
-            self._seconds[placement] = cached_s
-        return cached_s
-
-    def _planned(self, placement: Placement) -> float:
-        seconds = self.planned_s(placement)
-        self.planned += 1
-        self._times.append(seconds)
-        self._counts.append(self._count(placement))
-        if self._watch is not None:
-            self._watch(self.planned)
-        return seconds
+        if placement not in self._seconds:
+            if self.planned < self.most:
+                self._seconds[placement] = self.planned_s(placement)
+                self.planned += 1
+                self._times.append(self._seconds[placement])
+                self._counts.append(self._count(placement))
+                if self._watch is not None:
+                    self._watch(self.planned)
+            else:
+                self._seconds[placement] = self._similar_s(placement)
+        return self._seconds[placement]
 
     def planned_s(self, placement: Placement) -> float:
         """Simulate an iteration with these nodes on each stage, by a new plan [s]."""
@@ -106,7 +99,8 @@ class IterationTimes:
 
     def _count(self, placement: Placement) -> np.ndarray:
         """Count the nodes that each stage has at each location."""
-        counts = np.zeros((len(placement), self._locations), int)
-        for stage, nodes in enumerate(placement):
-            np.add.at(counts[stage], self._location[list(nodes)], 1)
-        return counts
+        locations = self._location.max() + 1
+        of_stages = [
+            np.bincount(self._location[list(nodes)], minlength=locations) for nodes in placement
+        ]
+        return np.array(of_stages)

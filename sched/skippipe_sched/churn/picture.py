@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_circle,
     add_line,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -64,9 +65,7 @@ def picture(points: Sequence[Point], name: str) -> str:
     for tick in round_ticks(highest, most=TICKS_UP):
         add_line(svg, "grid", (LEFT, y(tick)), (RIGHT, y(tick)))
         add_text(svg, "end", LEFT - 7, y(tick) + 4, f"{tick:g}")
-    for mtbf_s in mtbfs_s:
-        add_line(svg, "grid", (x(mtbf_s), TOP), (x(mtbf_s), BOTTOM + 4))
-        add_text(svg, "middle", x(mtbf_s), BOTTOM + 17, duration_text(mtbf_s))
+    add_ticks(svg, {x(mtbf_s): duration_text(mtbf_s) for mtbf_s in mtbfs_s}, TOP, BOTTOM)
     below = "mean time between faults of a node"
     add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 12, below)
     for index, policy in enumerate(POLICIES):
@@ -76,11 +75,8 @@ def picture(points: Sequence[Point], name: str) -> str:
         SubElement(svg, "polyline", {"class": _classes(policy), "points": corners})
         for one in own:
             dot = add_circle(svg, f"dot-{policy}", x(one.mtbf_s), y(one.goodput), 3)
-            add_tip(
-                dot,
-                f"{policy}, {duration_text(one.mtbf_s)} between faults: {one.goodput:.3f} "
-                f"({one.least:.3f} to {one.most:.3f})",
-            )
+            goodput = f"{one.goodput:.3f} ({one.least:.3f} to {one.most:.3f})"
+            add_tip(dot, f"{policy}, {duration_text(one.mtbf_s)} between faults: {goodput}")
     return svg_text(svg)
 
 

@@ -37,13 +37,16 @@ microbatch is useful if its step committed and was not undone, whichever stages 
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
-from skippipe_sched.churn.faults import AvailabilityTrace, Change
 from skippipe_sched.churn.policies import (
     AVERAGE,
     BUDDY,
@@ -67,6 +70,66 @@ DOWN = "down"
 """Activity in which the run has ended, waits for all its hosts, and restarts."""
 ACTIVITIES = (DETECTING, REGROUPING, DOWN)
 IterationTime = Callable[[Placement], float]
+
+
+class Change(NamedTuple):
+    """Loss or return of a node at a time [s]."""
+
+    time_s: float
+    node: int
+    is_return: bool
+
+
+def draw_changes(
+    nodes: int, mtbf_s: float, repair_s: float, end_s: float, seed: int
+) -> tuple[Change, ...]:
+    """Draw all changes before `end_s`, in order of time; all nodes are present at first.
+
+    A present node fails after an exponentially distributed time with mean `mtbf_s`, so its faults
+    are a Poisson process while it is present. It returns `repair_s` later. Each node has its own
+    random numbers, the same at every rate: with half the `mtbf_s`, each of its lives is half as
+    long.
+    """
+    lives = (_changes_of_node(node, mtbf_s, repair_s, end_s, seed) for node in range(nodes))
+    return tuple(heapq.merge(*lives))
+
+
+def _changes_of_node(
+    node: int, mtbf_s: float, repair_s: float, end_s: float, seed: int
+) -> Iterator[Change]:
+    random = np.random.default_rng((seed, node))
+    time_s = mtbf_s * random.standard_exponential()
+    while time_s < end_s:
+        yield Change(time_s, node, is_return=False)
+        time_s += repair_s
+        if time_s >= end_s:
+            return
+        yield Change(time_s, node, is_return=True)
+        time_s += mtbf_s * random.standard_exponential()
+
+
+class AvailabilityTrace:
+    """Set of present nodes over time.
+
+    Attributes:
+        present: the nodes that are present now.
+    """
+
+    def __init__(self, nodes: int, changes: tuple[Change, ...]):
+        """Take `changes` in order of time; all nodes are present before the first."""
+        self.present = set(range(nodes))
+        self._changes = deque(changes)
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next change [s]; infinite if there is none."""
+        return self._changes[0].time_s if self._changes else float("inf")
+
+    def apply_next(self) -> Change:
+        """Apply the next change and return it."""
+        change = self._changes.popleft()
+        (self.present.add if change.is_return else self.present.discard)(change.node)
+        return change
 
 
 @dataclass(frozen=True)
@@ -104,7 +167,7 @@ class Record:
     undone: int = 0
     losses: int = 0
     returns: int = 0
-    recoveries: dict[str, int] = field(default_factory=dict)
+    recoveries: Counter[str] = field(default_factory=Counter)
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
 
 
@@ -279,7 +342,7 @@ class _Simulation:
         if recovery == STOP or (recovery != SKIP and not self.refill()):
             return None
         if not self.skipped.issuperset(lost):
-            self.count(recovery)
+            self.result.recoveries[recovery] += 1
         placed = self.placement(self.members)
         self.skipped = set()
         if recovery == SKIP:
@@ -339,7 +402,7 @@ class _Simulation:
 
     def restart(self) -> None:
         """End all hosts and restart them from the last checkpoint when all are present."""
-        self.count(RESTART)
+        self.result.recoveries[RESTART] += 1
         self.rewind()
         self.skipped = set()
         self.stage_of = list(self.plan.stage_of)
@@ -354,9 +417,6 @@ class _Simulation:
             if self.wait(self.costs.restart_s, DOWN):
                 self.holders = set(self.members)
                 return
-
-    def count(self, recovery: str) -> None:
-        self.result.recoveries[recovery] = self.result.recoveries.get(recovery, 0) + 1
 
 
 # Bound on the steps of a run; the range that is bisected must have a machine-word length.
@@ -412,15 +472,13 @@ def copy_holders(placement: Sequence[Sequence[int]]) -> dict[int, int]:
 
     The copy is sent by the first node of the stage itself, as in a run.
     """
-    further = {
-        stage: [*placement[stage + 1 :], *placement[:stage]]
-        for stage, nodes in enumerate(placement)
-        if nodes
-    }
-    first = {
-        stage: [node for nodes in others for node in nodes] for stage, others in further.items()
-    }
-    return {stage: nodes[0] for stage, nodes in first.items() if nodes}
+    holders = {}
+    for stage, nodes in enumerate(placement):
+        others = chain(*placement[stage + 1 :], *placement[:stage])
+        holder = next(others, None)
+        if nodes and holder is not None:
+            holders[stage] = holder
+    return holders
 
 
 class States:
@@ -466,9 +524,7 @@ class States:
         missing = [node for node in targets if node not in holders]
         if not missing:
             return 0.0
-        return float(self._each_s(size, missing, holders).min(axis=0).max())
-
-    def _each_s(self, size: float, targets: Sequence[int], holders: Collection[int]) -> np.ndarray:
-        """Compute the seconds from each holder (row) to each target (column)."""
-        pairs = np.ix_(sorted(holders), targets)
-        return self._latency_s[pairs] + size / self._bandwidth[pairs]
+        # From each holder (row) to each target (column).
+        pairs = np.ix_(sorted(holders), missing)
+        each_s = self._latency_s[pairs] + size / self._bandwidth[pairs]
+        return float(each_s.min(axis=0).max())

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skippipe_sched.churn.faults import draw_changes
 from skippipe_sched.churn.iteration_times import IterationTimes
 from skippipe_sched.churn.policies import POLICIES, RESTART, REWIND
-from skippipe_sched.churn.simulation import ACTIVITIES, Costs, Record, StepSchedule, simulate_run
+from skippipe_sched.churn.simulation import (
+    ACTIVITIES,
+    Costs,
+    Record,
+    StepSchedule,
+    draw_changes,
+    simulate_run,
+)
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.amounts import duration_text
 from skippipe_sched.figures.tables import aligned
@@ -83,9 +89,8 @@ def sweep(
             changes = draw_changes(nodes, mtbf_s, churn.repair_s, churn.end_s, seed)
             faults.append(sum(not change.is_return for change in changes))
             for policy, policy_records in records.items():
-                policy_records.append(
-                    simulate_run(plan, policy, costs, changes, churn.end_s, times)
-                )
+                record = simulate_run(plan, policy, costs, changes, churn.end_s, times)
+                policy_records.append(record)
                 watch()
         points += [
             _point(policy, mtbf_s, fault_free, faults, own) for policy, own in records.items()
@@ -101,10 +106,8 @@ def fault_free_steps(iteration_s: float, costs: Costs, end_s: float) -> int:
     """
     steps = StepSchedule(0.0, 0, iteration_s, costs.save_every, costs.save_s).steps_by(end_s)
     if steps == 0:
-        raise InputError(
-            "--days", end_s / 86400, f"is too short for a step, which takes {iteration_s:.4g} s",
-            "Give more days",
-        )  # fmt: skip
+        problem = f"is too short for a step, which takes {iteration_s:.4g} s"
+        raise InputError("--days", end_s / 86400, problem, "Give more days")
     return steps
 
 
@@ -126,9 +129,7 @@ def _point(
         faults=mean(faults),
         losses=mean(record.losses for record in records),
         undone=mean(record.undone for record in records),
-        recoveries={
-            kind: mean(record.recoveries.get(kind, 0) for record in records) for kind in kinds
-        },
+        recoveries={kind: mean(record.recoveries[kind] for record in records) for kind in kinds},
         spent_s={kind: mean(record.spent_s[kind] for record in records) for kind in ACTIVITIES},
     )
 
@@ -155,18 +156,9 @@ def causes(points: Sequence[Point], mtbf_s: float, end_s: float) -> str:
     for point in points:
         if point.mtbf_s == mtbf_s:
             shares = [point.spent_s[kind] / end_s for kind in ACTIVITIES]
-            recoveries = ", ".join(
-                f"{count:.1f} {kind}" for kind, count in point.recoveries.items()
-            )
-            lines.append(
-                (
-                    point.policy,
-                    *(f"{share:.1%}" for share in shares),
-                    f"{point.losses:.1f}",
-                    f"{point.undone:.1f}",
-                    recoveries or "-",
-                )
-            )
+            counts = [f"{count:.1f} {kind}" for kind, count in point.recoveries.items()]
+            cells = [f"{point.losses:.1f}", f"{point.undone:.1f}", ", ".join(counts) or "-"]
+            lines.append([point.policy, *(f"{share:.1%}" for share in shares), *cells])
     return aligned(lines, left=(0, 6))
 
 

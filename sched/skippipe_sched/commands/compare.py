@@ -23,13 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add("case", type=Path, help="case, a YAML file")
-    add(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        default=list(METHODS),
-        help="methods to compare (default: all)",
-    )
+    about = "methods to compare (default: all)"
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help=about)
     add_search_arguments(parser)
     add("--json", type=Path, metavar="FILE", help="file for the results")
     add("-o", "--output", type=Path, help="SVG file for a plot")
@@ -46,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable("--output", arguments.output)
     cases = load_cases(arguments.case)
     if len(cases) != 1:
-        raise InputError(
-            "case.stages", "auto", "compare needs fixed stages and path_length",
-            "Run skippipe plan first, and write the values that it chose into the case",
-        )  # fmt: skip
+        is_open = "stages" if len({case.stages for case in cases}) > 1 else "path_length"
+        problem = "compare needs fixed stages and path_length"
+        remedy = "Run skippipe plan first, and write the values that it chose into the case"
+        raise InputError(f"case.{is_open}", "auto", problem, remedy)
     budget_s = fields.duration(arguments.budget, "--budget", above=True)
     with progress("compare") as watch:
         rows = compare(

@@ -22,10 +22,8 @@ def require_writable(option: str, path: Path | None) -> None:
         raise InputError(option, str(path), "is a folder", "Give the path of a file")
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(
-            option, str(path), f"cannot be written: {existing} is not a writable folder",
-            "Give another path",
-        )  # fmt: skip
+        problem = f"cannot be written: {existing} is not a writable folder"
+        raise InputError(option, str(path), problem, "Give another path")
 
 
 def write(option: str, path: Path, content: str | Callable[[Path], Any]) -> None:

@@ -34,28 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("case", type=Path, help="case, a YAML file")
     add("-o", "--output", type=Path, required=True, help="file for the plan")
-    add(
-        "--method",
-        choices=METHODS,
-        default=DEFAULT_METHOD,
-        help="planning method (default: %(default)s)",
-    )
+    about = "planning method (default: %(default)s)"
+    add("--method", choices=METHODS, default=DEFAULT_METHOD, help=about)
     add_search_arguments(parser)
     add(
         "--bound", choices=("quick", "placements"), default="quick",
         help="lower bounds to compute; placements adds a tighter one, which takes minutes for 20 "
         "nodes (default: %(default)s)",
     )  # fmt: skip
-    add(
-        "--bound-budget", default=DEFAULT_BOUND_BUDGET_S, metavar="TIME",
-        help="time limit of --bound placements (default: %(default)gs)",
-    )  # fmt: skip
+    about = "time limit of --bound placements (default: %(default)gs)"
+    add("--bound-budget", default=DEFAULT_BOUND_BUDGET_S, metavar="TIME", help=about)
     add("--placement", type=Path, metavar="PLAN", help="fix the placement to that of this plan")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument(
-        "--begin", type=Path, metavar="PLAN",
-        help="additional starting point of joint: a plan for a case with the same stages",
-    )  # fmt: skip
+    about = "additional starting point of joint: a plan for a case with the same stages"
+    known.add_argument("--begin", type=Path, metavar="PLAN", help=about)
     known.add_argument(
         "--improve", type=Path, metavar="PLAN",
         help="the only starting point of joint: a plan to improve within seconds, for "
@@ -74,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from skippipe_sched import fields
         from skippipe_sched.commands.simulate import summary
-        from skippipe_sched.methods.planning import with_placement_bound
         from skippipe_sched.problem.open_case import load_cases
         from skippipe_sched.search.budget import Search
         from skippipe_sched.timing.simulate import simulate_plan
@@ -111,7 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     write("--output", arguments.output, plan.save)
     if arguments.bound == "placements":
-        plan = with_placement_bound(plan, limit_s)
+        # Slow to load, because of SciPy.
+        from skippipe_sched.timing.placement_bound import placement_bound_s
+
+        length, found = min(map(len, plan.microbatches)), plan.predicted
+        bound_s = placement_bound_s(plan.case, length, found.iteration_s, limit_s)
+        plan = replace(plan, predicted=replace(found, placement_bound_s=bound_s))
         write("--output", arguments.output, plan.save)
     print(summary(plan, simulate_plan(plan)))
     print(f"wrote {arguments.output}")
@@ -145,15 +141,17 @@ def _plan_of(option: str, path: Path, cases: tuple[Case, ...], method: str) -> P
     from skippipe_sched.problem.plan import load_plan
 
     plan = load_plan(path)
+    if len(cases) != 1:
+        raise InputError(
+            option, str(path), "requires a case with fixed stages and path_length",
+            "Replace auto in the case by the sizes and the path length of this plan",
+        )  # fmt: skip
     sizes = tuple(len(nodes) for nodes in plan.stages)
-    if len(cases) != 1 or sizes != cases[0].stages:
-        raise InputError(
-            option, str(path), f"its stages have sizes {list(sizes)}, "
-            "unlike those of the case", "Give a plan for a case with the same stages",
-        )  # fmt: skip
+    if sizes != cases[0].stages:
+        problem = f"its stages have sizes {list(sizes)}, unlike those of the case"
+        raise InputError(option, str(path), problem, "Give a plan for a case with the same stages")
     if option != "--placement" and not plan.fits(cases[0], path_length_of(method, cases[0])):
-        raise InputError(
-            option, str(path), "its paths differ in number or length from those of the case",
-            "Give a plan for a case with the same microbatches and path_length",
-        )  # fmt: skip
+        problem = "its paths differ in number or length from those of the case"
+        remedy = "Give a plan for a case with the same microbatches and path_length"
+        raise InputError(option, str(path), problem, remedy)
     return plan

@@ -46,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     requested = [name for name in pictures if getattr(arguments, name) is not None]
     if not requested:
-        raise InputError(
-            "--output", None, "is required unless another output is given",
-            "Add -o, --flows, --paths or --trace, with a file",
-        )  # fmt: skip
+        problem = "is required unless another output is given"
+        remedy = "Add -o, --flows, --paths or --trace, with a file"
+        raise InputError("--output", None, problem, remedy)
     for name in requested:
         path = getattr(arguments, name)
         write(f"--{name}", path, pictures[name]())

@@ -11,16 +11,10 @@ from skippipe_sched.search.budget import DEFAULT_BUDGET_S, Search
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the seed and the budget."""
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the search; the same seed and budget give the same plan (default: 0)",
-    )
-    parser.add_argument(
-        "--budget", default=DEFAULT_BUDGET_S, metavar="TIME",
-        help="time limit of the search (default: %(default)gs)",
-    )  # fmt: skip
+    about = "seed of the search; the same seed and budget give the same plan (default: 0)"
+    parser.add_argument("--seed", type=int, default=0, help=about)
+    about = "time limit of the search (default: %(default)gs)"
+    parser.add_argument("--budget", default=DEFAULT_BUDGET_S, metavar="TIME", help=about)
 
 
 @contextmanager

@@ -38,10 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay with random durations: each hop and operation takes longer by an "
         "exponentially distributed fraction with this mean; print median and 95th percentile",
     )  # fmt: skip
-    add(
-        "--draws", type=int, default=200,
-        help="number of replays with --jitter (default: %(default)s)",
-    )  # fmt: skip
+    about = "number of replays with --jitter (default: %(default)s)"
+    add("--draws", type=int, default=200, help=about)
     add("--seed", type=int, default=0, help="seed of the jitter (default: 0)")
     add("--json", action="store_true", help="print one JSON object")
 

@@ -7,8 +7,9 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from skippipe_sched import fields
 from skippipe_sched.churn.policies import POLICIES
 from skippipe_sched.commands.output_files import require_writable, write
 from skippipe_sched.commands.search_options import progress
@@ -41,57 +42,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Otherwise argparse takes -5h for an option, and reports that the time before it is missing.
     parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
-        "case", type=Path,
-        help="case, a YAML file, to plan first; or a plan, a .json file",
-    )  # fmt: skip
+        "case", type=Path, help="case, a YAML file, to plan first; or a plan, a .json file"
+    )
     time = parser.add_argument_group("faults; times are written as 30s, 5min, 2h, 7d")
-    time.add_argument(
-        "--mtbf", required=True, metavar="TIME",
-        help="mean time between faults of one node",
-    )  # fmt: skip
-    _add_time(time, "--repair", "10min", "downtime of a failed node, startup included")
-    time.add_argument(
-        "--days", type=float, default=7.0, help="simulated time in days (default: %(default)g)"
-    )
-    time.add_argument(
-        "--sweep", type=int, default=3, metavar="N",
-        help="number of times to halve and to double --mtbf (default: %(default)s)",
-    )  # fmt: skip
-    time.add_argument(
-        "--seed", type=int, default=0, help="seed of the faults and of the search (default: 0)"
-    )
-    time.add_argument(
-        "--seeds", type=int, default=3, metavar="N",
-        help="number of random draws of the faults, the first with --seed (default: %(default)s)",
-    )  # fmt: skip
+    about = "mean time between faults of one node"
+    time.add_argument("--mtbf", required=True, metavar="TIME", help=about)
+    _add(time, "--repair", "10min", "downtime of a failed node, startup included", "TIME")
+    _add(time, "--days", 7, "simulated time in days", type=float)
+    _add(time, "--sweep", 3, "number of times to halve and to double --mtbf", "N", type=int)
+    _add(time, "--seed", 0, "seed of the faults and of the search", type=int)
+    about = "number of random draws of the faults, the first with --seed"
+    _add(time, "--seeds", 3, about, "N", type=int)
     costs = parser.add_argument_group("costs")
-    _add_time(costs, "--heartbeat", "30s", "time until a failure is detected")
-    _add_time(costs, "--regroup", "1s", "time to form a generation, without planning")
-    _add_time(costs, "--restore", "10s", "time of live hosts to read a checkpoint")
-    _add_time(costs, "--restart", "2min", "time to restart a run once all hosts are present")
-    costs.add_argument(
-        "--checkpoint-every", type=int, default=50, metavar="STEPS",
-        help="interval of checkpoints, in steps (default: %(default)s)",
-    )  # fmt: skip
-    _add_time(costs, "--checkpoint", "1s", "pause of training for a checkpoint")
-    costs.add_argument(
-        "--copy-every", type=int, default=10, metavar="STEPS",
-        help="interval of buddy checkpoints, in steps (default: %(default)s)",
-    )  # fmt: skip
+    _add(costs, "--heartbeat", "30s", "time until a failure is detected", "TIME")
+    _add(costs, "--regroup", "1s", "time to form a generation, without planning", "TIME")
+    _add(costs, "--restore", "10s", "time of live hosts to read a checkpoint", "TIME")
+    _add(costs, "--restart", "2min", "time to restart a run once all hosts are present", "TIME")
+    _add(costs, "--checkpoint-every", 50, "interval of checkpoints, in steps", "STEPS", type=int)
+    _add(costs, "--checkpoint", "1s", "pause of training for a checkpoint", "TIME")
+    _add(costs, "--copy-every", 10, "interval of buddy checkpoints, in steps", "STEPS", type=int)
     costs.add_argument(
         "--state-factor", type=float, default=3.0, metavar="FACTOR",
         help="state of a stage as a multiple of stage_bytes (default: %(default)g, for parameters "
         "and two moments)",
     )  # fmt: skip
     plans = parser.add_argument_group("plans")
-    plans.add_argument(
-        "--method", choices=METHODS, default=DEFAULT_METHOD,
-        help="method of the plan for all nodes (default: %(default)s)",
-    )  # fmt: skip
-    plans.add_argument(
-        "--budget", default=DEFAULT_BUDGET_S, metavar="TIME",
-        help="time limit of the search for it (default: %(default)gs)",
-    )  # fmt: skip
+    about = "method of the plan for all nodes"
+    _add(plans, "--method", DEFAULT_METHOD, about, choices=METHODS)
+    _add(plans, "--budget", f"{DEFAULT_BUDGET_S:g}s", "time limit of the search for it", "TIME")
     plans.add_argument(
         "--plans", type=int, metavar="N",
         help="maximum number of sets of live nodes to plan for; step times of others are estimated "
@@ -101,10 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figure", type=Path, metavar="SVG", help="file for a plot")
 
 
-def _add_time(group: argparse._ArgumentGroup, option: str, default: str, help_text: str) -> None:
-    group.add_argument(
-        option, default=default, metavar="TIME", help=f"{help_text} (default: %(default)s)"
-    )
+def _add(
+    group: argparse._ArgumentGroup,
+    option: str,
+    default: object,
+    about: str,
+    metavar: str | None = None,
+    **kind: Any,
+) -> None:
+    about += " (default: %(default)s)"
+    group.add_argument(option, default=default, metavar=metavar, help=about, **kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading():
         from tqdm import tqdm
 
-        from skippipe_sched import fields
         from skippipe_sched.churn.iteration_times import (
             IterationTimes,
             max_planned_placements,
@@ -163,7 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _churn(arguments: argparse.Namespace) -> Churn:
-    from skippipe_sched import fields
     from skippipe_sched.churn.sweep import Churn
 
     count = fields.integer(arguments.seeds, "--seeds", 1, MAX_SEEDS)
@@ -174,7 +156,6 @@ def _churn(arguments: argparse.Namespace) -> Churn:
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    from skippipe_sched import fields
     from skippipe_sched.churn.simulation import Costs
 
     return Costs(
@@ -191,7 +172,6 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     """Load the plan for all nodes from a file, or make it from a case by a method."""
-    from skippipe_sched import fields
     from skippipe_sched.methods import plan_best
     from skippipe_sched.problem.open_case import load_cases
     from skippipe_sched.problem.plan import load_plan
@@ -212,8 +192,6 @@ def _require_few_faults(nodes: int, mtbf_s: float, churn: Churn) -> None:
 
     faults = nodes * len(churn.seeds) * churn.end_s / (mtbf_s + churn.repair_s)
     if faults > MAX_FAULTS:
-        raise InputError(
-            "--mtbf", duration_text(mtbf_s),
-            f"causes {faults:.3g} faults in the sweep, but at most {MAX_FAULTS} are simulated",
-            "Set a longer --mtbf, fewer --days or a smaller --sweep",
-        )  # fmt: skip
+        problem = f"causes {faults:.3g} faults in the sweep, but at most {MAX_FAULTS} are simulated"
+        remedy = "Set a longer --mtbf, fewer --days or a smaller --sweep"
+        raise InputError("--mtbf", duration_text(mtbf_s), problem, remedy)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
+from jaxtyping import Int
 
 from skippipe_sched.division.parts import Cut, Whole
 
@@ -26,6 +27,11 @@ class Place:
 
     cut: Cut
     nodes: tuple[int, ...]
+
+    @property
+    def local(self) -> Int[np.ndarray, " nodes"]:
+        """Number of each of `nodes` in the lane's own case, whose nodes are in ascending order."""
+        return np.searchsorted(np.sort(self.nodes), self.nodes)
 
     def stage(self, number: int) -> slice:
         """Return the position of a stage's nodes in `nodes`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Whole:
             for key, value in alone.source.items()
             if key not in ("skip_ratio", "microbatches_per_data_node")
         } | {"microbatches": sum(self.case.microbatches)}
-        self._cuts: dict[tuple[int, int], tuple[Cut, ...]] = {}
+        self.cuts = cache(self._cuts)
 
     @cached_property
     def merges(self) -> tuple[int, ...]:
@@ -117,22 +117,18 @@ class Whole:
         except InputError:
             return False
 
-    def cuts(self, nodes: int, merged: int) -> tuple[Cut, ...]:
+    def _cuts(self, nodes: int, merged: int) -> tuple[Cut, ...]:
         """List the cuts over this number of nodes, the most promising first (`candidates`).
 
         Raises:
             InputError: as `candidates` does.
         """
-        if (nodes, merged) in self._cuts:
-            return self._cuts[nodes, merged]
         stages = len(self.case.stages) // merged
         open_case = self._source(range(nodes), merged, Training("any", 1))
         open_case |= {"stages": AUTO, "stage_count": stages}
         if self.skip_ratio is not None:
             open_case |= {"path_length": AUTO, "skip_ratio": self.skip_ratio}
-        cuts = [Cut(merged, case.stages, case.path_length) for case in candidates(open_case)]
-        self._cuts[nodes, merged] = tuple(cuts)
-        return self._cuts[nodes, merged]
+        return tuple(Cut(merged, case.stages, case.path_length) for case in candidates(open_case))
 
     def part(self, nodes: Sequence[int], cut: Cut, training: Training) -> Case:
         """Make the case of these nodes with this cut: its node k is the k-th of `nodes`."""

@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_line,
     add_rect,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -54,17 +55,9 @@ def table(divisions: Mapping[str, Division]) -> str:
         for number, part in enumerate(division.parts):
             stages = dict.fromkeys(" ".join(map(str, plan.case.stages)) for plan in part.plans)
             iterations = dict.fromkeys(f"{seconds:.2f} s" for seconds in part.iteration_s)
-            lines.append(
-                (
-                    "" if number else name,
-                    part.lane.name,
-                    str(len(part.nodes)),
-                    ", ".join(stages),
-                    ", ".join(iterations),
-                    duration_text(part.seconds),
-                    locations(part),
-                )
-            )
+            first = "" if number else name, part.lane.name, str(len(part.nodes))
+            cuts, seconds = ", ".join(stages), ", ".join(iterations)
+            lines.append((*first, cuts, seconds, duration_text(part.seconds), locations(part)))
     return aligned(lines, (0, 1, 3, 6))
 
 
@@ -88,10 +81,8 @@ def picture(divisions: Mapping[str, Division], case_name: str) -> str:
     )
     svg = start_picture("division", (WIDTH, bottom + AXIS), about, STYLE + colours)
     add_title(svg, case_name, "hours until each expert is done, by lane")
-    for tick in round_ticks(longest_s / HOUR_S):
-        x = left + scale * HOUR_S * tick
-        add_line(svg, "grid", (x, PLOT_TOP), (x, bottom + 4))
-        add_text(svg, "middle", x, bottom + 17, f"{tick:g}")
+    ticks = {left + scale * HOUR_S * h: f"{h:g}" for h in round_ticks(longest_s / HOUR_S)}
+    add_ticks(svg, ticks, PLOT_TOP, bottom)
     for place, (name, division) in enumerate(divisions.items()):
         top = PLOT_TOP + block * place
         last = left + scale * division.seconds
@@ -107,11 +98,8 @@ def picture(divisions: Mapping[str, Division], case_name: str) -> str:
                 group = SubElement(svg, "g")
                 end = begin + scale * seconds
                 add_rect(group, f"expert-{kind}", (begin, end), (down, down + BAR), radius=2)
-                add_tip(
-                    group,
-                    f"{training.name}: {training.steps} iterations of "
-                    f"{seconds_text(iteration_s)}; {locations(part)}",
-                )
+                about = f"{training.name}: {training.steps} iterations of"
+                add_tip(group, f"{about} {seconds_text(iteration_s)}; {locations(part)}")
                 begin = end
             nodes = f"{len(part.nodes)} nodes in {len(part.plans[0].stages)} stages"
             figures = f"{duration_text(part.seconds)} · {nodes}"

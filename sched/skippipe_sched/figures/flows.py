@@ -95,19 +95,12 @@ def flows_map(plan: Plan, timeline: Timeline) -> str:
     flows = links if by_node else location_traffic(plan, timeline)
     drawn = [flow for flow in flows if flow.source != flow.target]
     layout = _layout(plan, by_node, len(drawn[:BUSIEST]))
-    svg = start_picture(
-        "flows",
-        (layout.width, layout.height),
-        "Map of the link traffic of an iteration",
-        STYLE + "".join(map(_stage_style, range(len(plan.stages)))),
-    )
+    about = "Map of the link traffic of an iteration"
+    styles = STYLE + "".join(map(_stage_style, range(len(plan.stages))))
+    svg = start_picture("flows", (layout.width, layout.height), about, styles)
     total, wide = sum(flow.bytes for flow in links), wide_area_bytes(plan.case, links)
-    add_title(
-        svg,
-        plan.method,
-        f"{size_text(total)} in an iteration of {seconds_text(timeline.iteration_s)} · "
-        f"{size_text(wide)} between locations",
-    )
+    figures = f"{size_text(total)} in an iteration of {seconds_text(timeline.iteration_s)}"
+    add_title(svg, plan.method, f"{figures} · {size_text(wide)} between locations")
     _draw_locations(svg, layout, plan)
     curves = _draw_flows(svg, layout, plan, drawn)
     _draw_places(svg, layout, plan, flows)
@@ -237,7 +230,11 @@ def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
     """Draw names outside the circle: level if there is room, else along the radius."""
     for name, (first, last) in layout.arcs.items():
         if last > first and len(layout.arcs) > 1:
-            _draw_arc(svg, layout, first, last)
+            radius = layout.radius + ARC
+            start, end = layout.at(first, radius), layout.at(last, radius)
+            large = int(last - first > math.pi)
+            curve = f"M{point(start)}A{point((radius, radius))} 0 {large} 1 {point(end)}"
+            SubElement(svg, "path", {"class": "location", "d": curve})
         angle = (first + last) / 2
         if layout.level_names:
             text = add_text(svg, _side(angle), 0, 4 - 6 * math.cos(angle), _cut(name))
@@ -250,14 +247,6 @@ def _draw_locations(svg: Element, layout: _Layout, plan: Plan) -> None:
         text.set("transform", f"translate({point(place)}) rotate({rounded(turned)})")
         nodes = sum(node.location == name for node in plan.case.nodes)
         add_tip(text, f"{name}: {nodes} node{'s' * (nodes > 1)}")
-
-
-def _draw_arc(svg: Element, layout: _Layout, first: float, last: float) -> None:
-    radius = layout.radius + ARC
-    start, end = layout.at(first, radius), layout.at(last, radius)
-    large = int(last - first > math.pi)
-    curve = f"M{point(start)}A{point((radius, radius))} 0 {large} 1 {point(end)}"
-    SubElement(svg, "path", {"class": "location", "d": curve})
 
 
 class _Curve(NamedTuple):
@@ -279,11 +268,8 @@ def _draw_flows(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]
         flow, curve = flows[rank], curves[rank]
         group = SubElement(svg, "g", {"class": _flow_class(plan, flow, rank < BUSIEST)})
         _draw_arrow(group, curve, _flow_width(flow, flows))
-        add_tip(
-            group,
-            f"{link_name(plan.case, flow)}: {flow.use}, {size_text(flow.bytes)}, "
-            f"busy {seconds_text(flow.busy_s)}",
-        )
+        figures = f"{size_text(flow.bytes)}, busy {seconds_text(flow.busy_s)}"
+        add_tip(group, f"{link_name(plan.case, flow)}: {flow.use}, {figures}")
     return curves
 
 
@@ -306,14 +292,8 @@ def _draw_arrow(group: Element, curve: _Curve, width: float) -> None:
     towards = _direction(curve.end - curve.control)
     base = curve.end - (4 + 1.2 * width) * towards
     aside = (2 + 0.8 * width) * np.array([-towards[1], towards[0]])
-    SubElement(
-        group,
-        "path",
-        {
-            "d": f"M{point(curve.start)}Q{point(curve.control)} {point(base)}",
-            "stroke-width": rounded(width),
-        },
-    )
+    line = f"M{point(curve.start)}Q{point(curve.control)} {point(base)}"
+    SubElement(group, "path", {"d": line, "stroke-width": rounded(width)})
     corners = " ".join(map(point, (curve.end, base + aside, base - aside)))
     SubElement(group, "polygon", {"points": corners})
 
@@ -357,10 +337,8 @@ def _draw_badge(svg: Element, rank: int, x: float, y: float) -> None:
 def _draw_legend(svg: Element, layout: _Layout, plan: Plan, flows: Sequence[Flow]) -> float:
     """Draw the legend; return its lower end."""
     x, y = layout.panel, TOP + 4
-    for use, label in (
-        ("pipeline", "activations, gradients"),
-        ("averaging", "averaging of a stage"),
-    ):
+    labels = {"pipeline": "activations, gradients", "averaging": "averaging of a stage"}
+    for use, label in labels.items():
         own = (flow for flow in flows if flow.use == use)
         largest = max(own, key=lambda flow: flow.bytes, default=None)
         if largest is None:
@@ -395,22 +373,14 @@ def _draw_busiest(
             nodes = f"{flow.source} → {flow.target} · "
         add_text(svg, "", x + 22, y, " → ".join(map(_cut, ends)))
         y += 0.9 * LINE
-        add_text(
-            svg,
-            "",
-            x + 22,
-            y,
-            f"{nodes}busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}",
-        )
+        figures = f"busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}"
+        add_text(svg, "", x + 22, y, nodes + figures)
 
 
 def _flow_class(plan: Plan, flow: Flow, busiest: bool) -> str:
     stage = flow.use == "averaging" and isinstance(flow.source, int)
-    return (
-        f"flow {flow.use}"
-        + (f" s{plan.stage_of[flow.source]}" if stage else "")
-        + " busiest" * busiest
-    )
+    of_stage = f" s{plan.stage_of[flow.source]}" if stage else ""
+    return f"flow {flow.use}{of_stage}" + " busiest" * busiest
 
 
 def _flow_width(flow: Flow, flows: Sequence[Flow]) -> float:

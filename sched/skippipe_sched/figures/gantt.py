@@ -16,6 +16,7 @@ from skippipe_sched.figures.svg import (
     add_line,
     add_rect,
     add_text,
+    add_ticks,
     add_tip,
     add_title,
     round_ticks,
@@ -79,7 +80,9 @@ def gantt_series(plan: Plan, timelines: Mapping[str, Timeline]) -> str:
 
     Each is drawn as by `gantt`, for the visual comparison of a prediction with measurements.
     """
-    layout = _layout(plan, max(map(_shown_s, timelines.values())))
+    # In steady state the next iteration's mark may be later than all events.
+    ends_s = (max(timeline.end_s, timeline.iteration_s) for timeline in timelines.values())
+    layout = _layout(plan, max(ends_s))
     height = layout.bottom + AXIS
     seconds = ", ".join(layout.seconds(timeline.iteration_s) for timeline in timelines.values())
     about = f"Timeline of one iteration of {seconds}"
@@ -103,7 +106,9 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
     add_title(svg, title, " · ".join(told))
     _draw_legend(svg)
     _draw_stages(svg, layout, plan, timeline)
-    _draw_axis(svg, layout)
+    ticks = {layout.x(tick_s): f"{tick_s:g}" for tick_s in round_ticks(layout.end_s)}
+    add_ticks(svg, ticks, PLOT_TOP, layout.bottom)
+    add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
     if timeline.steady:
         _draw_averagings(svg, layout, plan, timeline)
     _draw_waits(svg, layout, timeline)
@@ -112,11 +117,6 @@ def _draw_chart(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline, t
     _draw_markers(svg, layout, timeline)
     if not timeline.steady:
         _draw_averagings(svg, layout, plan, timeline)
-
-
-def _shown_s(timeline: Timeline) -> float:
-    """Return the end of the drawn time; in steady state the next iteration's mark may be later."""
-    return max(timeline.end_s, timeline.iteration_s)
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,14 @@ def node_label(plan: Plan, node: int) -> str:
 
 
 def _draw_hatching(svg: Element) -> None:
-    pattern = SubElement(
-        SubElement(svg, "defs"),
-        "pattern",
-        {
-            "id": "gantt-wait",
-            "width": "5",
-            "height": "5",
-            "patternUnits": "userSpaceOnUse",
-            "patternTransform": "rotate(45)",
-        },
-    )
+    attributes = {
+        "id": "gantt-wait",
+        "width": "5",
+        "height": "5",
+        "patternUnits": "userSpaceOnUse",
+        "patternTransform": "rotate(45)",
+    }
+    pattern = SubElement(SubElement(svg, "defs"), "pattern", attributes)
     add_line(pattern, "hatch", (2.5, 0), (2.5, 5))
 
 
@@ -218,14 +215,6 @@ def _draw_stages(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) 
             add_tip(text, f"Node {node} in {plan.case.nodes[node].location}: busy {busy}")
 
 
-def _draw_axis(svg: Element, layout: _Layout) -> None:
-    for tick_s in round_ticks(layout.end_s):
-        x = layout.x(tick_s)
-        add_line(svg, "grid", (x, PLOT_TOP), (x, layout.bottom + 4))
-        add_text(svg, "middle", x, layout.bottom + 17, f"{tick_s:g}")
-    add_text(svg, "", MARGIN, layout.bottom + 17, "seconds")
-
-
 def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
     """Draw the waits that the network causes, without the time in which another node computes."""
     transfers = {transfer.operation: transfer for transfer in timeline.transfers}
@@ -236,11 +225,9 @@ def _draw_waits(svg: Element, layout: _Layout, timeline: Timeline) -> None:
         if transfer is not None and transfer.end_s > free_s[node]:
             start_s = max(free_s[node], transfer.ready_s)
             start, end = layout.x(start_s), layout.x(transfer.end_s)
-            add_tip(
-                _bar(svg, "wait", start, end, layout.row_tops[node]),
-                f"Node {node} waits for microbatch {microbatch} "
-                f"from node {transfer.source}: {layout.span(start_s, transfer.end_s)}",
-            )
+            about = f"Node {node} waits for microbatch {microbatch} from node {transfer.source}"
+            bar = _bar(svg, "wait", start, end, layout.row_tops[node])
+            add_tip(bar, f"{about}: {layout.span(start_s, transfer.end_s)}")
         free_s[node] = run.end_s
 
 
@@ -273,18 +260,12 @@ def _draw_transfer(
     ready, start, end = map(layout.x, (transfer.ready_s, transfer.start_s, transfer.end_s))
     link = f"node {transfer.source} to node {transfer.target}"
     line = add_line(svg, f"transfer {colour}", (start, y), (end, y), width)
-    add_tip(
-        line,
-        f"Microbatch {transfer.operation.microbatch} from {link}: "
-        f"{layout.span(transfer.start_s, transfer.end_s)}",
-    )
+    microbatch = f"Microbatch {transfer.operation.microbatch}"
+    add_tip(line, f"{microbatch} from {link}: {layout.span(transfer.start_s, transfer.end_s)}")
     if transfer.start_s > transfer.ready_s:
         queued = add_line(svg, f"queued {colour}", (ready, y), (start, y), width)
-        add_tip(
-            queued,
-            f"Microbatch {transfer.operation.microbatch} waits for the link from {link}: "
-            f"{layout.span(transfer.ready_s, transfer.start_s)}",
-        )
+        span = layout.span(transfer.ready_s, transfer.start_s)
+        add_tip(queued, f"{microbatch} waits for the link from {link}: {span}")
 
 
 def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) -> None:
@@ -292,11 +273,9 @@ def _draw_runs(svg: Element, layout: _Layout, plan: Plan, timeline: Timeline) ->
         kind, microbatch, node = run.operation
         start, end = layout.x(run.start_s), layout.x(run.end_s)
         bar = _bar(svg, f"{kind} m{microbatch}", start, end, layout.row_tops[node])
-        add_tip(
-            bar,
-            f"{NAMES[kind]} of microbatch {microbatch} on node {node} "
-            f"(stage {plan.stage_of[node]}): {layout.span(run.start_s, run.end_s)}",
-        )
+        about = f"{NAMES[kind]} of microbatch {microbatch} on node {node}"
+        span = layout.span(run.start_s, run.end_s)
+        add_tip(bar, f"{about} (stage {plan.stage_of[node]}): {span}")
         _draw_number(svg, run.operation, (start + end) / 2, layout.row_tops[node], end - start)
 
 
@@ -320,11 +299,8 @@ def _draw_averagings(svg: Element, layout: _Layout, plan: Plan, timeline: Timeli
         top = layout.row_tops[nodes[0]] + BAR_TOP
         bottom = layout.row_tops[nodes[-1]] + ROW - 3
         bar = add_rect(svg, "averaging", (start, end), (top, bottom), radius=3)
-        add_tip(
-            bar,
-            f"Averaging of stage {averaging.stage}: "
-            f"{layout.span(averaging.start_s, averaging.end_s)}",
-        )
+        span = layout.span(averaging.start_s, averaging.end_s)
+        add_tip(bar, f"Averaging of stage {averaging.stage}: {span}")
         label = f"averaging {layout.seconds(averaging.end_s - averaging.start_s)}"
         if end - start > len(label) * CHARACTER:
             add_text(svg, "middle", (start + end) / 2, (top + bottom) / 2 + 4, label)

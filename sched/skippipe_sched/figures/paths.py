@@ -68,12 +68,8 @@ def paths_picture(plan: Plan) -> str:
     about = f"The paths of {len(plan.microbatches)} microbatches through {len(plan.stages)} stages"
     styles = STYLE + "".join(map(_microbatch_style, range(len(plan.microbatches))))
     svg = start_picture("paths", (WIDTH, layout.bottom + MARGIN), about, styles)
-    add_title(
-        svg,
-        plan.method,
-        f"{len(plan.microbatches)} microbatches, {len(plan.case.nodes)} nodes, "
-        f"{len(plan.stages)} stages",
-    )
+    figures = f"{len(plan.microbatches)} microbatches, {len(plan.case.nodes)} nodes"
+    add_title(svg, plan.method, f"{figures}, {len(plan.stages)} stages")
     legend = "below a column: the stage is skipped; to the left: a swap"
     add_text(svg, "", MARGIN, LEGEND_Y, f"a line is the path of a microbatch; {legend}")
     for microbatch in range(len(plan.microbatches)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -90,6 +90,13 @@ def add_line(
     places = dict(zip(names, map(rounded, (*start, *end)), strict=True))
     stroke = {"stroke-width": rounded(width)} if width else {}
     return SubElement(parent, "line", {"class": classes, **places, **stroke})
+
+
+def add_ticks(parent: Element, labels: Mapping[float, str], top: float, bottom: float) -> None:
+    """Add a line of the grid at each x, and its label below the plot."""
+    for x, label in labels.items():
+        add_line(parent, "grid", (x, top), (x, bottom + 4))
+        add_text(parent, "middle", x, bottom + 17, label)
 
 
 def add_text(parent: Element, classes: str, x: float, y: float, content: str) -> Element:

@@ -8,7 +8,7 @@ end a flow, the arrow between the slices around them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from skippipe_sched.figures.gantt import NAMES, in_lanes
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.averaging import best_ring
-from skippipe_sched.timing.timeline import Timeline, Transfer
+from skippipe_sched.timing.timeline import Run, Timeline, Transfer
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,6 @@ class _Slice:
     end_s: float
     arguments: Mapping[str, Any]
     flows: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Track:
-    """Line of slices that do not overlap, in order."""
-
-    stage: int
-    name: str
-    slices: tuple[_Slice, ...]
 
 
 def chrome_trace(
@@ -73,12 +64,12 @@ def chrome_trace(
             name = f"{prefix}stage {stage}" + " · data" * (stage == 0)
             events.append(_metadata("process_name", process, {"name": name}))
             events.append(_metadata("process_sort_index", process, {"sort_index": process - 1}))
-        for track in _tracks(plan, one, first_arrow):
+        for stage, name, slices in _tracks(plan, one, first_arrow):
             thread += 1
-            process = first_process + track.stage
-            events.append(_metadata("thread_name", process, {"name": track.name}, thread))
+            process = first_process + stage
+            events.append(_metadata("thread_name", process, {"name": name}, thread))
             events.append(_metadata("thread_sort_index", process, {"sort_index": thread}, thread))
-            for piece in track.slices:
+            for piece in slices:
                 events += _events(piece, process, thread)
         first_arrow += len(one.transfers)
     return {
@@ -121,52 +112,34 @@ def _microseconds(time_s: float) -> float:
     return round(time_s * 1e9) / 1e3
 
 
-def _tracks(plan: Plan, timeline: Timeline, first_arrow: int) -> list[_Track]:
+def _tracks(
+    plan: Plan, timeline: Timeline, first_arrow: int
+) -> Iterator[tuple[int, str, list[_Slice]]]:
+    """List the tracks: the stage, the name, and slices that do not overlap, in order."""
     numbers = {
         transfer.operation: number
         for number, transfer in enumerate(timeline.transfers, start=first_arrow)
     }
-    operations = _operation_slices(plan, timeline, numbers)
-    tracks = []
+    flows = _flows_of_operations(plan, numbers)
     for stage, nodes in enumerate(plan.stages):
         for node in nodes:
-            location = plan.case.nodes[node].location
-            tracks.append(_Track(stage, f"node {node} · {location}", tuple(operations[node])))
-            received = in_lanes([t for t in timeline.transfers if t.target == node])
-            for lane in received:
+            runs = (run for run in timeline.runs if run.operation.node == node)
+            slices = [_operation_slice(stage, run, flows.get(run.operation, ())) for run in runs]
+            yield stage, f"node {node} · {plan.case.nodes[node].location}", slices
+            for lane in in_lanes([t for t in timeline.transfers if t.target == node]):
                 slices = [s for t in lane for s in _transfer_slices(plan, t, numbers[t.operation])]
-                tracks.append(_Track(stage, f"to node {node}", tuple(slices)))
-        averaging = _averaging_slices(plan, timeline, stage)
-        if averaging:
-            tracks.append(_Track(stage, "averaging", averaging))
-    return tracks
+                yield stage, f"to node {node}", slices
+        averagings = _averaging_slices(plan, timeline, stage)
+        if averagings:
+            yield stage, "averaging", averagings
 
 
-def _operation_slices(
-    plan: Plan, timeline: Timeline, numbers: Mapping[Operation, int]
-) -> list[list[_Slice]]:
-    """List the slices of every node."""
-    flows = _flows_of_operations(plan, numbers)
-    slices: list[list[_Slice]] = [[] for _ in range(timeline.nodes)]
-    for run in timeline.runs:
-        kind, microbatch, node = run.operation
-        arguments = {
-            "microbatch": microbatch,
-            "stage": plan.stage_of[node],
-            "node": node,
-            "waited_s": run.start_s - run.arrived_s,
-        }
-        slices[node].append(
-            _Slice(
-                f"{kind} {microbatch}",
-                NAMES[kind].lower(),
-                run.start_s,
-                run.end_s,
-                arguments,
-                tuple(flows.get(run.operation, ())),
-            )
-        )
-    return slices
+def _operation_slice(stage: int, run: Run, flows: Sequence[tuple[int, str]]) -> _Slice:
+    kind, microbatch, node = run.operation
+    waited_s = run.start_s - run.arrived_s
+    arguments = {"microbatch": microbatch, "stage": stage, "node": node, "waited_s": waited_s}
+    name, category = f"{kind} {microbatch}", NAMES[kind].lower()
+    return _Slice(name, category, run.start_s, run.end_s, arguments, tuple(flows))
 
 
 def _flows_of_operations(
@@ -209,20 +182,15 @@ def _transfer_slices(plan: Plan, transfer: Transfer, number: int) -> list[_Slice
     return slices
 
 
-def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> tuple[_Slice, ...]:
+def _averaging_slices(plan: Plan, timeline: Timeline, stage: int) -> list[_Slice]:
     """Return one slice, or none if a stage of one replica has nothing to average."""
-    return tuple(
-        _Slice(
-            f"averaging of stage {stage}",
-            "averaging",
-            averaging.start_s,
-            averaging.end_s,
-            {
-                "stage": stage,
-                "ring": list(best_ring(plan.case, stage, plan.stages[stage])),
-                "bytes": plan.case.averaging.fragment_bytes(plan.case.stage_bytes[stage]),
-            },
-        )
-        for averaging in timeline.averagings
-        if averaging.stage == stage and averaging.end_s > averaging.start_s
-    )
+    arguments = {
+        "stage": stage,
+        "ring": list(best_ring(plan.case, stage, plan.stages[stage])),
+        "bytes": plan.case.averaging.fragment_bytes(plan.case.stage_bytes[stage]),
+    }
+    return [
+        _Slice(f"averaging of stage {stage}", "averaging", own.start_s, own.end_s, arguments)
+        for own in timeline.averagings
+        if own.stage == stage and own.end_s > own.start_s
+    ]

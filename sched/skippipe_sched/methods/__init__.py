@@ -11,8 +11,10 @@ the method left it open, the order, and checks the rules. `plan_best` does so fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,15 +25,15 @@ __all__ = ["DEFAULT_METHOD", "METHODS", "make_plan", "plan_best", "with_predicti
 
 
 class Method(NamedTuple):
-    """A method: its description, and the module and function that make its routes."""
+    """A method: its description, and the module whose function `routes` it calls with `options`."""
 
     about: str
     module: str
-    function: str = "routes"
+    options: Mapping[str, bool] = MappingProxyType({})
 
     def load(self) -> Callable[..., Any]:
         """Load the function that maps a case and a search to `Routes`."""
-        return getattr(import_module(f"{__name__}.{self.module}"), self.function)
+        return partial(import_module(f"{__name__}.{self.module}").routes, **self.options)
 
 
 METHODS = {
@@ -39,16 +41,14 @@ METHODS = {
     "full-joint": Method(
         "the same search for full paths: the effect of planning without skipping",
         "joint",
-        "full_routes",
+        {"skips": False},
     ),
     "full": Method("DT-FM's placement; every microbatch visits every stage", "full"),
     "balanced": Method("greedy partial paths; nodes placed in the order of the case", "balanced"),
     "dtfm-skip": Method("DT-FM's placement; random partial paths", "dtfm_skip"),
-    "dtfm-skip-swaps": Method("dtfm-skip with random swaps", "dtfm_skip", "routes_with_swaps"),
+    "dtfm-skip-swaps": Method("dtfm-skip with random swaps", "dtfm_skip", {"swaps": True}),
     "skippipe-no-tc2": Method(
-        "skippipe without TC2: the path search ignores collisions",
-        "skippipe",
-        "routes_without_tc2",
+        "skippipe without TC2: the path search ignores collisions", "skippipe", {"meetings": False}
     ),
     "skippipe": Method("DT-FM's placement; the paper's path search (no collisions)", "skippipe"),
 }

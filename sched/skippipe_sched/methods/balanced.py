@@ -51,7 +51,8 @@ def routes(case: Case, search: Search) -> Routes:
         visits = sum(count for chosen, count in sets_left.items() if stage in chosen)
         visits_left |= visits_of_replicas(case, stage, nodes, visits)
     paths: list[NodePath] = []
-    candidates = _candidates_affordable(len(data_nodes), case.path_length)
+    one_candidate_each = len(data_nodes) ** 2 * case.path_length
+    candidates = int(np.clip(OPERATIONS_SIMULATED // one_candidate_each, 1, MOST_CANDIDATES))
     for data_node in data_nodes:
         drawn = dict.fromkeys(
             _draw_path(case, stages, data_node, sets_left, visits_left, random)
@@ -63,11 +64,6 @@ def routes(case: Case, search: Search) -> Routes:
         for node in path[1:]:
             visits_left[node] -= 1
     return Routes(stages, tuple(paths))
-
-
-def _candidates_affordable(microbatches: int, path_length: int) -> int:
-    one_candidate_each = microbatches**2 * path_length
-    return int(np.clip(OPERATIONS_SIMULATED // one_candidate_each, 1, MOST_CANDIDATES))
 
 
 def _cost(case: Case, stages: Sequence[Sequence[int]], paths: list[NodePath]) -> tuple[float, ...]:
@@ -177,12 +173,9 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
         integrality=np.ones(2 * len(steps)),
     )
     if solution.x is None:
-        raise InputError(
-            "case.rules.max_jump",
-            case.rules.max_jump,
-            "no paths visit every inner stage equally often (CC3) under this limit",
-            f"Raise max_jump (up to {last_stage - 1}) or case.path_length",
-        )
+        problem = "no paths visit every inner stage equally often (CC3) under this limit"
+        remedy = f"Raise max_jump (up to {last_stage - 1}) or case.path_length"
+        raise InputError("case.rules.max_jump", case.rules.max_jump, problem, remedy)
     counts = np.rint(solution.x).astype(int).reshape(2, -1).sum(axis=0)
     left = Counter(dict(zip(steps, counts.tolist(), strict=True)))
     return [_walk(left, case.path_length - 1) for _ in sets]

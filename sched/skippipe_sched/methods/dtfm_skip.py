@@ -18,30 +18,24 @@ from skippipe_sched.problem.plan import NodePath, stage_of_nodes
 from skippipe_sched.search.budget import Placement, Search
 
 
-def routes(case: Case, search: Search) -> Routes:
-    """Draw balanced paths for `case` at random.
+def routes(case: Case, search: Search, *, swaps: bool = False) -> Routes:
+    """Draw balanced paths for `case` at random, with at most as many `swaps` as it allows or none.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
     """
     stages = dtfm.place(case, search)
-    return Routes(stages, random_paths(case, stages, search.random))
+    paths = random_paths(case, stages, search.random)
+    if swaps:
+        stage_of = stage_of_nodes(stages)
 
+        def swapped(path: NodePath) -> NodePath:
+            node_of = {stage_of[node]: node for node in path[1:]}
+            sequence = swapped_at_random(case, tuple(node_of), search.random)
+            return path[0], *(node_of[stage] for stage in sequence)
 
-def routes_with_swaps(case: Case, search: Search) -> Routes:
-    """Draw balanced paths for `case` at random, with at most as many swaps as it allows.
-
-    Raises:
-        InputError: if under `case.rules` no paths visit the inner stages equally often.
-    """
-    stages = dtfm.place(case, search)
-    stage_of = stage_of_nodes(stages)
-    paths: list[NodePath] = []
-    for data_node, *inner in random_paths(case, stages, search.random):
-        node_of = {stage_of[node]: node for node in inner}
-        sequence = swapped_at_random(case, tuple(node_of), search.random)
-        paths.append((data_node, *(node_of[stage] for stage in sequence)))
-    return Routes(stages, tuple(paths))
+        paths = tuple(map(swapped, paths))
+    return Routes(stages, paths)
 
 
 def random_paths(

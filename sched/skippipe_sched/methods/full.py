@@ -8,7 +8,7 @@ the simulator's: backward first, within the memory limit, as in 1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -64,9 +64,14 @@ def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[N
     for path in dealt:
         for position, node in enumerate(path):
             visitors[stage_of[node]].append((path, position))
+    blocks = [
+        visits[start : start + MATCHED_AT_ONCE]
+        for visits in visitors[1:]
+        for start in range(0, len(visits), MATCHED_AT_ONCE)
+    ]
     for sweep in range(MOST_SWEEPS):
         changed = False
-        for block in _blocks(visitors[1:]):
+        for block in blocks:
             places = [path[position] for path, position in block]
             before = [path[position - 1] for path, position in block]
             cost = case.round_trip_s[np.ix_(before, places)]
@@ -81,12 +86,6 @@ def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[N
         if not changed and sweep > 0:
             break
     return tuple(tuple(path) for path in dealt)
-
-
-def _blocks(visitors: Sequence[list[_Visit]]) -> Iterator[list[_Visit]]:
-    for visits in visitors:
-        for start in range(0, len(visits), MATCHED_AT_ONCE):
-            yield visits[start : start + MATCHED_AT_ONCE]
 
 
 def _trade(

@@ -27,7 +27,7 @@ import numpy as np
 
 from skippipe_sched.methods import dtfm, full, skippipe
 from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
+from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, place_in_order
 from skippipe_sched.problem.case import Case, Rules, parse_case
 from skippipe_sched.problem.plan import NodePath, Plan
 from skippipe_sched.search import annealer
@@ -85,19 +85,18 @@ SMALLEST_CASE = {
 }  # fmt: skip
 
 
-def routes(case: Case, search: Search) -> Routes:
+def routes(case: Case, search: Search, *, skips: bool = True) -> Routes:
     """Search for the best plan of `case` within the budget.
+
+    Without `skips`, all paths are full and in order: the effect of planning alone.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
     """
+    if not skips:
+        rules = Rules(max_swaps=0, max_swap_distance=1, max_jump=0)
+        case = replace(case, path_length=len(case.stages), rules=rules)
     return _Joint(case, search).run()
-
-
-def full_routes(case: Case, search: Search) -> Routes:
-    """Search for full paths in order: the effect of planning alone, without skipping."""
-    rules = Rules(max_swaps=0, max_swap_distance=1, max_jump=0)
-    return routes(replace(case, path_length=len(case.stages), rules=rules), search)
 
 
 def dealt(case: Case, plan: Plan) -> tuple[NodePath, ...]:
@@ -221,7 +220,7 @@ class _Joint:
             known = begun.stages
         if known is not None:
             nodes = np.array([node for stage in known for node in stage])
-        stages = self.placement(nodes)
+        stages = place_in_order(case, nodes.tolist())
         paths = random_paths(case, stages, search.random)
         if begun is not None:
             paths = dealt(case, begun)
@@ -233,13 +232,6 @@ class _Joint:
         is_random = self.prepared is None and not is_placed and begun is None
         heat = 1.0 if is_random or search.improves else HURRIED_HEAT
         return Chain(self.problem, candidate, search.seed * 1_000_003 + number, heat)
-
-    def placement(self, nodes: np.ndarray) -> Placement:
-        first = self.problem.first_slot
-        return tuple(
-            tuple(nodes[first[stage] : first[stage + 1]].tolist())
-            for stage in range(len(self.case.stages))
-        )
 
     def compile(self, chain: Chain) -> None:
         """Run everything once with no steps, so that compiling does not count as searching."""
@@ -309,4 +301,4 @@ class _Joint:
         candidate = chain.candidate
         paths = tuple(tuple(path) for path in candidate.node_of_slot[candidate.paths].tolist())
         order = None if chain.order is None else as_operations(chain.order, candidate, paths)
-        return Routes(self.placement(candidate.node_of_slot), paths, order)
+        return Routes(place_in_order(self.case, candidate.node_of_slot.tolist()), paths, order)

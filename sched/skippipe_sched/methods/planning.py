@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS
@@ -41,12 +40,9 @@ def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:
         InputError: if the case's rules leave the method no plan, or the case leaves stages out.
     """
     if case.left_out:
-        raise InputError(
-            "case.left_out",
-            list(case.left_out),
-            "is not supported by planning methods, only by repair plans (`repair_plan`)",
-            "Remove this key, and these stages from case.stages, stage_cost and stage_bytes",
-        )
+        problem = "is not supported by planning methods, only by repair plans (`repair_plan`)"
+        remedy = "Remove this key, and these stages from case.stages, stage_cost and stage_bytes"
+        raise InputError("case.left_out", list(case.left_out), problem, remedy)
     return with_prediction(case, method, METHODS[method].load()(case, search or Search()))
 
 
@@ -62,13 +58,3 @@ def with_prediction(case: Case, method: str, routes: Routes) -> Plan:
     timeline = forecast(case, routes.stages, routes.paths, routes.order)
     predicted = timeline.predicted(lower_bound_s(case, min(len(path) for path in routes.paths)))
     return require(Plan(method, routes.stages, routes.paths, timeline.order, predicted, case))
-
-
-def with_placement_bound(plan: Plan, limit_s: float) -> Plan:
-    """Add to a plan's figures the bound over placements, proved within about `limit_s`."""
-    # Slow to load, because of SciPy.
-    from skippipe_sched.timing.placement_bound import placement_bound_s
-
-    length, plan_s = min(map(len, plan.microbatches)), plan.predicted.iteration_s
-    bound_s = placement_bound_s(plan.case, length, plan_s, limit_s)
-    return replace(plan, predicted=replace(plan.predicted, placement_bound_s=bound_s))

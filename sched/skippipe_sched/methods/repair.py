@@ -24,7 +24,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.node_subset import sorted_nodes, with_nodes
 from skippipe_sched.problem.plan import NodePath, Operation, Plan, microbatch_chain
-from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares
+from skippipe_sched.problem.rules import fair_shares, share_limits
 from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import forecast, require_memory, simulate
 
@@ -125,15 +125,10 @@ def _require_placement(
             "List each node in one stage",
         )
     for stage, replicas in enumerate(stages):
-        if stage > 0 and stage in left_out:
-            continue
-        if not replicas:
-            raise InputError(
-                f"stages[{stage}]",
-                list(replicas),
-                f"has no node; in the previous plan it has {list(plan.stages[stage])}",
-                "Move a node of another stage to it, or restart one of its nodes",
-            )
+        if not replicas and (stage == 0 or stage not in left_out):
+            problem = f"has no node; in the previous plan it has {list(plan.stages[stage])}"
+            remedy = "Move a node of another stage to it, or restart one of its nodes"
+            raise InputError(f"stages[{stage}]", list(replicas), problem, remedy)
 
 
 def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
@@ -145,10 +140,9 @@ def _targets(plan: Plan, stage: int, replicas: Sequence[int]) -> dict[int, int]:
     if stage == 0:
         return _distributed_as_before(plan.case, {node: now[node] for node in replicas}, visits)
     # TC1. Where shares are not integers, nodes that have more already keep them.
-    of_each = fair_shares(plan.case, stage, replicas, visits)
-    shares = dict(zip(replicas, of_each, strict=True))
-    low = {node: int(np.floor(share + SHARE_TOLERANCE)) for node, share in shares.items()}
-    high = {node: int(np.ceil(share - SHARE_TOLERANCE)) for node, share in shares.items()}
+    of_stage = plan.case, stage, replicas, visits
+    shares = dict(zip(replicas, fair_shares(*of_stage), strict=True))
+    low, high = (dict(zip(replicas, own, strict=True)) for own in share_limits(*of_stage))
     targets = {node: min(max(now[node], low[node]), high[node]) for node in replicas}
 
     def deficit(node: int) -> tuple[float, int]:
@@ -355,12 +349,9 @@ def fill_empty_stages(
                 candidates, key=lambda stage: (len(stages[stage]), stage > 0, -stage), default=None
             )
             if source_stage is None:
-                raise InputError(
-                    "nodes",
-                    sorted(nodes),
-                    "none of the remaining nodes has the text that the data stage reads",
-                    "Restart one of the failed data nodes",
-                )
+                problem = "none of the remaining nodes has the text that the data stage reads"
+                remedy = "Restart one of the failed data nodes"
+                raise InputError("nodes", sorted(nodes), problem, remedy)
             moved = min((node for node in stages[source_stage] if node not in excluded), key=alone)
             stages[source_stage].remove(moved)
             replicas.append(moved)

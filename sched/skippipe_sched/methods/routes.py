@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
 
 import numpy as np
 
@@ -26,10 +26,10 @@ class Routes:
     order: tuple[tuple[Operation, ...], ...] | None = None
 
 
-def place_in_order(case: Case) -> Placement:
-    """Put the nodes on stages in the order in which the case lists them."""
-    ends = list(accumulate(case.stages))
-    return tuple(tuple(range(end - size, end)) for end, size in zip(ends, case.stages, strict=True))
+def place_in_order(case: Case, nodes: Sequence[int] | None = None) -> Placement:
+    """Put `nodes` on the stages in this order; by default all nodes as the case lists them."""
+    left = iter(range(len(case.nodes)) if nodes is None else nodes)
+    return tuple(tuple(islice(left, size)) for size in case.stages)
 
 
 def data_node_of_microbatches(case: Case, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:

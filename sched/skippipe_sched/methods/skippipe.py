@@ -30,7 +30,7 @@ from skippipe_sched.methods.full import matched
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import NodePath, microbatch_chain, stage_of_nodes
-from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
+from skippipe_sched.problem.rules import sequence_problem, share_limits
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.timing.simulate import simulate
 from skippipe_sched.timing.timeline import Run, Timeline
@@ -74,25 +74,14 @@ class _Solution:
     visits: np.ndarray
 
 
-def routes(case: Case, search: Search) -> Routes:
+def routes(case: Case, search: Search, *, meetings: bool = True) -> Routes:
     """Search for paths with all three kinds of conflict; the simulator selects the best.
 
-    Raises:
-        InputError: if under `case.rules` no paths visit the inner stages equally often.
-    """
-    return _routes(case, search, meetings=True)
-
-
-def routes_without_tc2(case: Case, search: Search) -> Routes:
-    """Search for paths as if microbatches never met: the paper's ablation.
+    Without `meetings` (TC2), microbatches are planned as if they never met: the paper's ablation.
 
     Raises:
         InputError: if under `case.rules` no paths visit the inner stages equally often.
     """
-    return _routes(case, search, meetings=False)
-
-
-def _routes(case: Case, search: Search, *, meetings: bool) -> Routes:
     stages = dtfm.place(case, search, PLACEMENT_SHARE)
     # Whatever the search finds in its time, these paths keep the rules.
     paths = matched(case, stages, random_paths(case, stages, search.random))
@@ -137,7 +126,12 @@ class _PathSearch:
                 without += 1
                 agents = alone if without == TREES_TOGETHER else agents
                 continue
-            candidate = self._microbatch_paths(solution)
+            path_of = {
+                microbatch: path
+                for agent, path in zip(solution.agents, solution.paths, strict=True)
+                for microbatch in agent.microbatches
+            }
+            candidate = tuple(path_of[microbatch] for microbatch in range(len(path_of)))
             judged = self._judge(candidate)
             if judged < best:
                 paths, best = candidate, judged
@@ -155,14 +149,6 @@ class _PathSearch:
 
     def _keep(self, paths: tuple[NodePath, ...]) -> None:
         self.search.found(self._simulate(paths).iteration_s)
-
-    def _microbatch_paths(self, solution: _Solution) -> tuple[NodePath, ...]:
-        path_of = {
-            microbatch: path
-            for agent, path in zip(solution.agents, solution.paths, strict=True)
-            for microbatch in agent.microbatches
-        }
-        return tuple(path_of[microbatch] for microbatch in range(len(path_of)))
 
     def _judge(self, paths: tuple[NodePath, ...]) -> tuple[float, float]:
         """Compute the cost: the simulated time, or without TC2 the collision-free time."""
@@ -245,8 +231,8 @@ class _PathSearch:
         return overfull
 
     def _shares(self, stage: int, visits: int) -> tuple[np.ndarray, np.ndarray]:
-        shares = np.array(fair_shares(self.case, stage, self.stages[stage], visits))
-        return np.floor(shares + SHARE_TOLERANCE), np.ceil(shares - SHARE_TOLERANCE)
+        low, high = share_limits(self.case, stage, self.stages[stage], visits)
+        return np.array(low), np.array(high)
 
     def _constrained(self, solution: _Solution) -> _Solution | None:
         """Plan one agent again that meets another, or whose data node ends last."""
@@ -371,12 +357,11 @@ class QuickestPath:
         self.stages = stages
         self.spend = spend
         self.stage_of = np.array(stage_of_nodes(stages))
-        self.visit_s = np.array(
-            [
-                case.duration("F", node, stage) + case.duration("B", node, stage)
-                for node, stage in enumerate(self.stage_of)
-            ]
+        durations = (
+            case.duration("F", node, stage) + case.duration("B", node, stage)
+            for node, stage in enumerate(self.stage_of)
         )
+        self.visit_s = np.fromiter(durations, float)
         self.round_trip_s = case.round_trip_s
         self.forward_s = self._onward(back=False)
         self.back_s = self._onward(back=True)
@@ -471,13 +456,8 @@ class QuickestPath:
                 self.spend(len(promising) / SUCCESSORS_PER_OPERATION)
                 for replica in promising[total_s[promising] < np.inf]:
                     longer_path = (*path, int(nodes[replica]))
-                    longer: _Beginning = (
-                        float(total_s[replica]),
-                        next(ties),
-                        float(longer_s[replica]),
-                        longer_path,
-                        longer_visited,
-                    )
+                    whole_s, seconds = float(total_s[replica]), float(longer_s[replica])
+                    longer = whole_s, next(ties), seconds, longer_path, longer_visited
                     heapq.heappush(heap, longer)
         return None
 
@@ -490,11 +470,8 @@ class QuickestPath:
             now += self.case.hop_duration(operation.kind, before, node)
             end_s = now + self.case.duration(operation.kind, node, self.stage_of[node])
             for constraint in constraints:
-                if (
-                    node in constraint.nodes
-                    and now < constraint.end_s
-                    and end_s > constraint.start_s
-                ):
+                overlaps = now < constraint.end_s and end_s > constraint.start_s
+                if node in constraint.nodes and overlaps:
                     return True
             now, before = end_s, node
         return False

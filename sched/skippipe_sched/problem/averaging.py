@@ -88,12 +88,9 @@ def parse_averaging(value: Any, field: str) -> AveragingPolicy:
     every = fields.integer(raw["every"], f"{field}.every", 1, MOST_ITERATIONS)
     fragments = fields.integer(raw["fragments"], f"{field}.fragments", 1)
     if fragments > every:
-        raise InputError(
-            f"{field}.fragments",
-            fragments,
-            f"must be at most every = {every}, as an iteration sends at most one fragment",
-            f"Write {every} or less, or raise every to {fragments}",
-        )
+        problem = f"must be at most every = {every}, as an iteration sends at most one fragment"
+        remedy = f"Write {every} or less, or raise every to {fragments}"
+        raise InputError(f"{field}.fragments", fragments, problem, remedy)
     delay = fields.integer(raw["delay"], f"{field}.delay", 0)
     if delay >= every:
         raise InputError(

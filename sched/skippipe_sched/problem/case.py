@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -19,6 +19,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
 from skippipe_sched.problem.averaging import AveragingPolicy, parse_averaging
 
+Number = TypeVar("Number", int, float)
 Contention = Literal["none", "link", "node"]
 CONTENTIONS: tuple[Contention, ...] = ("none", "link", "node")
 
@@ -122,9 +123,7 @@ class Case:
     source: Mapping[str, Any]
 
     @cached_property
-    def link_matrices(
-        self,
-    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+    def link_matrices(self) -> tuple[links.Matrix, links.Matrix]:
         """Latency [s] and bandwidth [bytes/s] between nodes, source first, without contention.
 
         With contention "node", the bandwidth between locations is at most that of the two
@@ -141,20 +140,12 @@ class Case:
         )
 
     @cached_property
-    def pair_matrices(
-        self,
-    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+    def pair_matrices(self) -> tuple[links.Matrix, links.Matrix]:
         """Latency [s] and bandwidth [bytes/s] of the link of each pair of nodes, source first."""
         return self.link_table.matrices([node.location for node in self.nodes])
 
     @cached_property
-    def location_matrices(
-        self,
-    ) -> tuple[
-        Int[np.ndarray, " nodes"],
-        Float[np.ndarray, "locations locations"],
-        Float[np.ndarray, "locations locations"],
-    ]:
+    def location_matrices(self) -> tuple[Int[np.ndarray, " nodes"], links.Matrix, links.Matrix]:
         """Index of each node's location; latency [s] and bandwidth [bytes/s] between locations.
 
         The bandwidth is that of the fastest pair of their nodes (`link_matrices`).
@@ -206,24 +197,24 @@ class Case:
         return np.maximum(forward_s, self.visit_load_s / of_stage)
 
     @cached_property
-    def forward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
+    def forward_hop_s(self) -> links.Matrix:
         """Seconds of the hop of one activation from node to node; 0 to itself."""
         return self._hop_s(self.activation_bytes)
 
     @cached_property
-    def backward_hop_s(self) -> Float[np.ndarray, "nodes nodes"]:
+    def backward_hop_s(self) -> links.Matrix:
         """Seconds of the hop of one activation's gradient from node to node; 0 to itself."""
         return self._hop_s(self.gradient_bytes)
 
     @cached_property
-    def round_trip_s(self) -> Float[np.ndarray, "nodes nodes"]:
+    def round_trip_s(self) -> links.Matrix:
         """Seconds of the hop of an activation from node to node and of its gradient back.
 
         Not symmetric where the two directions of a link or the two sizes differ.
         """
         return self.forward_hop_s + self.backward_hop_s.T
 
-    def _hop_s(self, size: float) -> Float[np.ndarray, "nodes nodes"]:
+    def _hop_s(self, size: float) -> links.Matrix:
         latency, bandwidth = self.link_matrices
         hop = latency + size / bandwidth + self.hop_overhead_s
         np.fill_diagonal(hop, 0.0)
@@ -266,12 +257,9 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
     path_length = fields.integer(raw["path_length"], "case.path_length", 1)
     visited = len(stages) - len(left_out)
     if path_length > visited:
-        raise InputError(
-            "case.path_length",
-            path_length,
-            f"there are only {visited} stages, and a path visits no stage twice",
-            f"Write {visited} or less, or add {path_length - visited} to case.stages",
-        )
+        problem = f"there are only {visited} stages, and a path visits no stage twice"
+        remedy = f"Write {visited} or less, or add {path_length - visited} to case.stages"
+        raise InputError("case.path_length", path_length, problem, remedy)
     link_table = _all_times(
         links.table(table_source, links.same_location_of(raw)),
         fields.number(
@@ -310,22 +298,16 @@ def parse_case(value: Any, folder: Path = Path()) -> Case:
 
 def node_count(nodes: Any) -> int:
     """Count the nodes of `case.nodes`, which is their number or a list of them."""
-    return (
-        len(nodes)
-        if isinstance(nodes, list)
-        else fields.integer(nodes, "case.nodes", 1, MOST_NODES)
-    )
+    if isinstance(nodes, list):
+        return len(nodes)
+    return fields.integer(nodes, "case.nodes", 1, MOST_NODES)
 
 
 def _nodes(raw: Mapping[str, Any], stages: Sequence[int]) -> tuple[Node, ...]:
     count = node_count(raw["nodes"])
     if count != sum(stages):
-        raise InputError(
-            "case.stages",
-            raw["stages"],
-            f"the stages have {sum(stages)} nodes in total, but case.nodes has {count}",
-            sizes_remedy(count, stages),
-        )
+        problem = f"the stages have {sum(stages)} nodes in total, but case.nodes has {count}"
+        raise InputError("case.stages", raw["stages"], problem, sizes_remedy(count, stages))
     described = raw["nodes"] if isinstance(raw["nodes"], list) else [{}] * count
     for index, node in enumerate(described):
         fields.mapping(node, f"case.nodes[{index}]", (*OF_NODES, MEMORY_BYTES, MESH, *RATES))
@@ -415,14 +397,20 @@ def _rate(direction: str, raw: Mapping[str, Any], node: Mapping[str, Any], field
 
 def of_each_stage(value: Any, field: str, stages: int, *, above: bool = False) -> tuple[float, ...]:
     """Read a number for each stage, from one for all of them or a list."""
+    read = partial(fields.number, minimum=0.0, above=above)
+    return of_each(value, field, read, stages, ("stages", "stage"))
+
+
+def of_each(
+    value: Any, field: str, read: Callable[[Any, str], Number], count: int, of: tuple[str, str]
+) -> tuple[Number, ...]:
+    """Read a value for each of `count` things: one for all of them, or a list."""
     if not isinstance(value, list):
-        return (fields.number(value, field, 0.0, above=above),) * stages
-    if len(value) != stages:
-        raise InputError(
-            field, value, f"has {len(value)} entries for {stages} stages",
-            "Write one number, or one number for each stage",
-        )  # fmt: skip
-    return tuple(fields.number(v, f"{field}[{s}]", 0.0, above=above) for s, v in enumerate(value))
+        return (read(value, field),) * count
+    if len(value) != count:
+        problem = f"has {len(value)} entries for {count} {of[0]}"
+        raise InputError(field, value, problem, f"Write one number, or one number for each {of[1]}")
+    return tuple(read(own, f"{field}[{place}]") for place, own in enumerate(value))
 
 
 def _bytes_of_hop(raw: Mapping[str, Any], key: str) -> float:
@@ -477,53 +465,28 @@ def _require_links(nodes: Sequence[Node], table: links.LinkTable) -> None:
             f"no node at another location can reach the nodes {isolated} at this location: "
             f"all of its {len(missing)} links are missing",
             f"{hint}Move these nodes to another location, or add {len(missing)} rows, the first: "
-            f"{_row(missing[0])}",
+            f"{links.row_for(missing[0])}",
         )
     if missing:
-        raise InputError(
-            "case.links",
-            " to ".join(missing[0]),
-            f"no link between these locations ({len(missing)} missing in total)",
-            f"{hint}Add a row: {_row(missing[0])}",
-        )
-
-
-def _row(pair: tuple[str, str]) -> str:
-    return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
+        raise links.missing_link(missing[0], len(missing), hint)
 
 
 def _microbatches(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
     """Read the microbatches of each data node, from the number of each or from the total."""
-    if "microbatches" in raw:
-        return _shared_evenly(raw, data_nodes)
-    fields.mapping(raw, "case", raw, ("microbatches_per_data_node",))
-    field = "case.microbatches_per_data_node"
-    value = raw["microbatches_per_data_node"]
-    if not isinstance(value, list):
-        return (fields.integer(value, field, 1, MOST_MICROBATCHES),) * data_nodes
-    if len(value) != data_nodes:
-        raise InputError(
-            field, value, f"has {len(value)} entries for {data_nodes} data nodes",
-            "Write one number, or one number for each node of the first stage",
-        )  # fmt: skip
-    return tuple(
-        fields.integer(count, f"{field}[{i}]", 1, MOST_MICROBATCHES)
-        for i, count in enumerate(value)
-    )
-
-
-def _shared_evenly(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
-    total = fields.integer(raw["microbatches"], "case.microbatches", 1, MOST_MICROBATCHES)
-    if "microbatches_per_data_node" in raw:
-        raise InputError(
-            "case.microbatches",
-            total,
-            "cannot be combined with microbatches_per_data_node",
-            "Remove one of these keys",
-        )
+    of_each_node = "microbatches_per_data_node"
+    if "microbatches" not in raw:
+        value = fields.mapping(raw, "case", raw, (of_each_node,))[of_each_node]
+        read = partial(fields.integer, minimum=1, maximum=MOST_MICROBATCHES)
+        of = "data nodes", "node of the first stage"
+        return of_each(value, f"case.{of_each_node}", read, data_nodes, of)
+    field = "case.microbatches"
+    total = fields.integer(raw["microbatches"], field, 1, MOST_MICROBATCHES)
+    if of_each_node in raw:
+        problem = f"cannot be combined with {of_each_node}"
+        raise InputError(field, total, problem, "Remove one of these keys")
     if total < data_nodes:
         raise InputError(
-            "case.microbatches",
+            field,
             total,
             f"there are {data_nodes} data nodes, and each sends at least one",
             f"Write {data_nodes} or a greater number, or make the first stage {total} or smaller",
@@ -532,15 +495,10 @@ def _shared_evenly(raw: Mapping[str, Any], data_nodes: int) -> tuple[int, ...]:
 
 
 def _rules(value: Any, stages: int) -> Rules:
-    names = ("max_swaps", "max_swap_distance", "max_jump")
-    raw = fields.mapping(value, "case.rules", names)
-    return Rules(
-        max_swaps=fields.integer(raw.get("max_swaps", 0), "case.rules.max_swaps", 0),
-        max_swap_distance=fields.integer(
-            raw.get("max_swap_distance", 1), "case.rules.max_swap_distance", 1
-        ),
-        max_jump=fields.integer(raw.get("max_jump", stages), "case.rules.max_jump", 0),
-    )
+    defaults = {"max_swaps": 0, "max_swap_distance": 1, "max_jump": stages}
+    raw = defaults | fields.mapping(value, "case.rules", defaults)
+    least = {"max_swaps": 0, "max_swap_distance": 1, "max_jump": 0}
+    return Rules(**{k: fields.integer(raw[k], f"case.rules.{k}", least[k]) for k in least})
 
 
 def sizes_and_left_out(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

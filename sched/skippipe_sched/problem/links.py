@@ -16,6 +16,7 @@ from jaxtyping import Float
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
+Matrix = Float[np.ndarray, "nodes nodes"]
 GIBIBYTE = 2**30
 # In GiB per second, a thousandth of a byte: with less, times would not stay finite.
 LEAST_BANDWIDTH = 1e-12
@@ -64,23 +65,32 @@ class LinkTable:
         if found is None and source == target:
             found = self.same_location
         if found is None:
-            raise InputError(
-                "case.links",
-                f"{source} to {target}",
-                "no link between these locations",
-                f"Add a row: {source},{target},<latency ms>,<bandwidth GiB/s>",
-            )
+            raise missing_link((source, target))
         return found
 
-    def matrices(
-        self, locations: Sequence[str]
-    ) -> tuple[Float[np.ndarray, "nodes nodes"], Float[np.ndarray, "nodes nodes"]]:
+    def matrices(self, locations: Sequence[str]) -> tuple[Matrix, Matrix]:
         """Return latency [s] and bandwidth [bytes/s] between nodes at `locations`, source first."""
         names = sorted(set(locations))
         index = np.array([names.index(name) for name in locations])
         latency = np.array([[self.link(a, b).latency_s for b in names] for a in names])
         bandwidth = np.array([[self.link(a, b).bandwidth for b in names] for a in names])
         return latency[np.ix_(index, index)], bandwidth[np.ix_(index, index)]
+
+
+def row_for(pair: tuple[str, str]) -> str:
+    """Return the row of a table that the user has to complete for a pair of locations."""
+    return f"{','.join(pair)},<latency ms>,<bandwidth GiB/s>"
+
+
+def missing_link(pair: tuple[str, str], count: int | None = None, hint: str = "") -> InputError:
+    """Return the error of a pair of locations without a link, one of `count` pairs if known."""
+    return InputError(
+        "case.links",
+        " to ".join(pair),
+        "no link between these locations"
+        + ("" if count is None else f" ({count} missing in total)"),
+        f"{hint}Add a row: {row_for(pair)}",
+    )
 
 
 def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
@@ -90,12 +100,9 @@ def rows_of(value: Any, folder: Path) -> str | list[list[Any]]:
     """
     if isinstance(value, str) and fields.text(value, "case.links") not in BUILT_IN:
         if not value.endswith(".csv"):
-            raise InputError(
-                "case.links",
-                value,
-                "unknown table",
-                f"Use one of {', '.join(BUILT_IN)}, or the path of a .csv file beside the case",
-            )
+            problem = "unknown table"
+            remedy = f"Use one of {', '.join(BUILT_IN)}, or the path of a .csv file beside the case"
+            raise InputError("case.links", value, problem, remedy)
         return _read_csv(fields.read_text(folder / value, "case.links"), value)
     return value
 
@@ -120,13 +127,9 @@ def table(value: Any, same_location: Link) -> LinkTable:
 
 def same_location_of(raw: Mapping[str, Any]) -> Link:
     """Read the link between nodes at one location, from `same_location` of a case."""
-    same = fields.mapping(
-        raw.get("same_location", DEFAULT_SAME_LOCATION),
-        "case.same_location",
-        DEFAULT_SAME_LOCATION,
-        DEFAULT_SAME_LOCATION,
-    )
-    return link(same["latency_ms"], same["bandwidth_GiB_per_s"], "case.same_location")
+    field, keys = "case.same_location", DEFAULT_SAME_LOCATION
+    same = fields.mapping(raw.get("same_location", keys), field, keys, keys)
+    return link(same["latency_ms"], same["bandwidth_GiB_per_s"], field)
 
 
 def link(latency_ms: Any, bandwidth_gib: Any, field: str) -> Link:
@@ -141,35 +144,24 @@ def _read_csv(content: str, origin: str) -> list[list[Any]]:
     try:
         lines = [(reader.line_num, cells) for cells in reader]
     except csv.Error as error:
-        raise InputError(
-            "case.links",
-            origin,
-            f"is not valid CSV at line {reader.line_num}: {error}",
-            "Correct the quotes in this line",
-        ) from error
+        problem = f"is not valid CSV at line {reader.line_num}: {error}"
+        remedy = "Correct the quotes in this line"
+        raise InputError("case.links", origin, problem, remedy) from error
     header = [cell.strip() for cell in lines[0][1]] if lines else []
     latency, bandwidth = header[2:] if len(header) == len(COLUMNS) else ("", "")
     ms_factor, gib_factor = LATENCIES.get(latency), BANDWIDTHS.get(bandwidth)
     if (*header[:2],) != COLUMNS[:2] or ms_factor is None or gib_factor is None:
         units = ", ".join(name.split("_", 1)[1] for name in [*LATENCIES, *BANDWIDTHS])
-        raise InputError(
-            f"case.links ({origin}, line 1)",
-            ",".join(header),
-            "is not the header of a link table",
-            f"The first line must be {','.join(COLUMNS)}, with one of the units {units}",
-        )
+        problem = "is not the header of a link table"
+        remedy = f"The first line must be {','.join(COLUMNS)}, with one of the units {units}"
+        raise InputError(f"case.links ({origin}, line 1)", ",".join(header), problem, remedy)
     rows: list[list[Any]] = []
     for line, cells in lines[1:]:
         field = f"case.links ({origin}, line {line})"
         if len(cells) != len(COLUMNS):
-            raise InputError(
-                field, ",".join(cells), "must have four cells", f"Write {','.join(header)}"
-            )
-        rows.append(
-            [
-                *cells[:2],
-                ms_factor * fields.number(cells[2], f"{field}.{latency}"),
-                gib_factor * fields.number(cells[3], f"{field}.{bandwidth}"),
-            ]
-        )
+            problem = "must have four cells"
+            raise InputError(field, ",".join(cells), problem, f"Write {','.join(header)}")
+        latency_ms = ms_factor * fields.number(cells[2], f"{field}.{latency}")
+        bandwidth_gib = gib_factor * fields.number(cells[3], f"{field}.{bandwidth}")
+        rows.append([*cells[:2], latency_ms, bandwidth_gib])
     return rows

@@ -97,10 +97,6 @@ def sorted_nodes(case: Case, nodes: Collection[int]) -> tuple[int, ...]:
     """
     unknown = set(nodes) - set(range(len(case.nodes)))
     if unknown:
-        raise InputError(
-            "nodes",
-            sorted(nodes),
-            f"the case has no node {min(unknown)}: its nodes are 0 to {len(case.nodes) - 1}",
-            "Use only these nodes",
-        )
+        problem = f"the case has no node {min(unknown)}: its nodes are 0 to {len(case.nodes) - 1}"
+        raise InputError("nodes", sorted(nodes), problem, "Use only these nodes")
     return tuple(sorted(set(nodes)))

@@ -107,12 +107,9 @@ def _any_sizes(raw: Mapping[str, Any]) -> list[int]:
     nodes = node_count(raw["nodes"])
     stages = fields.integer(raw["stage_count"], "case.stage_count", 1)
     if nodes < stages:
-        raise InputError(
-            "case.stage_count",
-            stages,
-            f"there are only {nodes} nodes, and each stage needs one",
-            f"Write {nodes} or less, or add {stages - nodes} nodes",
-        )
+        problem = f"there are only {nodes} nodes, and each stage needs one"
+        remedy = f"Write {nodes} or less, or add {stages - nodes} nodes"
+        raise InputError("case.stage_count", stages, problem, remedy)
     if isinstance(raw.get("microbatches_per_data_node"), list):
         raise InputError(
             "case.microbatches_per_data_node",
@@ -131,10 +128,9 @@ def _path_lengths(skip_ratio: Any, stages: int) -> list[int]:
         for index, share in enumerate(fields.sequence(skip_ratio, field))
     ]
     if len(shares) != 2 or max(shares) > 1:
-        raise InputError(
-            field, skip_ratio, "must be the minimum and maximum share of skipped stages",
-            f"Write two numbers from 0 to 1, as in {list(DEFAULT_SKIP_RATIO)}",
-        )  # fmt: skip
+        problem = "must be the minimum and maximum share of skipped stages"
+        remedy = f"Write two numbers from 0 to 1, as in {list(DEFAULT_SKIP_RATIO)}"
+        raise InputError(field, skip_ratio, problem, remedy)
     low, high = shares
 
     def excess(length: int) -> float:

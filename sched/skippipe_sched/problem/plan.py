@@ -200,9 +200,8 @@ def _stages(value: Any, case: Case) -> tuple[tuple[int, ...], ...]:
         stages.append(tuple(nodes))
     missing = sorted(set(range(len(case.nodes))) - set(seen))
     if missing:
-        raise InputError(
-            "plan.stages", value, f"node {missing[0]} serves no stage", "Add it to a stage"
-        )
+        problem = f"node {missing[0]} serves no stage"
+        raise InputError("plan.stages", value, problem, "Add it to a stage")
     return tuple(stages)
 
 
@@ -214,12 +213,9 @@ def _paths(value: Any, stages: Sequence[Sequence[int]]) -> tuple[NodePath, ...]:
         for position, node in enumerate(fields.sequence(path, field)):
             fields.integer(node, f"{field}[{position}]", 0, len(stage_of) - 1)
         if path[0] not in stages[0]:
-            raise InputError(
-                f"{field}[0]",
-                path[0],
-                "must be a data node, as every path starts at one (CC1)",
-                f"Start the path at one of {list(stages[0])}",
-            )
+            problem = "must be a data node, as every path starts at one (CC1)"
+            remedy = f"Start the path at one of {list(stages[0])}"
+            raise InputError(f"{field}[0]", path[0], problem, remedy)
         for position, node in enumerate(path):
             earlier = [other for other in path[:position] if stage_of[other] == stage_of[node]]
             if earlier:
@@ -241,37 +237,28 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
             expected[operation.node].add(operation)
     entries = fields.sequence(value, "plan.order")
     if len(entries) != nodes:
-        raise InputError(
-            "plan.order",
-            f"{len(entries)} entries",
-            f"must have one entry for each of the {nodes} nodes",
-            "Add or remove entries",
-        )
+        problem = f"must have one entry for each of the {nodes} nodes"
+        raise InputError("plan.order", f"{len(entries)} entries", problem, "Add or remove entries")
     order = []
     for node, operations in enumerate(entries):
         missing = set(expected[node])
         ordered = []
-        for position, entry in enumerate(
-            fields.sequence(operations, f"plan.order[{node}]", minimum_length=0)
-        ):
+        own = fields.sequence(operations, f"plan.order[{node}]", minimum_length=0)
+        for position, entry in enumerate(own):
             field = f"plan.order[{node}][{position}]"
             if len(fields.sequence(entry, field)) != 2:
                 raise InputError(field, entry, "must be two values", 'Write ["F", microbatch]')
             kind = fields.text(entry[0], field, KINDS)
             operation = Operation(kind, fields.integer(entry[1], field, 0), node)  # pyright: ignore[reportArgumentType]
             if operation not in missing:
-                raise InputError(
-                    field,
-                    entry,
-                    "is a duplicate, or no path has this operation on this node",
-                    "List each operation of the paths once, on the node that runs it",
-                )
+                problem = "is a duplicate, or no path has this operation on this node"
+                remedy = "List each operation of the paths once, on the node that runs it"
+                raise InputError(field, entry, problem, remedy)
             missing.remove(operation)
             ordered.append(operation)
         if missing:
-            raise InputError(
-                f"plan.order[{node}]", operations, f"lacks the {min(missing)}", "Add it"
-            )
+            problem = f"lacks the {min(missing)}"
+            raise InputError(f"plan.order[{node}]", operations, problem, "Add it")
         order.append(tuple(ordered))
     return tuple(order)
 
@@ -279,9 +266,8 @@ def _order(value: Any, nodes: int, paths: Sequence[NodePath]) -> tuple[tuple[Ope
 def _predicted(value: Any, averaging: AveragingPolicy) -> Predicted:
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s")
     names += ("late_s",) if averaging.is_outer else ()
-    raw: Mapping[str, Any] = fields.mapping(
-        value, "plan.predicted", (*names, "placement_bound_s"), names
-    )
+    allowed = (*names, "placement_bound_s")
+    raw: Mapping[str, Any] = fields.mapping(value, "plan.predicted", allowed, names)
     checked = {
         name: fields.number(seconds, f"plan.predicted.{name}", 0.0)
         for name, seconds in raw.items()

@@ -72,6 +72,15 @@ def fair_shares(case: Case, stage: int, nodes: Sequence[int], visits: int) -> li
     return [visits * speed / sum(speeds) for speed in speeds]
 
 
+def share_limits(
+    case: Case, stage: int, nodes: Sequence[int], visits: int
+) -> tuple[list[int], list[int]]:
+    """Compute the least and the most visits of each replica of a stage: its share, rounded."""
+    shares = fair_shares(case, stage, nodes, visits)
+    low = [math.floor(share + SHARE_TOLERANCE) for share in shares]
+    return low, [math.ceil(share - SHARE_TOLERANCE) for share in shares]
+
+
 def violations(
     case: Case, stages: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]
 ) -> list[Violation]:
@@ -82,59 +91,42 @@ def violations(
     stage_of = stage_of_nodes(stages)
     remaining = [stage for stage in range(len(stages)) if stage not in case.left_out]
     broken = []
+
+    def is_broken(rule: str, value: object, problem: str, field: str = "plan.microbatches") -> None:
+        broken.append(Violation(rule, field, value, problem))
+
     sizes = tuple(len(nodes) for nodes in stages)
     if sizes != case.stages:
-        broken.append(
-            Violation(
-                "placement",
-                "plan.stages",
-                sizes,
-                f"the sizes differ from case.stages = {case.stages}",
-            )
-        )
+        problem = f"the sizes differ from case.stages = {case.stages}"
+        is_broken("placement", sizes, problem, "plan.stages")
     for microbatch, path in enumerate(paths):
         problem = sequence_problem([remaining.index(stage_of[node]) for node in path], case.rules)
         if problem:
-            broken.append(Violation(problem[:3], f"plan.microbatches[{microbatch}]", path, problem))
+            is_broken(problem[:3], path, problem, f"plan.microbatches[{microbatch}]")
     visits = Counter(node for path in paths for node in path)
     stage_visits = [sum(visits[node] for node in nodes) for nodes in stages]
     inner = [stage_visits[stage] for stage in remaining[1:]]
     if inner and max(inner) - min(inner) > 1:
-        broken.append(
-            Violation(
-                "CC3",
-                "plan.microbatches",
-                inner,
-                "CC3: the visit counts of the inner stages differ by more than one",
-            )
-        )
+        problem = "CC3: the visit counts of the inner stages differ by more than one"
+        is_broken("CC3", inner, problem)
     sent = [visits[node] for node in stages[0]]
     if len(sent) == len(case.microbatches) and tuple(sent) != case.microbatches:
-        broken.append(
-            Violation(
-                "TC1",
-                "plan.microbatches",
-                sent,
-                f"TC1: the data nodes {list(stages[0])} send {sent} microbatches, and the case "
-                f"requires {list(case.microbatches)}",
-            )
+        problem = (
+            f"TC1: the data nodes {list(stages[0])} send {sent} microbatches, and the case "
+            f"requires {list(case.microbatches)}"
         )
-    for stage in remaining[1 : len(case.stages) - len(case.left_out)]:
+        is_broken("TC1", sent, problem)
+    # Additional stages of the placement have no costs in the case, so no shares.
+    for stage in [stage for stage in remaining[1:] if stage < len(case.stages)]:
         nodes = stages[stage]
-        shares = fair_shares(case, stage, nodes, stage_visits[stage])
-        for node, share in zip(nodes, shares, strict=True):
-            low = math.floor(share + SHARE_TOLERANCE)
-            high = math.ceil(share - SHARE_TOLERANCE)
+        limits = share_limits(case, stage, nodes, stage_visits[stage])
+        for node, low, high in zip(nodes, *limits, strict=True):
             if not low <= visits[node] <= high:
-                broken.append(
-                    Violation(
-                        "TC1",
-                        "plan.microbatches",
-                        visits[node],
-                        f"TC1: node {node} of stage {stage} has {visits[node]} microbatches, "
-                        f"its share is {low}" + (f" to {high}" if high > low else ""),
-                    )
+                problem = (
+                    f"TC1: node {node} of stage {stage} has {visits[node]} microbatches, "
+                    f"its share is {low}" + (f" to {high}" if high > low else "")
                 )
+                is_broken("TC1", visits[node], problem)
     return broken
 
 
@@ -143,10 +135,6 @@ def require(plan: Plan) -> Plan:
     broken = violations(plan.case, plan.stages, plan.microbatches)
     if broken:
         more = f" ({len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise InputError(
-            broken[0].field,
-            broken[0].value,
-            broken[0].problem + more,
-            "Change the paths, or the rules in plan.case",
-        )
+        problem, remedy = broken[0].problem + more, "Change the paths, or the rules in plan.case"
+        raise InputError(broken[0].field, broken[0].value, problem, remedy)
     return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -105,13 +106,9 @@ class Annealer:
         # A swap of nodes costs as much as all microbatches.
         weights[moves.NODES] *= min(1.0, 5 * cost / self.operations)
         work_of_step = cost + weights[moves.NODES] / weights.sum() * self.operations
-        hottest, coldest = chain.heat * SETTLE_HOTTEST_S, chain.heat * SETTLE_COLDEST_S
-        self.in_pieces(
-            int(work / work_of_step), work_of_step, (hottest, coldest),
-            lambda steps, hot, cooling: fast(settle)(
-                self.problem, state, Piece(steps, hot, cooling, weights, 0.0)
-            ),
-        )  # fmt: skip
+        temperatures = chain.heat * SETTLE_HOTTEST_S, chain.heat * SETTLE_COLDEST_S
+        steps = int(work / work_of_step)
+        self.in_pieces(settle, (state,), steps, temperatures, (weights, 0.0), work_of_step)
         copy(state.candidate, state.best)
         self.judge(chain)
         if not chain.cost_s <= start_s:  # The estimate ignores waits and deadlocks.
@@ -125,12 +122,8 @@ class Annealer:
         state.costs[:] = self.cost(chain, MEAN_WEIGHT)
         hotter = chain.heat * round_.hottest * reference_s
         colder = chain.heat * round_.coldest * reference_s
-        self.in_pieces(
-            steps, self.operations, (hotter, colder),
-            lambda number, hot, cooling: fast(anneal)(
-                self.problem, state, Piece(number, hot, cooling, self.weights, MEAN_WEIGHT)
-            ),
-        )  # fmt: skip
+        of_moves = self.weights, MEAN_WEIGHT
+        self.in_pieces(anneal, (state,), steps, (hotter, colder), of_moves, self.operations)
         self.judge(chain)
 
     def polish(self, chain: Chain, steps: int) -> None:
@@ -147,14 +140,8 @@ class Annealer:
         chain.cost_s = cost_s()
         hotter = np.clip(steps / self.steps_to_reorder, 1, POLISH_MOST)
         hottest, coldest = hotter * POLISH_HOTTEST * chain.cost_s, POLISH_COLDEST * chain.cost_s
-        weights = self.weights * self.polish_moves
-        self.in_pieces(
-            steps, self.operations, (hottest, coldest),
-            lambda number, hot, cooling: fast(polish)(
-                self.problem, state, order,
-                Piece(number, hot, cooling, weights, POLISH_MEAN_WEIGHT),
-            ),
-        )  # fmt: skip
+        of_moves = self.weights * self.polish_moves, POLISH_MEAN_WEIGHT
+        self.in_pieces(polish, (state, order), steps, (hottest, coldest), of_moves, self.operations)
         polished_s = cost_s()
         if polished_s < chain.cost_s:
             chain.cost_s = polished_s
@@ -171,19 +158,25 @@ class Annealer:
 
     def in_pieces(
         self,
+        kernel: Callable[..., object],
+        changed: tuple[Any, ...],
         steps: int,
-        work_of_step: float,
         temperatures: tuple[float, float],
-        run: Callable[[int, float, float], object],
+        of_moves: tuple[np.ndarray, float],
+        work_of_step: float,
     ) -> None:
-        """Run steps with falling temperatures, and check the clock between pieces."""
+        """Run steps of a kernel with falling temperatures, and check the clock between pieces.
+
+        It changes the arrays in `changed`; `of_moves` are the weights of a `Piece`.
+        """
         hottest, coldest = temperatures
         piece = max(1, int(LOOK_S * self.operations_per_s / work_of_step))
         cooling = (coldest / hottest) ** (1 / max(1, steps))
         for done in range(0, max(1, steps), piece):
             if done and self.over():
                 return
-            run(min(piece, steps - done), hottest * cooling**done, cooling)
+            own = Piece(min(piece, steps - done), hottest * cooling**done, cooling, *of_moves)
+            fast(kernel)(self.problem, *changed, own)
 
     def cost(self, chain: Chain, mean_weight: float) -> float:
         """Compute the cost of a chain's candidate [s] in the order of dispatch."""

@@ -75,7 +75,6 @@ class Scratch(NamedTuple):
 
     position: np.ndarray
     running: np.ndarray
-    waiting: np.ndarray
     event_s: np.ndarray
     event_of: np.ndarray
     next_waiting: np.ndarray
@@ -142,7 +141,6 @@ def scratch_for(problem: Problem, microbatches: int, length: int) -> Scratch:
     return Scratch(
         position=np.zeros(microbatches, np.int64),
         running=np.zeros(microbatches, np.bool_),
-        waiting=np.zeros(microbatches, np.bool_),
         event_s=np.zeros(microbatches + 1),
         event_of=np.zeros(microbatches + 1, np.int64),
         next_waiting=np.zeros(microbatches, np.int64),

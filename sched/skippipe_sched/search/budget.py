@@ -71,9 +71,8 @@ class Search:
         if self.seed < 0:
             raise InputError("--seed", self.seed, "must not be negative", "Give 0 or more")
         if not 0 < self.budget_s < float("inf"):
-            raise InputError(
-                "--budget", self.budget_s, "must be a finite time above 0", "Give a number above 0"
-            )
+            problem = "must be a finite time above 0"
+            raise InputError("--budget", self.budget_s, problem, "Give a number above 0")
         # Imported only here: modules that only read the default budget do not load NumPy.
         import numpy as np
 

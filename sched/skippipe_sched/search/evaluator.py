@@ -186,7 +186,6 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
                     push(scratch.event_s, scratch.event_of, size, arrival_s, m)
                     size += 1
                     continue
-            scratch.waiting[m] = True
             scratch.next_waiting[m] = -1
             if scratch.last_waiting[slot] >= 0:
                 scratch.next_waiting[scratch.last_waiting[slot]] = m
@@ -220,7 +219,6 @@ def evaluate(problem, candidate, order, scratch, limit_s, mean_weight):
                 scratch.stage_begin_s[stage] = min(scratch.stage_begin_s[stage], now)
             scratch.busy[slot] = True
             scratch.running[m] = True
-            scratch.waiting[m] = False
             push(scratch.event_s, scratch.event_of, size, now + seconds, m)
             size += 1
     if ended < microbatches:
@@ -309,7 +307,6 @@ def _clear(problem, candidate, order, ordered, scratch):
     for m in range(candidate.paths.shape[0]):
         scratch.position[m] = 0
         scratch.running[m] = False
-        scratch.waiting[m] = False
         scratch.event_s[m] = 0.0
         scratch.event_of[m] = m
     for q in range(candidate.node_of_slot.shape[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, UInt64
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem import links
-from skippipe_sched.problem.case import of_each_stage
+from skippipe_sched.problem.case import of_each, of_each_stage
 
 Placement = tuple[tuple[int, ...], ...]
 """Stages that each host holds, in increasing order."""
@@ -174,11 +174,8 @@ def parse_case(value: Any, folder: Path = Path()) -> ServingCase:
 
 def _durations(value: Any, field: str, stages: int) -> tuple[float, ...]:
     """Read the seconds of each stage, from one time for all of them or a list."""
-    if isinstance(value, list):
-        seconds = [fields.duration(time, f"{field}[{n}]") for n, time in enumerate(value)]
-    else:
-        seconds = fields.duration(value, field)
-    return of_each_stage(seconds, field, stages, above=True)
+    read = partial(fields.duration, above=True)
+    return of_each(value, field, read, stages, ("stages", "stage"))
 
 
 def checked_placement(case: ServingCase, placement: Any, field: str) -> Placement:

@@ -23,39 +23,26 @@ def hosts_of_stages(
     The choice is as cheap as possible if `loading` gives the cost of a stage on a host. If stages
     barely fit together, one that would fit may be left out (`MOST_TRIES`).
     """
-    free_of_charge = np.zeros((case.hosts, case.stages))
     by_size = (1 + np.argsort(case.stage_bytes[1:], kind="stable")).tolist()
     # If any choice of this many stages fits, so do the smallest.
     for skips in range(len(by_size)):
-        found = packed(case, by_size[: len(by_size) - skips], free_of_charge)
+        smallest = by_size[: len(by_size) - skips]
+        found = _Packing(case, smallest, np.zeros((case.hosts, case.stages))).found(skips=0)
         if found is not None:
-            cheap = None if loading is None else packed(case, by_size, loading, skips)
+            cheap = None if loading is None else _Packing(case, by_size, loading).found(skips)
             return found if cheap is None else cheap
     return {}
 
 
-def packed(
-    case: ServingCase,
-    stages: Sequence[int],
-    loading: Float[np.ndarray, "hosts stages"],
-    skips: int = 0,
-) -> dict[int, int] | None:
-    """Choose a host for each of these stages except `skips` of them, as cheaply as possible.
-
-    `loading` is the cost of a stage on a host. Returns None if no packing was found.
-    """
-    order = sorted(stages, key=lambda stage: -case.stage_bytes[stage])
-    packing = _Packing(case, order, loading)
-    packing.choose_from(0, 0.0, skips)
-    return packing.best
-
-
 @dataclass(eq=False)
 class _Packing:
-    """Depth-first search: the largest stage first, each on the cheapest and fullest host."""
+    """Depth-first search: the largest stage first, each on the cheapest and fullest host.
+
+    `loading` is the cost of a stage on a host.
+    """
 
     case: ServingCase
-    order: list[int]
+    stages: Sequence[int]
     loading: Float[np.ndarray, "hosts stages"]
     chosen: dict[int, int] = field(default_factory=dict)
     best: dict[int, int] | None = None
@@ -64,9 +51,15 @@ class _Packing:
 
     def __post_init__(self) -> None:
         """Start with empty hosts, and compute the sizes and least costs of the stages."""
+        self.order = sorted(self.stages, key=lambda stage: -self.case.stage_bytes[stage])
         self.free = empty_room(self.case).free_bytes
         self.sizes = self.case.stage_bytes[self.order]
         self.least = self.loading.min(axis=0)[self.order]
+
+    def found(self, skips: int) -> dict[int, int] | None:
+        """Choose a host for each stage except `skips` of them; None if no packing was found."""
+        self.choose_from(0, 0.0, skips)
+        return self.best
 
     def choose_from(self, position: int, cost: float, skips: int) -> None:
         """Choose hosts for the stages from this place in the order on."""

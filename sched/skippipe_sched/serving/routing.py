@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from skippipe_sched.serving.case import (
     checked_placement,
 )
 from skippipe_sched.serving.shortest import Costs, Room, alone, remaining_s, shortest
-from skippipe_sched.serving.simulate import Use, cycle, steps_per_s
+from skippipe_sched.serving.simulate import cycle, steps_per_s
 
 TRIES = 150
 # Partial routes kept for one of many routes, and steps of a group for one of many simulations.
@@ -94,7 +95,7 @@ class _Search:
         self.case, self.room = case, room
         self.random = np.random.default_rng(seed)
         self.rest_s = remaining_s(case)
-        self.cycles: dict[Route, list[Use]] = {}
+        self.cycle = cache(partial(cycle, case))
 
     def run(self, tries: int) -> list[Route] | None:
         """Route all groups one after another, then try other routes for some of them."""
@@ -147,9 +148,8 @@ class _Search:
 
     def shortest(self, other_routes: Iterable[Route], costs: Costs) -> Route | None:
         """Find a route of low cost in the memory that other routes leave."""
-        return shortest(self.case, self.free_room(other_routes), costs, self.rest_s, MOST_PARTIALS)[
-            0
-        ]
+        room = self.free_room(other_routes)
+        return shortest(self.case, room, costs, self.rest_s, MOST_PARTIALS)[0]
 
     def steps_per_s(self, routes: Iterable[Route]) -> float:
         """Count steps of all groups per second, in a short simulation."""
@@ -174,9 +174,3 @@ class _Search:
                 totals = sending_s if isinstance(use.resource, tuple) else busy_s
                 totals[use.resource] += use.takes_s
         return busy_s, sending_s
-
-    def cycle(self, route: Route) -> list[Use]:
-        """Return the uses of a route; cached."""
-        if route not in self.cycles:
-            self.cycles[route] = cycle(self.case, route)
-        return self.cycles[route]

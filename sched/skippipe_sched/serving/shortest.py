@@ -181,10 +181,10 @@ def _extended(
     held = room.held[:, stage]
     parent, host = np.nonzero(held | (free_bytes >= case.stage_bytes[stage]))
     marks = np.where(held, np.uint64(0), MARKS[: case.hosts] * case.kinds[stage])
+    longer_s = costs.hop_s[partials.host[parent], host] + costs.step_s[host, stage]
     run = _PartialRoutes(
         host=host,
-        cost_s=partials.cost_s[parent]
-        + (costs.hop_s[partials.host[parent], host] + costs.step_s[host, stage]),
+        cost_s=partials.cost_s[parent] + longer_s,
         skips=partials.skips[parent],
         loaded=partials.loaded[parent] + marks[host],
         parent=parent,

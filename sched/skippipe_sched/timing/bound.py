@@ -23,9 +23,10 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.node_subset import without_skipped_stages
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_iteration
-from skippipe_sched.timing.groups import Ring, groups_of, rings_of, round_trips
+from skippipe_sched.timing.groups import BetweenGroups, Ring, groups_of, rings_of, round_trips
 from skippipe_sched.timing.one_node import NodeWork, busy_s, relaxed_busy_s
 
+OfNodes = Float[np.ndarray, " nodes"]
 # Above this number of different nodes, the weaker bound is used.
 MOST_NODES_INTERLEAVED = 64
 
@@ -71,9 +72,7 @@ def _busy_s(works: Sequence[NodeWork]) -> Float[np.ndarray, " works"]:
     return np.array([seconds[work] for work in works])
 
 
-def _travel_s(
-    hop_s: Float[np.ndarray, "groups groups"], stop_s: float
-) -> Float[np.ndarray, "groups groups"]:
+def _travel_s(hop_s: BetweenGroups, stop_s: float) -> BetweenGroups:
     """Find the shortest travel between nodes, direct or with stops of `stop_s` on the way [s]."""
     return (shortest_path(hop_s + stop_s)[:, :, None] + hop_s).min(axis=1)
 
@@ -141,9 +140,7 @@ class _Bound:
         averaged_last_s = self.averaged_s(pipeline_s, ring.seconds, float(fewest[inside].min()))
         return max(averaged_last_s, self.unavoidable(averaged_s, inside))
 
-    def unavoidable(
-        self, seconds: Float[np.ndarray, " nodes"], inside: Bool[np.ndarray, " nodes"]
-    ) -> float:
+    def unavoidable(self, seconds: OfNodes, inside: Bool[np.ndarray, " nodes"]) -> float:
         """Return the largest value of inner nodes, if the worst `inside` are data nodes."""
         data_nodes = self.case.stages[0]
         spared = np.sort(seconds[inside])[: inside.sum() - data_nodes]
@@ -162,7 +159,7 @@ class _Bound:
         )
 
     @cached_property
-    def data_node_seconds(self) -> dict[int, Float[np.ndarray, " nodes"]]:
+    def data_node_seconds(self) -> dict[int, OfNodes]:
         """Busy time of each node as a data node, by number of microbatches."""
         ratio, cost = self.case.backward_ratio, self.case.stage_cost[0]
         least_s = np.full(len(self.groups.count), np.inf)
@@ -186,15 +183,13 @@ class _Bound:
         return dict(zip(counts, np.maximum(busy_s, sent_s), strict=True))
 
     @cached_property
-    def load_s(self) -> Float[np.ndarray, " nodes"]:
+    def load_s(self) -> OfNodes:
         """Seconds for which a visit occupies a node's connection, whatever its path."""
         location, *_ = self.case.location_matrices
         is_alone = np.bincount(location)[location] == 1
         return np.where(is_alone & self.trips.visits.any(), self.case.visit_load_s, 0.0)
 
-    def sent_s(
-        self, visits: Float[np.ndarray, " nodes"] | int, after_s: Float[np.ndarray, " nodes"]
-    ) -> Float[np.ndarray, " nodes"]:
+    def sent_s(self, visits: OfNodes | int, after_s: OfNodes) -> OfNodes:
         """Bound the time from a node's first hop to the end, `after_s` after the start of its last.
 
         The last hop carries a gradient.
@@ -204,7 +199,7 @@ class _Bound:
         return visits * self.load_s + np.maximum(0.0, after_s - last_s)
 
     @cached_property
-    def shares(self) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
+    def shares(self) -> tuple[OfNodes, OfNodes]:
         """Least and most visits (CC3, TC1) of each node if it is an inner node."""
         nodes = len(self.forward_s)
         if not self.inner or not self.visits:
@@ -221,9 +216,7 @@ class _Bound:
             high.append(np.ceil(most * speed / (speed + slow) - SHARE_TOLERANCE / 2))
         return np.min(low, axis=0), np.max(high, axis=0)
 
-    def inner_s(
-        self, ring: Ring
-    ) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
+    def inner_s(self, ring: Ring) -> tuple[OfNodes, OfNodes]:
         """Bound for each node as an inner node the ends of the pipeline and of its averaging.
 
         Its microbatches come from data nodes in `ring`, go there, and come back between forward and
@@ -377,9 +370,7 @@ class _Bound:
         return solution.eqlin.marginals[:groups]
 
 
-def _others(
-    speed: Float[np.ndarray, " nodes"], size: int, sign: int
-) -> Float[np.ndarray, " nodes"]:
+def _others(speed: OfNodes, size: int, sign: int) -> OfNodes:
     """Sum the speeds of the `size` - 1 slowest (`sign` 1) or fastest (-1) other nodes."""
     order = np.argsort(sign * speed, kind="stable")
     result = np.full(len(speed), speed[order[: size - 1]].sum())

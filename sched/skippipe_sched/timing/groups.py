@@ -13,6 +13,7 @@ from skippipe_sched.problem.averaging import AveragingPolicy
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import all_reduce_bytes, rings_of_iteration
 
+BetweenGroups = Float[np.ndarray, "groups groups"]
 # Round trips are listed by group of locations; the number of groups keeps the list this short.
 MOST_ROUND_TRIPS = 6_400
 MOST_GROUPS = 15
@@ -27,11 +28,11 @@ class Groups:
 
     of_node: Int[np.ndarray, " nodes"]
     count: Int[np.ndarray, " groups"]
-    forward_hop_s: Float[np.ndarray, "groups groups"]
-    backward_hop_s: Float[np.ndarray, "groups groups"]
-    there_and_back_s: Float[np.ndarray, "groups groups"]
-    latency: Float[np.ndarray, "groups groups"]
-    bandwidth: Float[np.ndarray, "groups groups"]
+    forward_hop_s: BetweenGroups
+    backward_hop_s: BetweenGroups
+    there_and_back_s: BetweenGroups
+    latency: BetweenGroups
+    bandwidth: BetweenGroups
 
 
 def groups_of(case: Case, path_length: int) -> Groups:
@@ -100,7 +101,7 @@ class RoundTrips:
 
 
 def round_trips(
-    hop_s: Float[np.ndarray, "groups groups"], count: Int[np.ndarray, " groups"], path_length: int
+    hop_s: BetweenGroups, count: Int[np.ndarray, " groups"], path_length: int
 ) -> RoundTrips:
     """List round trips by Held and Karp's dynamic program; a group has nodes for `count` visits."""
     groups = np.arange(len(count))

@@ -54,8 +54,5 @@ def replay(plan: Plan, jitter: float, draws: int, seed: int = 0) -> Float[np.nda
         require_memory(plan)
         work = Work(plan.case, plan.stages, plan.microbatches, plan.order)
         return np.array(successive_s(work, factors_of_draws)[every:])
-    iterations = (
-        simulate_plan(plan, draw_time_factors(*size, jitter, seed, draw)).iteration_s
-        for draw in range(draws)
-    )
-    return np.fromiter(iterations, float, draws)
+    factors_of_draws = (draw_time_factors(*size, jitter, seed, draw) for draw in range(draws))
+    return np.array([simulate_plan(plan, factors).iteration_s for factors in factors_of_draws])

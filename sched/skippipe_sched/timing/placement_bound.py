@@ -26,7 +26,7 @@ from skippipe_sched.problem.rules import SHARE_TOLERANCE
 from skippipe_sched.timing.averaging import all_reduce_bytes, rings_of_iteration
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.one_node import NodeWork, busy_s
-from skippipe_sched.timing.placement_trips import Box, Classes, Relaxation, stage_kinds
+from skippipe_sched.timing.placement_trips import Box, Classes, OfPlaces, Relaxation, stage_kinds
 
 # Limits on the sets of nodes of a stage, the orders of their rings, and the orders of stages on a
 # path: a case with more has no better bound than the quick one.
@@ -251,9 +251,7 @@ class _Search:
             late.append(np.maximum(averaged_s, other_s) > iteration_s)
         return late
 
-    def alone_s(
-        self, box: Box
-    ) -> tuple[Float[np.ndarray, "places classes"], Float[np.ndarray, "places classes"]]:
+    def alone_s(self, box: Box) -> tuple[OfPlaces, OfPlaces]:
         """Bound the busy end of one node of each class in each place, and the pipeline by it.
 
         As in `bound`, its microbatches arrive at the earliest by the shortest way from a data node,
@@ -317,9 +315,7 @@ class _Search:
             home_s = np.minimum(home_s, loop_s)
         return head_s, away_s, tail_s, out_s, home_s
 
-    def split(
-        self, branch: _Branch, nodes: Float[np.ndarray, "places classes"]
-    ) -> Iterator[_Branch]:
+    def split(self, branch: _Branch, nodes: OfPlaces) -> Iterator[_Branch]:
         """Divide a branch in two, the half with the relaxed placement `nodes` last.
 
         First by the ring of the data nodes, before which all microbatches must have ended. Then the

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from scipy.sparse import csr_array, eye_array, hstack
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.rules import sequence_problem
 
+OfPlaces = Float[np.ndarray, "places classes"]
 # With more equal inner stages, these are not distinguished: CC2 is ignored, and their order is
 # free.
 MOST_DISTINGUISHED = 4
@@ -45,7 +46,8 @@ class Classes:
         count: nodes of each class.
         there_s: hop of an activation from class to class [s].
         back_s: hop of its gradient in the other direction, indexed as `there_s` [s].
-        apart: inf from a class of one node to itself, as a path visits no node twice; otherwise 0.
+        revisit_penalty: inf from a class of one node to itself, as a path visits no node twice;
+            otherwise 0.
         forward_s: seconds of a forward, by stage and class; `backward_s` of a backward.
         loss_s: seconds of the loss on a data node, by class.
         memory: microbatches that a node may hold, by class.
@@ -97,13 +99,12 @@ class Box:
 
     low: Int[np.ndarray, "places classes"]
     high: Int[np.ndarray, "places classes"]
-    visits_low: Float[np.ndarray, "places classes"]
-    visits_high: Float[np.ndarray, "places classes"]
+    visits_low: OfPlaces
+    visits_high: OfPlaces
     delay_s: Float[np.ndarray, " stages"]
 
 
-@dataclass(frozen=True)
-class Trips:
+class Trips(NamedTuple):
     """Trips of a microbatch: from a class of data nodes through inner stages, each on a class.
 
     `there_s` is from the start of the first forward to the end of the loss, and `back_s[:, p]` from
@@ -116,14 +117,13 @@ class Trips:
     there_s: Float[np.ndarray, " trips"]
     back_s: Float[np.ndarray, "trips positions"]
 
-    def __getitem__(self, chosen: np.ndarray) -> Trips:
-        """Return the chosen trips."""
-        return Trips(*(getattr(self, field.name)[chosen] for field in fields(self)))
+    def some(self, which: np.ndarray) -> Trips:
+        """Return some of the trips."""
+        return Trips(*(values[which] for values in self))
 
     def with_others(self, others: Trips) -> Trips:
         """Append other trips."""
-        names = [field.name for field in fields(self)]
-        return Trips(*(np.concatenate([getattr(self, n), getattr(others, n)]) for n in names))
+        return Trips(*map(np.concatenate, zip(self, others, strict=True)))
 
 
 class Relaxation:
@@ -156,12 +156,12 @@ class Relaxation:
         back_s = np.cumsum(each_s[:, ::-1], axis=1)[:, ::-1]
         return Trips(start, stages, classes, there_s + of.loss_s[start], back_s)
 
-    def placement(self, box: Box, iteration_s: float) -> Float[np.ndarray, "places classes"] | None:
+    def placement(self, box: Box, iteration_s: float) -> OfPlaces | None:
         """Find numbers of nodes for which `iteration_s` may suffice; None if proved impossible."""
         program = _Program(self, box, iteration_s)
         fits = program.allowed[0][self.trips.start]
         fits &= program.allowed[self.trips.stages, self.trips.classes].all(axis=1)
-        trips = self.trips[fits]
+        trips = self.trips.some(fits)
         known, nodes, made = len(trips.start), None, np.zeros(0)
         for _ in range(MOST_ROUNDS):
             solution = program.solved(trips)
@@ -179,7 +179,7 @@ class Relaxation:
             trips = trips.with_others(new)
         # Later boxes start with the trips that were used here.
         used = np.flatnonzero(made > ROUNDING_S)
-        self.trips = self.trips.with_others(trips[used[used >= known]])
+        self.trips = self.trips.with_others(trips.some(used[used >= known]))
         return nodes
 
     def cheapest(
@@ -237,7 +237,7 @@ class Relaxation:
             if taken[start] <= MOST_NEW:
                 kept.append((start, *way))
         if not kept:
-            return self.trips[np.zeros(0, dtype=int)]
+            return self.trips.some(np.zeros(0, dtype=int))
         return self.trips_of(*(np.array(part) for part in zip(*kept, strict=True)))
 
 
@@ -245,7 +245,7 @@ class _Solution(NamedTuple):
     """Solution of a linear program: missing amount [s], nodes of places, trips, prices."""
 
     missing_s: float
-    nodes: Float[np.ndarray, "places classes"]
+    nodes: OfPlaces
     made: Float[np.ndarray, " trips"]
     equal: Float[np.ndarray, " equalities"]
     upper: Float[np.ndarray, " inequalities"]

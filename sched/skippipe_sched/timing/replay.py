@@ -65,10 +65,8 @@ class Work:
             if target.node != node:
                 hop = hop_parts(case, target.kind, node, target.node)
             planned_hops.append(hop)
-            for of, key, seconds in (
-                (self.uplink, node, hop[1]),
-                (self.link, (node, target.node), hop[2]),
-            ):
+            keys = node, (node, target.node)
+            for of, key, seconds in zip((self.uplink, self.link), keys, hop[1:3], strict=True):
                 queued = seconds > -math.inf
                 of.append(queues.setdefault(key, len(queues)) if queued else -1)
         self.planned_hops = np.array(planned_hops)
@@ -217,11 +215,8 @@ class Replay:
             zip(self.work.operations, self.work.target, strict=True)
         ):
             if target.node != source.node:
-                times = (
-                    self.start_s[place] + self.seconds[place],
-                    self.sent_s[place],
-                    self.arrived_s[self.work.following[place]],
-                )
+                ready_s = self.start_s[place] + self.seconds[place]
+                times = ready_s, self.sent_s[place], self.arrived_s[self.work.following[place]]
                 own = (time_s - zero_s for time_s in times)
                 transfers.append(Transfer(source.node, target.node, target, *own))
         return tuple(sorted(transfers, key=lambda transfer: transfer.start_s))

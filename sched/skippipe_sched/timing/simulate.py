@@ -59,21 +59,17 @@ def simulate(
     stages: Sequence[Sequence[int]],
     paths: Sequence[NodePath],
     order: Sequence[Sequence[Operation]] | None = None,
-    stretch: TimeFactors | None = None,
 ) -> Timeline:
     """Simulate a single iteration, from the first forward to the last averaging.
 
     Background averaging takes no time in it: that of a stage is at the end of its last backward.
 
     With `order`, each node runs its operations in that order; without, in that of `dispatch`.
-    `stretch` has factors on all times.
 
     Raises:
         InputError: if nodes given an `order` wait for each other forever.
     """
-    return _alone(
-        Replay(Work(case, stages, paths, order or dispatch(case, stages, paths)), stretch)
-    )
+    return _alone(Replay(Work(case, stages, paths, order or dispatch(case, stages, paths))))
 
 
 def _alone(replay: Replay) -> Timeline:

@@ -203,7 +203,8 @@ def _run_until_steady(run: _Iterations) -> tuple[float, float]:
     nodes, every = len(run.free_s), run.policy.every
     states, late = [], []
     mean_s = None
-    while len(states) <= _most_cycles(run):
+    operations = len(run.work.operations) * every
+    while len(states) <= np.clip(MOST_OPERATIONS // operations, LEAST_CYCLES, MOST_CYCLES):
         run.mark()
         for _ in range(every):
             run.iterate()
@@ -226,11 +227,6 @@ def _run_until_steady(run: _Iterations) -> tuple[float, float]:
             return mean_s, max(late[-number:])
     half = len(states) // 2
     return mean_s or _mean_s(states[half:], nodes, every), max(late[half:])
-
-
-def _most_cycles(run: _Iterations) -> int:
-    operations = len(run.work.operations) * run.policy.every
-    return int(np.clip(MOST_OPERATIONS // operations, LEAST_CYCLES, MOST_CYCLES))
 
 
 def _mean_s(states: Sequence[Float[np.ndarray, " things"]], nodes: int, every: int) -> float:

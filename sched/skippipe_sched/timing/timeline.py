@@ -127,9 +127,8 @@ class Timeline:
 
     def predicted(self, lower_bound_s: float | None) -> Predicted:
         """Return the figures that a plan stores."""
-        return Predicted(
-            self.iteration_s, self.pipeline_s, self.averaging_s, lower_bound_s, self.late_s
-        )
+        times_s = self.iteration_s, self.pipeline_s, self.averaging_s
+        return Predicted(*times_s, lower_bound_s, self.late_s)
 
 
 @dataclass(frozen=True, eq=False)

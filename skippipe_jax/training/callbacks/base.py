@@ -77,7 +77,7 @@ class Callback:
         """
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Handle the held-out loss [nats per token] after `step`, on host 0; None on the others."""
+        """Handle the validation loss [nats per token] after `step`; None except on host 0."""
 
     def on_save(self, run: RunView, step: int) -> None:
         """Handle the start of the checkpoint of `step`, or that it exists; training continues.
@@ -127,7 +127,7 @@ class CallbackList:
             callback.on_step_end(self._view, metrics)
 
     def on_validation_end(self, step: int, loss: float | None) -> None:
-        """Pass a held-out loss to all callbacks."""
+        """Pass a validation loss to all callbacks."""
         for callback in self:
             callback.on_validation_end(self._view, step, loss)
 

@@ -1,4 +1,4 @@
-"""Output of every run during training: metrics, held-out losses, pictures."""
+"""Output of every run during training: metrics, validation losses, pictures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MetricsLog(Callback):
         retry(self._folder, lambda: self._metrics.append(metrics))
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Append a held-out loss."""
+        """Append a validation loss."""
         line = ValidationMetrics(step=step, validation_loss=finite(loss))
         retry(self._folder, lambda: self._losses.append(line))
 

@@ -19,7 +19,7 @@ SECONDS_BETWEEN_STATUS = 60.0
 
 
 class ProgressBar(Callback):
-    """Progress bar of a run, with lines for skipped updates and held-out losses."""
+    """Progress bar of a run, with lines for skipped updates and validation losses."""
 
     def __init__(self, config: Config, hosts: int, step: int, skipped_updates: int):
         """Start after `step`, before which `skipped_updates` updates were skipped.
@@ -48,9 +48,9 @@ class ProgressBar(Callback):
         self._show(metrics)
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Show a held-out loss."""
+        """Show a validation loss."""
         if loss is not None:
-            self._log_line(f"step {step}: held-out loss {loss:.4f}")
+            self._log_line(f"step {step}: validation loss {loss:.4f}")
 
     def close(self) -> None:
         """Close the bar."""

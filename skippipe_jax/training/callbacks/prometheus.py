@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from skippipe_sched.errors import InputError
+from skippipe_sched.errors import InputError, error_class
 
 from skippipe_jax import log
 from skippipe_jax.cluster.membership import Membership
@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "skippipe_step": Family("gauge", "Completed iterations, including those before a resume."),
     "skippipe_loss": Family("gauge", "Training loss of the last iteration, in nats per token."),
     "skippipe_validation_loss": Family(
-        "gauge", "Last held-out loss, in nats per token; only on the leader."
+        "gauge", "Last validation loss, in nats per token; only on the leader."
     ),
     "skippipe_tokens_total": Family("counter", "Target tokens of the run, over all hosts."),
     "skippipe_iterations_total": Family("counter", "Iterations that this process took part in."),
@@ -146,6 +146,7 @@ class PrometheusExporter(Callback):
 
         Raises:
             InputError: if `prometheus_client` is not installed, or the port is not available.
+            TemporaryError: if another program uses the port.
         """
         base = config.train.metrics_port
         assert base is not None, "is asked for"
@@ -172,7 +173,7 @@ class PrometheusExporter(Callback):
             self._server, self._thread = start_http_server(port, address, registry)
         except OSError as error:
             problem = f"this host cannot listen on {where} ({error})"
-            raise InputError(FIELD, base, problem, remedy) from error
+            raise error_class(error)(FIELD, base, problem, remedy) from error
         log.info(f"host {membership.index} serves its metrics at http://{where}/metrics")
 
     def collect(self) -> Iterator[Metric]:
@@ -211,7 +212,7 @@ class PrometheusExporter(Callback):
         self._values.take_step(metrics, self._nodes, self._sent[kind])
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Record a held-out loss, on the host that leads."""
+        """Record a validation loss, on the host that leads."""
         self._values.set("skippipe_validation_loss", loss)
 
     def close(self) -> None:

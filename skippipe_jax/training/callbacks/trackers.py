@@ -21,14 +21,14 @@ TENSORBOARD, WANDB_ID = "tensorboard", "wandb_id"
 
 
 class Tracker(Callback, ABC):
-    """Abstract tracker of the metrics and held-out losses of a run."""
+    """Abstract tracker of the metrics and validation losses of a run."""
 
     def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
         """Log every number of a step."""
         self.log(metrics.step, dict(flatten_scalars(msgspec.to_builtins(metrics))))
 
     def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        """Log a held-out loss."""
+        """Log a validation loss."""
         if loss is not None:
             self.log(step, {"validation_loss": loss})
 

@@ -2,11 +2,9 @@
 
 | state | event | next state | action |
 | --- | --- | --- | --- |
-| `Suspended` | `Entered`, a session is open | `Closing` | `CloseSession` |
-| | `Entered`, none is open | `Opening` | `OpenSession` |
+| `Suspended` | `Entered` | `Opening` | `OpenSession` |
 | | `TIME_OVER` | `Stopped` | `Stop` with `PeerTimeout` |
 | | `LEFT` | `Stopped` | `Stop` with `HostLeft` |
-| `Closing` | `Closed` | `Opening` | `OpenSession` |
 | `Opening` | `OPENED` | `Training` | none |
 | | `ROLLED_BACK` | `Opening`, from a checkpoint | none |
 | `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
@@ -107,14 +105,6 @@ class Suspended:
 
 
 @dataclass(frozen=True)
-class Closing:
-    """State of a host that closes its session, to enter a generation."""
-
-    generation: Generation
-    has_reconnected: bool = False
-
-
-@dataclass(frozen=True)
 class Opening:
     """State of a host that opens the session of a generation, together with its other hosts."""
 
@@ -147,7 +137,7 @@ class Stopped:
     """State of a host that takes no further part."""
 
 
-State = Suspended | Closing | Opening | Training | Confirming | Stopped
+State = Suspended | Opening | Training | Confirming | Stopped
 
 
 # Events.
@@ -155,16 +145,14 @@ State = Suspended | Closing | Opening | Training | Confirming | Stopped
 
 @dataclass(frozen=True)
 class Entered:
-    """Event: this host has entered the next generation."""
+    """Event: this host has entered the next generation.
+
+    `closed_step` is the number of iterations after which it has closed its session, if one was
+    open.
+    """
 
     generation: Generation
-
-
-@dataclass(frozen=True)
-class Closed:
-    """Event: the session is closed after `step` iterations."""
-
-    step: int
+    closed_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +174,7 @@ class Signal(Enum):
     LEFT = "the others continue without this host, which leaves the run"
 
 
-Event = Entered | Closed | Failed | Signal
+Event = Entered | Failed | Signal
 
 
 # Actions.
@@ -194,7 +182,7 @@ Event = Entered | Closed | Failed | Signal
 
 @dataclass(frozen=True)
 class AwaitGeneration:
-    """Action: wait for the generation after number `after`.
+    """Action: wait for the generation after number `after`, then close the session if one is open.
 
     `Entered`, `TIME_OVER` or `LEFT` follows. With `abandons`, first notify the others that this
     host abandons that generation.
@@ -210,13 +198,6 @@ class WatchMembers:
     """Action: watch the members of the generation; `ENDED`, `MISSED` or `TIME_OVER` follows."""
 
     seconds: float
-
-
-@dataclass(frozen=True)
-class CloseSession:
-    """Action: close the session, after emitting its last steps if they count; `Closed` follows."""
-
-    steps_count: bool
 
 
 @dataclass(frozen=True)
@@ -239,7 +220,7 @@ class Raise:
     """Action: raise the error behind `Failed`, which no other host has caused."""
 
 
-Action = AwaitGeneration | WatchMembers | CloseSession | OpenSession | Stop | Raise
+Action = AwaitGeneration | WatchMembers | OpenSession | Stop | Raise
 
 
 def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Action | None]:
@@ -249,17 +230,14 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         ValueError: if the event is not possible in that state.
     """
     match state, event:
-        case Suspended(_, None, has_reconnected), Entered(generation):
-            steps_count = policy.host not in generation.fresh
-            return Closing(generation, has_reconnected), CloseSession(steps_count)
-        case Suspended(_, StateSource() as source, has_reconnected), Entered(generation):
+        case Suspended(_, None, has_reconnected), Entered(generation, int(step)):
+            return _open(generation, StateSource(step, Origin.OWN), has_reconnected, policy)
+        case Suspended(_, StateSource() as source, has_reconnected), Entered(generation, None):
             return _open(generation, source, has_reconnected, policy)
         case Suspended(after), Signal.TIME_OVER:
             return Stopped(), Stop(PeerTimeout(_timeout_message(after, policy.rejoin_s)))
         case Suspended(), Signal.LEFT:
             return Stopped(), Stop(HostLeft("the others continue without this host"))
-        case Closing(generation, has_reconnected), Closed(step):
-            return _open(generation, StateSource(step, Origin.OWN), has_reconnected, policy)
         case Opening(generation, _, has_reconnected), Signal.OPENED:
             return Training(generation, has_reconnected), None
         case Opening(_, source), Signal.ROLLED_BACK:

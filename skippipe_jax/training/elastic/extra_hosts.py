@@ -21,7 +21,7 @@ from skippipe_sched.search.budget import Placement
 
 from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Generation, Rules
-from skippipe_jax.consensus.holders import covering
+from skippipe_jax.consensus.next_generation import covering
 
 
 def host_by_node(config: Config, host_of: Sequence[int]) -> tuple[int, ...]:

@@ -282,18 +282,11 @@ def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
     async def cancelable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "runs"
-        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(cancel, task))
+        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(task.cancel))
         try:
             return await coroutine
         finally:
             signal.signal(signal.SIGTERM, raise_terminated)
-
-    is_canceled = False
-
-    def cancel(task: asyncio.Task[Any]) -> None:
-        nonlocal is_canceled
-        is_canceled = True
-        task.cancel()
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not raise_terminated:
@@ -301,6 +294,4 @@ def _run_interruptibly(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(cancelable())
     except asyncio.CancelledError:
-        if is_canceled:
-            raise_terminated()
-        raise
+        raise_terminated()

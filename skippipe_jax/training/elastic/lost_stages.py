@@ -8,7 +8,7 @@ from functools import partial
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
 from skippipe_jax.consensus.generations import Copies, Generation, RebuiltStage, Remakes
-from skippipe_jax.consensus.holders import Held
+from skippipe_jax.consensus.next_generation import Held
 from skippipe_jax.errors import RebuildImpossible
 
 

@@ -20,10 +20,10 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.ending import may_be_caused_by_peer
-from skippipe_jax.cluster.team import Team
+from skippipe_jax.cluster.membership import Team
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
-from skippipe_jax.consensus.generations import Abandoned, TextMissing, Tick
+from skippipe_jax.consensus.generations import Abandoned, Generation, TextMissing, Tick
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.program.schedule import OWN
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
@@ -44,8 +44,6 @@ from skippipe_jax.training.elastic.coordinator import (
     Action,
     AwaitGeneration,
     Cause,
-    Closed,
-    CloseSession,
     Entered,
     Event,
     Failed,
@@ -76,13 +74,7 @@ from skippipe_jax.training.elastic.membership_change import elastic_rules, setup
 from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
 from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
 from skippipe_jax.training.report import SessionPlan, exchange_reports
-from skippipe_jax.training.session import (
-    HeldState,
-    RunContext,
-    Session,
-    SessionStart,
-    first_state,
-)
+from skippipe_jax.training.session import HeldState, RunContext, Session, SessionStart, first_state
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
@@ -113,7 +105,7 @@ class ElasticRunner:
         self._host_of = host_by_node(run.config, setup.host_of)
         self._rules = elastic_rules(run.config, setup)
         self._inviting = JoinOffers(run.run_dir, max(setup.host_of) + 1)
-        self.metrics_tail = MetricsTail(run.config.averaging.iterations_apart)
+        self.metrics_tail = MetricsTail(run.config.averaging.max_lag)
         self.recoveries = RecoveryLog(run.run_dir)
         run.callbacks.of_run += (self.metrics_tail, self.recoveries)
         self.plans = SharedPlans()
@@ -224,8 +216,6 @@ class ElasticRunner:
                     if abandons:
                         self._abandon(after)
                     self._tell(self._await(after, seconds))
-                case CloseSession(steps_count):
-                    self._tell(self._close_session(steps_count))
                 case OpenSession(_, source):
                     try:
                         opened = self._open(self._team, self._held_of(source), since_s)
@@ -254,7 +244,7 @@ class ElasticRunner:
             following = self._membership.next_team(after, seconds)
         if following is None:
             # Stop waiting for a checkpoint that needs the others.
-            self._membership.give_up()
+            self._membership.succession.ends()
             return Signal.TIME_OVER
         self._team = following
         if after == 0:
@@ -262,7 +252,7 @@ class ElasticRunner:
             joined = "joined" if own in following.generation.apart else "rejoined"
             where = self._membership.control_address
             log.output(f"host {own} {joined} at step {step}; it listens at {where}")
-        return Entered(following.generation)
+        return Entered(following.generation, self._close_session(following.generation))
 
     def _waiting_message(self, after: int) -> str:
         own = self._membership.index
@@ -283,16 +273,18 @@ class ElasticRunner:
                 return Signal.MISSED
         return Signal.TIME_OVER
 
-    def _close_session(self, steps_count: bool) -> Closed:
+    def _close_session(self, following: Generation) -> int | None:
+        """Close the session, if one is open, before a generation; return the steps done."""
         session, self._session = self._session, None
-        assert session is not None, "is open"
-        if steps_count:
+        if session is None:
+            return None
+        if self._membership.index not in following.fresh:  # Else its last steps do not count.
             session.runtime.close()
             with suppress(GenerationEnded):  # Uncommitted steps have no metrics.
                 session.emit_metrics()
         self._held = session.export()
         session.abandon()
-        return Closed(self._held.step)
+        return self._held.step
 
     def _held_of(self, source: StateSource) -> HeldState:
         """Return the state of this host, after dropping what `source` makes obsolete."""
@@ -315,12 +307,9 @@ class ElasticRunner:
         if team.index in team.fresh:
             self.recoveries.forget()
         elif generation.lost:
-            saved, loss = (
-                saved_steps_of_lost_stages(config, generation),
-                self.metrics_tail.last_loss,
-            )
-            policy = config.recovery.lost_stage
-            self.recoveries.begin_recovery(generation, policy, state.step, loss, saved)
+            saved = saved_steps_of_lost_stages(config, generation)
+            known = state.step, self.metrics_tail.last_loss, saved
+            self.recoveries.begin_recovery(generation, config.recovery.lost_stage, *known)
         done, state = state.step, replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
         team.require_current()  # Do not open a session for an ended one.

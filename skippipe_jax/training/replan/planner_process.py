@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from skippipe_sched.methods import DEFAULT_METHOD, path_length_of
 from skippipe_sched.problem.case import Case
@@ -64,6 +63,9 @@ class PlannerProcess:
                 bufsize=0,  # A failed write leaves nothing to flush.
                 start_new_session=True,  # Shield the search from signals to this host.
             )
+        assert self._process.stdout is not None, "is a pipe"
+        assert self._process.stdin is not None, "is a pipe"
+        self._answers, self._commands = self._process.stdout, self._process.stdin
 
     @property
     def has_ended(self) -> bool:
@@ -72,23 +74,15 @@ class PlannerProcess:
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command after earlier ones; return its exit code, or that of an ended process."""
-        source, target = self._pipes
         with self._lock:
             if not self._is_closed:
                 try:
-                    target.write(json.dumps(command).encode() + b"\n")
+                    self._commands.write(json.dumps(command).encode() + b"\n")
                 except BrokenPipeError:
                     return self._process.wait()  # Its exit code gives the reason.
-                if answer := source.readline():
+                if answer := self._answers.readline():
                     return int(answer)
         return self._process.wait()
-
-    @property
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        source, target = self._process.stdout, self._process.stdin
-        assert source is not None, "is a pipe"
-        assert target is not None, "is a pipe"
-        return source, target
 
     def last_error_line(self) -> str:
         """Return the last line of its standard error."""
@@ -106,8 +100,8 @@ class PlannerProcess:
         with self._lock:  # Wait until `run` has returned.
             if not self._is_closed:
                 self._is_closed = True
-                for pipe in self._pipes:
-                    pipe.close()
+                self._answers.close()
+                self._commands.close()
                 self._folder.cleanup()
 
 

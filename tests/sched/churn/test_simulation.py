@@ -6,9 +6,16 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.churn.faults import Change, draw_changes
 from skippipe_sched.churn.policies import POLICIES
-from skippipe_sched.churn.simulation import DETECTING, DOWN, REGROUPING, Costs, simulate_run
+from skippipe_sched.churn.simulation import (
+    DETECTING,
+    DOWN,
+    REGROUPING,
+    Change,
+    Costs,
+    draw_changes,
+    simulate_run,
+)
 from skippipe_sched.churn.sweep import fault_free_steps
 
 from tests.sched.examples import case_with, in_order, planned

@@ -29,6 +29,7 @@ COSTS = Costs(
     state_factor=3,
 )
 HOUR_S = 3600.0
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Uncached(IterationTimes):
@@ -150,11 +151,10 @@ def test_the_verdict_names_the_first_rate(figures, inexact, restarting):
         f"exact recovery (rewind) {inexact}, and {restarting} "
         "(mean time between faults of a node: 4h to 1h)"
     )
-
-
-def test_the_verdict_of_one_rate_names_it_once():
     one = [point for point in made_up({}) if point.mtbf_s == HOUR_S]
     assert verdict(one).endswith(" restarting (mean time between faults of a node: 1h)")
+    drawn = ElementTree.fromstring(picture(one, "paper"))
+    assert len({circle.get("cx") for circle in drawn.iter(f"{SVG}circle")}) == 1
 
 
 def test_the_tables_are_aligned_and_hold_the_figures():
@@ -175,8 +175,7 @@ def test_the_tables_are_aligned_and_hold_the_figures():
 
 def test_the_picture_has_a_line_for_every_policy():
     drawn = ElementTree.fromstring(picture(made_up({"skip": [0.9, 0.4, 0.0]}), "<paper>"))
-    svg = "{http://www.w3.org/2000/svg}"
-    lines = drawn.findall(f"{svg}polyline")
+    lines = drawn.findall(f"{SVG}polyline")
     assert [line.get("class", "").split() for line in lines] == [
         [f"of-{name}", *([] if policy.is_exact else ["inexact"])]
         for name, policy in POLICIES.items()
@@ -192,17 +191,10 @@ def test_the_picture_has_a_line_for_every_policy():
     (_, y), (_, middle), (_, bottom) = corners[list(POLICIES).index("skip")]
     assert y == top
     assert (bottom - middle) * 0.9 == pytest.approx((bottom - y) * 0.4, rel=1e-3)
-    texts = ["".join(text.itertext()) for text in drawn.iter(f"{svg}text")]
+    texts = ["".join(text.itertext()) for text in drawn.iter(f"{SVG}text")]
     assert texts[0].startswith("<paper>")
     assert {"4h", "2h", "1h"} <= set(texts)
-    assert len(drawn.findall(f"{svg}circle")) == len(POLICIES) * 3
-
-
-def test_the_picture_of_one_rate_has_dots():
-    one = [point for point in made_up({}) if point.mtbf_s == HOUR_S]
-    drawn = ElementTree.fromstring(picture(one, "paper"))
-    places = {circle.get("cx") for circle in drawn.iter("{http://www.w3.org/2000/svg}circle")}
-    assert len(places) == 1
+    assert len(drawn.findall(f"{SVG}circle")) == len(POLICIES) * 3
 
 
 def test_the_page_shows_what_the_command_has_said():

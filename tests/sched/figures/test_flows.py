@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from functools import cache
 from itertools import combinations, pairwise
-from xml.etree import ElementTree
 
 import pytest
 from skippipe_sched.figures.amounts import seconds_text, size_text
@@ -16,11 +15,7 @@ from skippipe_sched.timing.timeline import Timeline
 from skippipe_sched.timing.traffic import link_name, link_traffic, location_traffic
 
 from tests.sched.examples import case_with, in_order, planned, same_place
-
-LOCATIONS = [
-    *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),
-    *("Singapore", "Taiwan", "London", "Australia"),
-]
+from tests.sched.figures.pictures import LOCATIONS, Picture, classes, number, require_alone
 
 
 def spread(
@@ -48,29 +43,18 @@ def spread(
     return planned(case, stages, paths)
 
 
-class _Map:
-    """What a reader of the SVG finds in it."""
+class _Map(Picture):
+    """A map with arrows, discs and names."""
 
     def __init__(self, svg: str):
-        self.root = ElementTree.fromstring(svg)
-        for element in self.root.iter():
-            element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
-        self.width, self.height = (float(self.root.get(name, "")) for name in ("width", "height"))
-        self.arrows = [
-            group for group in self.root.iter("g")
-            if "flow" in _classes(group) and group.find("title") is not None
-        ]  # fmt: skip
-        self.discs = [disc for disc in self.root.iter("circle") if disc.find("title") is not None]
-        self.names = [text for text in self.root.iter("text") if text.find("title") is not None]
-        self.texts = ["".join(text.itertext()) for text in self.root.iter("text")]
-
-
-def _classes(element) -> list[str]:
-    return element.get("class", "").split()
+        super().__init__(svg)
+        self.arrows = [group for group, _ in self.marks("g", "flow")]
+        self.discs = [disc for disc, _ in self.marks("circle")]
+        self.names = [text for text, _ in self.marks("text")]
 
 
 def _centre(disc) -> tuple[float, float]:
-    return float(disc.get("cx")), float(disc.get("cy"))
+    return number(disc, "cx"), number(disc, "cy")
 
 
 @cache
@@ -93,7 +77,7 @@ def test_every_flow_is_an_arrow_as_wide_as_the_root_of_its_bytes(nodes, places):
     flows = link_traffic(plan, timeline) if nodes <= 60 else location_traffic(plan, timeline)
     flows = [flow for flow in flows if flow.source != flow.target]
     widths = {
-        arrow.findtext("title", ""): float(path.get("stroke-width", ""))
+        arrow.findtext("title", ""): number(path, "stroke-width")
         for arrow in drawn.arrows
         for path in arrow.findall("path")
     }
@@ -160,10 +144,10 @@ def test_the_busiest_links_are_numbered_and_listed(nodes, places):
     plan, timeline, drawn = _drawn(nodes, places)
     flows = link_traffic(plan, timeline) if nodes <= 60 else location_traffic(plan, timeline)
     busiest = [flow for flow in flows if flow.source != flow.target][:8]
-    badges = [group for group in drawn.root.iter("g") if "badge" in _classes(group)]
+    badges = [group for group in drawn.root.iter("g") if "badge" in classes(group)]
     numbers = Counter(group.findtext("text") for group in badges)
     assert numbers == {str(rank): 2 for rank in range(1, len(busiest) + 1)}
-    assert len([a for a in drawn.arrows if "busiest" in _classes(a)]) == len(busiest)
+    assert len([a for a in drawn.arrows if "busiest" in classes(a)]) == len(busiest)
     for flow in busiest:
         figures = f"busy {seconds_text(flow.busy_s)} · {size_text(flow.bytes)} · {flow.use}"
         assert any(text.endswith(figures) for text in drawn.texts)
@@ -177,11 +161,11 @@ def test_nodes_have_the_colour_of_their_stage_and_so_have_rings():
     plan, _, drawn = _drawn(20, 12)
     for disc in drawn.discs:
         node = int(re.findall(r"Node (\d+)", disc.findtext("title", ""))[0])
-        assert f"s{plan.stage_of[node]}" in _classes(disc)
-    rings = [arrow for arrow in drawn.arrows if "averaging" in _classes(arrow)]
+        assert f"s{plan.stage_of[node]}" in classes(disc)
+    rings = [arrow for arrow in drawn.arrows if "averaging" in classes(arrow)]
     for arrow in rings:
         node = int(re.findall(r"node (\d+)", arrow.findtext("title", ""))[0])
-        assert f"s{plan.stage_of[node]}" in _classes(arrow)
+        assert f"s{plan.stage_of[node]}" in classes(arrow)
     assert len(rings) == 20
     assert not any(
         re.search(r"\bs\d", arrow.get("class", "")) for arrow in drawn.arrows if arrow not in rings
@@ -203,6 +187,13 @@ def test_no_link_that_carries_anything():
     assert "No link carries traffic" in _Map(flows_map(plan, timeline)).texts
 
 
+def test_it_is_the_same_every_time_and_needs_no_other_file():
+    plan, timeline, _ = _drawn(20, 12)
+    svg = flows_map(plan, timeline)
+    assert svg == flows_map(plan, timeline)
+    require_alone(svg, 200_000)
+
+
 def test_names_are_escaped_and_cut():
     location = "<A&B> a place with a name that nobody remembers"
     plan, timeline = spread(2, ["Iowa", location], [["Iowa", location, 10, 1]])
@@ -211,16 +202,6 @@ def test_names_are_escaped_and_cut():
     drawn = _Map(svg)
     assert any(text.text == "<A&B> a place w…" for text in drawn.names)
     assert any(location in text.findtext("title", "") for text in drawn.names)
-
-
-def test_it_needs_no_other_file_and_is_the_same_every_time():
-    plan, timeline, _ = _drawn(20, 12)
-    svg = flows_map(plan, timeline)
-    assert svg == flows_map(plan, timeline)
-    assert "href" not in svg
-    assert "<script" not in svg
-    assert "url(" not in svg
-    assert len(svg.encode()) < 200_000
 
 
 @pytest.mark.parametrize("seed", range(3))

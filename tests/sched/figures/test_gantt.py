@@ -5,21 +5,24 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import pytest
 from skippipe_sched.figures.gantt import gantt, gantt_series
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.plan import Plan, microbatch_chain, parse_plan
 from skippipe_sched.timing.simulate import simulate_plan
-from skippipe_sched.timing.timeline import Averaging, Run, Timeline
+from skippipe_sched.timing.timeline import Timeline
 
 from tests.sched.examples import planned
+from tests.sched.figures.pictures import (
+    LOCATIONS,
+    Picture,
+    classes,
+    measured,
+    number,
+    require_alone,
+)
 
-LOCATIONS = [
-    *("Belgium", "Canada", "Germany", "Iowa", "Japan", "LA", "NL", "Oregon"),
-    *("Singapore", "Taiwan", "London", "Australia"),
-]
 BASE = {
     "locations": LOCATIONS,
     "links": "gcp12",
@@ -36,21 +39,11 @@ NINE_PATHS = [
     *([0, 3, 5], [1, 4, 6], [2, 4, 5], [0, 4, 7], [1, 3, 8], [2, 3, 7]),
     *([0, 6, 8], [1, 5, 7], [2, 6, 8], [0, 3, 6], [1, 3, 7], [2, 4, 8]),
 ]
-TWENTY = {
-    "nodes": 20,
-    "stages": [5, 3, 3, 3, 3, 3],
-    "path_length": 4,
-    "microbatches_per_data_node": 6,
-}
+TWENTY = {"nodes": 20, "stages": [5, *[3] * 5], "path_length": 4, "microbatches_per_data_node": 6}
 TWENTY_STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
 TWENTY_PATHS = [[0, 14, 6, 12], [3, 15, 17, 5], [4, 7, 13, 19], [10, 1, 18, 2], [11, 8, 16, 9]] * 6
-ONE = {
-    "nodes": 1,
-    "stages": [1],
-    "path_length": 1,
-    "microbatches_per_data_node": 4,
-    "forward_s": 0.0004,
-}
+ONE = {"nodes": 1, "stages": [1], "path_length": 1, "microbatches_per_data_node": 4}
+ONE |= {"forward_s": 0.0004}
 
 
 def _planned(case_fields, stages, paths):
@@ -61,40 +54,28 @@ def _planned(case_fields, stages, paths):
 def _example(name) -> tuple[Plan, Timeline]:
     return {
         "nine": lambda: _planned(NINE, NINE_STAGES, NINE_PATHS),
+        "free": lambda: _planned(NINE | {"contention": "none"}, NINE_STAGES, NINE_PATHS),
         "twenty": lambda: _planned(TWENTY, TWENTY_STAGES, TWENTY_PATHS),
         "one": lambda: _planned(ONE, [[0]], [[0]] * 4),
     }[name]()
 
 
-class _Picture:
-    """What a reader of the SVG finds in it."""
+class _Gantt(Picture):
+    """A picture whose bars and lines have times."""
 
     def __init__(self, svg):
-        self.root = ElementTree.fromstring(svg)
-        for element in self.root.iter():
-            element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
-        grid = [float(line.get("x1", "")) for line in self.root.iter("line")
-                if line.get("class") == "grid"]  # fmt: skip
-        self.left = grid[0]
-        ends = [line for line in self.root.iter("line") if line.get("class") == "marker"]
-        self.right = max(float(line.get("x1", "")) for line in ends)
-        self.texts = ["".join(text.itertext()) for text in self.root.iter("text")]
-
-    def marks(self, tag, name):
-        """Elements of this class with a tooltip (the legend has none), and the tooltip."""
-        return [
-            (element, element.findtext("title", ""))
-            for element in self.root.iter(tag)
-            if name in element.get("class", "").split() and element.find("title") is not None
-        ]
+        super().__init__(svg)
+        lines = [*self.root.iter("line")]
+        self.left = next(number(line, "x1") for line in lines if line.get("class") == "grid")
+        self.right = max(number(line, "x1") for line in lines if line.get("class") == "marker")
 
     def times(self, element, timeline):
         """From and until when a bar or line says that something lasts [s]."""
         if element.tag == "rect":
-            start = float(element.get("x"))
-            end = start + float(element.get("width"))
+            start = number(element, "x")
+            end = start + number(element, "width")
         else:
-            start, end = float(element.get("x1")), float(element.get("x2"))
+            start, end = number(element, "x1"), number(element, "x2")
         scale = timeline.iteration_s / (self.right - self.left)
         return (start - self.left) * scale, (end - self.left) * scale
 
@@ -105,7 +86,7 @@ class _Picture:
 
 def _drawn(name):
     plan, timeline = _example(name)
-    return plan, timeline, _Picture(gantt(plan, timeline))
+    return plan, timeline, _Gantt(gantt(plan, timeline))
 
 
 @pytest.mark.parametrize("name", ["nine", "twenty", "one"])
@@ -120,23 +101,18 @@ def test_every_operation_has_one_bar_at_its_time(name):
             assert found[1] == word
             microbatch, node, stage = map(int, found.groups()[1:])
             assert stage == plan.stage_of[node]
-            assert f"m{microbatch}" in bar.get("class", "").split()
+            assert f"m{microbatch}" in classes(bar)
             assert (kind, microbatch, node) not in drawn
             drawn[kind, microbatch, node] = picture.times(bar, timeline)
     expected = {run.operation: (run.start_s, run.end_s) for run in timeline.runs}
     assert set(drawn) == set(expected)
+    if name == "nine":
+        run = next(run for run in timeline.runs if run.operation == ("B", 3, 7))
+        told = f"Backward of microbatch 3 on node 7 (stage 3): {run.start_s:.2f}\N{EN DASH}"
+        assert f"{told}{run.end_s:.2f} s" in [tip for _, tip in picture.marks("rect", "B")]
     for operation, times in expected.items():
         assert drawn[operation] == pytest.approx(times, abs=picture.tolerance(timeline))
         assert 0 <= drawn[operation][0] < drawn[operation][1] <= timeline.iteration_s * 1.0001
-
-
-def test_tooltip_of_an_operation():
-    _, timeline, picture = _drawn("nine")
-    run = next(run for run in timeline.runs if run.operation == ("B", 3, 7))
-    span = f"{run.start_s:.2f}\N{EN DASH}{run.end_s:.2f} s"
-    assert f"Backward of microbatch 3 on node 7 (stage 3): {span}" in [
-        tip for _, tip in picture.marks("rect", "B")
-    ]
 
 
 def test_bars_of_a_node_lie_in_its_row_and_rows_of_a_stage_together():
@@ -144,7 +120,7 @@ def test_bars_of_a_node_lie_in_its_row_and_rows_of_a_stage_together():
     rows = {}
     for node in range(20):
         ys = {
-            float(bar.get("y", ""))
+            number(bar, "y")
             for kind in "FLB"
             for bar, tip in picture.marks("rect", kind)
             if f"on node {node} " in tip
@@ -198,14 +174,15 @@ def test_every_wait_for_the_network_is_drawn(name):
             assert times == pytest.approx(wait, abs=picture.tolerance(timeline))
 
 
-@pytest.mark.parametrize("name", ["nine", "twenty"])
+@pytest.mark.parametrize("name", ["nine", "twenty", "free"])
 def test_every_transfer_is_a_line_of_its_own(name):
+    """And so is its wait for the link, where links have contention."""
     _, timeline, picture = _drawn(name)
     lines = picture.marks("line", "transfer")
     queued = picture.marks("line", "queued")
     assert len(lines) == len(timeline.transfers)
     held_back = [t for t in timeline.transfers if t.start_s > t.ready_s]
-    assert held_back
+    assert bool(held_back) == (name != "free")
     assert len(queued) == len(held_back)
     tolerance = picture.tolerance(timeline)
     drawn = sorted(picture.times(line, timeline) for line, _ in lines)
@@ -221,11 +198,6 @@ def test_every_transfer_is_a_line_of_its_own(name):
             assert end <= start + tolerance
 
 
-def test_without_contention_no_transfer_waits_for_its_link():
-    plan, timeline = _planned(NINE | {"contention": "none"}, NINE_STAGES, NINE_PATHS)
-    assert not _Picture(gantt(plan, timeline)).marks("line", "queued")
-
-
 def test_averaging_spans_the_rows_of_its_stage():
     _, timeline, picture = _drawn("nine")
     bars = picture.marks("rect", "averaging")
@@ -236,15 +208,10 @@ def test_averaging_spans_the_rows_of_its_stage():
         assert picture.times(bar, timeline) == pytest.approx(
             (averaging.start_s, averaging.end_s), abs=picture.tolerance(timeline)
         )
-        top, height = float(bar.get("y", "")), float(bar.get("height", ""))
+        top, height = number(bar, "y"), number(bar, "height")
         for operation, tip in picture.marks("rect", "B"):
-            y = float(operation.get("y", ""))
+            y = number(operation, "y")
             assert (top <= y <= top + height) == (f"(stage {stage})" in tip)
-
-
-def test_a_stage_of_one_node_has_nothing_to_average():
-    _, _, picture = _drawn("one")
-    assert not picture.marks("rect", "averaging")
 
 
 def test_title_line_and_ends():
@@ -255,7 +222,7 @@ def test_title_line_and_ends():
     assert picture.texts[0] == f"example{figures}"
     assert f"end of pipeline {pipeline}" in picture.texts
     assert f"end of iteration {iteration}" in picture.texts
-    assert _Picture(gantt(plan, timeline, "measured")).texts[0] == f"measured{figures}"
+    assert Picture(gantt(plan, timeline, "measured")).texts[0] == f"measured{figures}"
 
 
 def test_short_times_keep_their_digits():
@@ -263,38 +230,25 @@ def test_short_times_keep_their_digits():
     assert timeline.iteration_s == pytest.approx(0.0044)
     assert "end of iteration 0.00440 s" in picture.texts
     assert "0.0005" in picture.texts
+    assert not picture.marks("rect", "averaging")  # One replica.
 
 
 def test_a_measured_timeline_needs_no_transfers():
     plan, predicted = _example("nine")
-    picture = _Picture(gantt(plan, _measured(predicted, 3.0), "measured"))
+    picture = Picture(gantt(plan, measured(predicted, 3.0), "measured"))
     assert f"end of iteration {3 * predicted.iteration_s:.2f} s" in picture.texts
     assert not picture.marks("rect", "wait")
     assert len(picture.marks("rect", "B")) == 36
 
 
-def _measured(predicted, factor):
-    return Timeline(
-        predicted.nodes,
-        tuple(
-            Run(r.operation, factor * r.arrived_s, factor * r.start_s, factor * r.end_s)
-            for r in predicted.runs
-        ),
-        (),
-        tuple(
-            Averaging(a.stage, factor * a.start_s, factor * a.end_s) for a in predicted.averagings
-        ),
-    )
-
-
 def test_a_series_is_drawn_on_one_scale_of_time():
     plan, predicted = _example("nine")
-    measured = _measured(predicted, 2.0)
-    picture = _Picture(gantt_series(plan, {"predicted": predicted, "step 8": measured}))
+    slower = measured(predicted, 2.0)
+    picture = Picture(gantt_series(plan, {"predicted": predicted, "step 8": slower}))
     assert [text for text in picture.texts if text.startswith(("predicted", "step 8"))] == [
         f"{title}iteration {timeline.iteration_s:.2f} s · pipeline {timeline.pipeline_s:.2f} s · "
         f"lower bound {plan.predicted.lower_bound_s:.2f} s"
-        for title, timeline in (("predicted", predicted), ("step 8", measured))
+        for title, timeline in (("predicted", predicted), ("step 8", slower))
     ]
     above, below = [group for group in picture.root if group.tag == "g"]
     widths = []
@@ -305,17 +259,15 @@ def test_a_series_is_drawn_on_one_scale_of_time():
         )
     assert widths[1] == pytest.approx([2 * width for width in widths[0]], abs=0.02)
     # They stand below one another, and the picture is as high as both.
-    height = float(picture.root.get("height", ""))
     assert above.get("transform") == "translate(0 0)"
-    assert below.get("transform") == f"translate(0 {height / 2:g})"
-    assert height == 2 * float(_Picture(gantt(plan, predicted)).root.get("height", ""))
+    assert below.get("transform") == f"translate(0 {picture.height / 2:g})"
+    assert picture.height == 2 * Picture(gantt(plan, predicted)).height
 
 
 def test_an_end_far_to_the_left_is_named_on_the_paper():
     plan, predicted = _example("one")
-    picture = _Picture(
-        gantt_series(plan, {"predicted": _measured(predicted, 0.01), "step 8": predicted})
-    )
+    both = {"predicted": measured(predicted, 0.01), "step 8": predicted}
+    picture = _Gantt(gantt_series(plan, both))
     early, late = [
         text for text in picture.root.iter("text") if "end of iteration" in (text.text or "")
     ]
@@ -323,44 +275,23 @@ def test_an_end_far_to_the_left_is_named_on_the_paper():
     assert float(early.get("x", "")) > picture.left
 
 
-def test_names_are_escaped():
-    nodes = [{"location": "Iowa"}, {"location": "<A&B>"}]
-    case_fields = {
-        "nodes": nodes,
-        "links": [["Iowa", "<A&B>", 10, 1]],
-        "stages": [1, 1],
-        "path_length": 2,
-        "microbatches_per_data_node": 2,
-    }
-    plan, timeline = _planned(case_fields, [[0], [1]], [[0, 1]] * 2)
+def test_names_are_escaped_and_cut():
+    location = "<A&B> a data centre with a name that nobody remembers"
+    plan, timeline = _planned(ONE | {"locations": [location]}, [[0]], [[0]] * 4)
     svg = gantt(replace(plan, method="</text>"), timeline)
     assert "<A&B>" not in svg
-    picture = _Picture(svg)
-    assert any(text.startswith("node 1 · <A&B>") for text in picture.texts)
+    picture = Picture(svg)
     assert picture.texts[0].startswith("</text>")
-
-
-def test_a_long_location_is_cut_and_named_whole_in_its_tooltip():
-    location = "a-data-centre-with-a-name-that-nobody-remembers"
-    plan, timeline = _planned(ONE | {"locations": [location]}, [[0]], [[0]] * 4)
-    picture = _Picture(gantt(plan, timeline))
     label = next(text for text in picture.root.iter("text") if "node 0" in (text.text or ""))
-    assert label.text == "node 0 · a-data-centre-…"
+    assert label.text == "node 0 · <A&B> a data c…"
     assert location in label.findtext("title", "")
 
 
-def test_it_is_small_and_needs_no_other_file():
-    svg = gantt(*_example("twenty"))
-    assert len(svg.encode()) < 300_000
-    assert "href" not in svg
-    assert "<script" not in svg
-    assert re.findall(r"url\(([^)]*)\)", svg) == ["#gantt-wait"]
-
-
-def test_the_same_plan_gives_the_same_picture():
+def test_the_same_plan_gives_the_same_picture_which_needs_no_other_file():
     plan, timeline = _example("nine")
     again = parse_plan(plan.to_json())
     assert gantt(plan, timeline) == gantt(again, simulate_plan(again))
+    require_alone(gantt(*_example("twenty")), 300_000, "#gantt-wait")
 
 
 def _luminance(colour):
@@ -383,20 +314,20 @@ def test_colours_differ_and_numbers_can_be_read_on_them():
 
 
 @cache
-def _steady() -> tuple[Plan, Timeline, _Picture]:
+def _steady() -> tuple[Plan, Timeline, Picture]:
     """A ring takes longer than an iteration, and is late."""
     averaging = {"mode": "outer", "every": 4, "fragments": 2, "dtype": "float32"}
     case_fields = NINE | {"averaging": averaging, "stage_bytes": 2**33}
     plan, timeline = _planned(case_fields, NINE_STAGES, NINE_PATHS)
     assert timeline.late_s > 0
-    return plan, timeline, _Picture(gantt(plan, timeline))
+    return plan, timeline, Picture(gantt(plan, timeline))
 
 
 def test_of_many_iterations_one_is_drawn_to_its_end():
     _, timeline, picture = _steady()
     bars = [bar for kind in "FLB" for bar, _ in picture.marks("rect", kind)]
     bars += [bar for bar, _ in picture.marks("rect", "averaging")]
-    spans = [(float(bar.get("x", "")), float(bar.get("width", ""))) for bar in bars]
+    spans = [(number(bar, "x"), number(bar, "width")) for bar in bars]
     first = min(x for x, _ in spans)
     last = max(x + width for x, width in spans)
     scale = timeline.end_s / (last - first)
@@ -408,10 +339,9 @@ def test_of_many_iterations_one_is_drawn_to_its_end():
 
 def test_rings_of_many_iterations_lie_behind_their_operations():
     _, _, picture = _steady()
-    bars = [bar for bar in picture.root.iter("rect") if bar.find("title") is not None]
-    classes = [bar.get("class", "") for bar in bars]
-    last_ring = max(place for place, name in enumerate(classes) if name == "averaging")
-    first_operation = min(place for place, name in enumerate(classes) if name[:1] in "FLB")
+    names = [bar.get("class", "") for bar, _ in picture.marks("rect")]
+    last_ring = max(place for place, name in enumerate(names) if name == "averaging")
+    first_operation = min(place for place, name in enumerate(names) if name[:1] in "FLB")
     assert last_ring < first_operation
 
 

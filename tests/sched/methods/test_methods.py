@@ -15,9 +15,9 @@ from skippipe_sched.problem.rules import sequence_problem, violations
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
+from tests.messages import refusal
 from tests.sched.examples import cases, outer, policies, same_place
 
-ROUNDING = 1 - 1e-12
 # Little enough for many examples; a search that its clock ends may differ from the next.
 BUDGET_S = 0.05
 
@@ -45,9 +45,17 @@ def _balance_is_possible(case) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(case=cases(), seed=st.integers(0, 2**40))
-@settings(max_examples=25)
-def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
+@given(
+    case=cases(),
+    policy=st.none() | policies(),
+    size=st.sampled_from([2**24, 2**33]),
+    seed=st.integers(0, 2**40),
+)
+@settings(max_examples=20)
+def test_every_plan_keeps_what_a_plan_promises(method, case, policy, size, seed):
+    """Also one of averaging behind the iterations, whose rings may be late."""
+    if policy is not None:
+        case = parse_case({**outer(case, **policy).source, "stage_bytes": size})
     if "full" not in method and not _balance_is_possible(case):
         with pytest.raises(InputError, match=r"case\.rules\.max_jump"):
             make_plan(case, method, Search(seed, BUDGET_S))
@@ -63,43 +71,17 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, seed):
     assert json.dumps(read.to_json()) == written
     assert read.case.nodes == case.nodes
     assert read.case.link_table == case.link_table
-    assert (read.stages, read.microbatches, read.order) == (
-        plan.stages,
-        plan.microbatches,
-        plan.order,
-    )
+    for name in ("stages", "microbatches", "order"):
+        assert getattr(read, name) == getattr(plan, name)
 
-    timeline = simulate_plan(read)
-    predicted = plan.predicted
-    assert timeline.iteration_s == predicted.iteration_s
-    assert timeline.pipeline_s == predicted.pipeline_s
-    assert timeline.averaging_s == predicted.averaging_s
-    assert predicted.lower_bound_s is not None
-    assert predicted.iteration_s >= predicted.lower_bound_s * ROUNDING > 0
+    bound_s = plan.predicted.lower_bound_s
+    assert bound_s is not None
+    assert simulate_plan(read).predicted(bound_s) == plan.predicted
+    assert 0 < bound_s * (1 - 1e-9) <= plan.predicted.iteration_s
 
     again = Search(seed, BUDGET_S)
     same = make_plan(case, method, again).to_json() == plan.to_json()
     assert same or search.end.cut_short or again.end.cut_short
-
-
-@pytest.mark.parametrize("method", METHODS)
-@given(
-    case=cases(), policy=policies(), size=st.sampled_from([2**24, 2**33]), seed=st.integers(0, 9)
-)
-@settings(max_examples=8)
-def test_every_method_plans_for_averaging_behind_the_iterations(method, case, policy, size, seed):
-    if "full" not in method and not _balance_is_possible(case):
-        return
-    case = parse_case({**outer(case, **policy).source, "stage_bytes": size})
-    plan = make_plan(case, method, Search(seed, BUDGET_S))
-    assert violations(case, plan.stages, plan.microbatches) == []
-    read = parse_plan(json.loads(json.dumps(plan.to_json(), allow_nan=False)))
-    assert read.to_json() == plan.to_json()
-    timeline = simulate_plan(read)
-    assert timeline.predicted(plan.predicted.lower_bound_s) == plan.predicted
-    bound_s = plan.predicted.lower_bound_s
-    assert bound_s is not None
-    assert 0 < bound_s * (1 - 1e-9) <= plan.predicted.iteration_s
 
 
 def test_a_full_plan_goes_to_near_replicas():
@@ -114,20 +96,24 @@ def test_a_full_plan_goes_to_near_replicas():
     assert make_plan(case, "full", search).microbatches == ((0, 3), (1, 2))
 
 
+def balancing_case(inner: int, length: int, jump: int, microbatches: int):
+    """A data node and inner stages of one node each, of which paths visit `length`."""
+    return same_place(
+        [1] * (inner + 1),
+        path_length=length + 1,
+        microbatches_per_data_node=microbatches,
+        rules={"max_jump": jump},
+    )
+
+
 @pytest.mark.parametrize(
     ("inner", "length", "jump"), [(3, 1, 0), (4, 2, 0), (5, 2, 1), (5, 3, 0), (5, 1, 3), (4, 3, 0)]
 )
-def test_a_jump_limit_that_leaves_no_balanced_plan_is_refused(inner, length, jump):
-    case = same_place(
-        [1] * (inner + 1),
-        path_length=length + 1,
-        microbatches_per_data_node=30,
-        rules={"max_jump": jump},
-    )
-    with pytest.raises(InputError) as refused:
-        make_plan(case, "balanced")
-    assert refused.value.field == "case.rules.max_jump"
-    assert refused.value.value == jump
+@pytest.mark.parametrize("method", ["balanced", "joint"])
+def test_a_jump_limit_that_leaves_no_balanced_plan_is_refused(method, inner, length, jump):
+    case = balancing_case(inner, length, jump, 30)
+    with refusal(f"case.rules.max_jump = {jump}"):
+        make_plan(case, method, Search(budget_s=BUDGET_S))
 
 
 @pytest.mark.parametrize(
@@ -136,12 +122,7 @@ def test_a_jump_limit_that_leaves_no_balanced_plan_is_refused(inner, length, jum
 def test_a_balanced_plan_is_found_where_few_sets_of_stages_balance(
     inner, length, jump, microbatches
 ):
-    case = same_place(
-        [1] * (inner + 1),
-        path_length=length + 1,
-        microbatches_per_data_node=microbatches,
-        rules={"max_jump": jump},
-    )
+    case = balancing_case(inner, length, jump, microbatches)
     for seed in range(3):
         make_plan(case, "balanced", Search(seed))
 

@@ -19,6 +19,7 @@ from skippipe_sched.problem.rules import violations
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
+from tests.messages import refusal
 from tests.sched.examples import (
     cases,
     in_order,
@@ -77,13 +78,19 @@ def draw_kept(data, plan):
     }
 
 
-@given(plan=random_plans(), data=st.data())
-@settings(max_examples=60)
-def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, data):
+@given(plan=random_plans(), policy=st.none() | policies(), data=st.data())
+@settings(max_examples=80)
+def test_a_plan_that_keeps_the_rules_keeps_them_on_fewer_nodes(plan, policy, data):
+    """And says what the steady state there is, where nobody waits for averaging."""
+    if policy is not None:
+        routes = Routes(plan.stages, plan.microbatches, plan.order)
+        plan = with_prediction(outer(plan.case, **policy), "random", routes)
     kept = draw_kept(data, plan)
     after = repair_plan(plan, kept)
     require_goes_on(plan, after, kept, stages_of(plan, kept))
     assert violations(after.case, after.stages, after.microbatches) == []
+    assert after.case.averaging == plan.case.averaging
+    assert after.predicted.late_s == simulate_plan(after).late_s
 
 
 @given(example=routed_cases(), data=st.data())
@@ -131,15 +138,16 @@ def test_a_stage_is_left_out_only_where_the_plan_says_so():
     after = repair_plan(plan, {0, 2}, ((0,), (), (2,)), [1])
     assert (after.case.path_length, after.microbatches) == (2, ((0, 1),))
     written = after.to_json()
-    with pytest.raises(InputError, match=r"case.stages\[1\] = 0: must be at least 1"):
-        parse_plan(written | {"case": written["case"] | {"left_out": []}})
-    with pytest.raises(InputError, match=r"case.left_out\[0\] = 0: must be at least 1"):
-        parse_plan(written | {"case": written["case"] | {"left_out": [0]}})
-    with pytest.raises(InputError, match=r"case.stages\[2\] = 1: must be at most 0"):
-        parse_plan(written | {"case": written["case"] | {"left_out": [1, 2]}})
-    with pytest.raises(InputError, match=r"case.left_out = \[1\]: is not supported by planning"):
+    for left_out, told in (
+        ([], "case.stages[1] = 0: must be at least 1"),
+        ([0], "case.left_out[0] = 0: must be at least 1"),
+        ([1, 2], "case.stages[2] = 1: must be at most 0"),
+    ):
+        with refusal(told):
+            parse_plan(written | {"case": written["case"] | {"left_out": left_out}})
+    with refusal("case.left_out = [1]: is not supported by planning"):
         make_plan(after.case, "balanced")
-    with pytest.raises(InputError, match=r"stages\[0\] = \[\]: has no node; .* it has \[0\]"):
+    with refusal("stages[0] = []: has no node; ... it has [0]"):
         repair_plan(plan, {1, 2}, ((), (1,), (2,)), [0])
     assert "Stage 1 · bypassed" in gantt(after, simulate_plan(after))
 
@@ -293,23 +301,6 @@ def test_no_node_without_the_text_moves_to_the_data_stage():
 
 
 # Averaging behind the iterations.
-
-
-@given(plan=random_plans(), policy=policies(), data=st.data())
-@settings(max_examples=40)
-def test_who_does_not_wait_for_averaging_goes_on_so(plan, policy, data):
-    """The plan says what the steady state on the nodes that are left is."""
-    routes = Routes(plan.stages, plan.microbatches, plan.order)
-    plan = with_prediction(outer(plan.case, **policy), "random", routes)
-    kept = draw_kept(data, plan)
-    after = repair_plan(plan, kept)
-    require_goes_on(plan, after, kept, stages_of(plan, kept))
-    assert after.case.averaging == plan.case.averaging
-    timeline = simulate_plan(after)
-    assert after.predicted.late_s == timeline.late_s
-    bound_s = lower_bound_s(after.case, min(map(len, after.microbatches)))
-    if len({*map(len, after.microbatches)}) == 1:
-        assert bound_s * (1 - 1e-9) <= timeline.iteration_s
 
 
 def test_a_stage_is_refilled_or_left_out_where_nobody_waits_for_averaging():

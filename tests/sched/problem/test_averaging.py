@@ -5,13 +5,13 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import EXACT, MOST_ITERATIONS, AveragingPolicy
 from skippipe_sched.problem.case import parse_case
 from skippipe_sched.problem.node_addition import NewNode, with_more_nodes
 from skippipe_sched.problem.node_subset import with_nodes
 from skippipe_sched.problem.plan import parse_plan
 
+from tests.messages import refusal
 from tests.sched.examples import TWO_NODES, case_with, planned
 
 
@@ -30,33 +30,25 @@ def test_what_outer_leaves_out_has_its_defaults():
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "told"),
+    ("given", "told"),
     [
-        ({"mode": "inner"}, "mode", "Use one of: exact, outer"),
-        ({"every": 20}, "every", "Remove this key, or write mode: outer"),
-        ({"mode": "exact", "dtype": "int8"}, "dtype", "Remove this key, or write mode: outer"),
-        ({"mode": "outer", "every": 0}, "every", "at least 1"),
-        ({"mode": "outer", "every": 10**9}, "every", f"at most {MOST_ITERATIONS}"),
-        ({"mode": "outer", "every": 2.5}, "every", "whole number"),
-        ({"mode": "outer", "fragments": 0}, "fragments", "at least 1"),
-        ({"mode": "outer", "every": 3}, "fragments", "Write 3 or less, or raise every to 4"),
-        ({"mode": "outer", "delay": -1}, "delay", "at least 0"),
-        ({"mode": "outer", "delay": 20}, "delay", "Write 19 or less, or raise every to 21"),
-        ({"mode": "outer", "dtype": "int4"}, "dtype", "Did you mean int8?"),
-        ({"mode": "outer", "momentum": 0.9}, "momentum", "unknown key"),
+        ("auto", " = 'auto'...Write {mode: outer}"),
+        ({"mode": "inner"}, ".mode = 'inner'...Use one of: exact, outer"),
+        ({"every": 20}, ".every = 20...Remove this key, or write mode: outer"),
+        ({"mode": "exact", "dtype": "int8"}, ".dtype = ...Remove this key, or write mode: outer"),
+        ({"mode": "outer", "every": 0}, ".every = 0...at least 1"),
+        ({"mode": "outer", "every": 10**9}, f".every = ...at most {MOST_ITERATIONS}"),
+        ({"mode": "outer", "every": 2.5}, ".every = 2.5...whole number"),
+        ({"mode": "outer", "fragments": 0}, ".fragments = 0...at least 1"),
+        ({"mode": "outer", "every": 3}, ".fragments = 4...Write 3 or less, or raise every to 4"),
+        ({"mode": "outer", "delay": -1}, ".delay = -1...at least 0"),
+        ({"mode": "outer", "delay": 20}, ".delay = 20...Write 19 or less, or raise every to 21"),
+        ({"mode": "outer", "dtype": "int4"}, ".dtype = 'int4'...Did you mean int8?"),
+        ({"mode": "outer", "momentum": 0.9}, ".momentum = 0.9: unknown key"),
     ],
-)  # fmt: skip
-def test_wrong_settings_are_refused_in_one_line(given, field, told):
-    with pytest.raises(InputError) as refused:
-        case_with(averaging=given)
-    assert refused.value.field == f"case.averaging.{field}"
-    assert told in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("given", ["auto", "outer"])
-def test_a_word_is_no_policy(given):
-    with pytest.raises(InputError, match=r"case\.averaging = .* Write \{mode: outer\}"):
+)
+def test_wrong_settings_are_refused(given, told):
+    with refusal(f"case.averaging{told}"):
         case_with(averaging=given)
 
 
@@ -102,8 +94,8 @@ def test_a_plan_of_before_averages_exactly():
     assert "averaging" not in written["case"]
     assert "late_s" not in written["predicted"]
     assert parse_plan(written).case.averaging == EXACT
-    with pytest.raises(InputError, match=r"plan\.predicted\.late_s = 0: unknown key"):
+    with refusal("plan.predicted.late_s = 0: unknown key"):
         parse_plan(written | {"predicted": written["predicted"] | {"late_s": 0}})
     outer = written | {"case": dict(written["case"]) | {"averaging": {"mode": "outer"}}}
-    with pytest.raises(InputError, match=r"plan\.predicted\.late_s = None: is missing"):
+    with refusal("plan.predicted.late_s = None: is missing"):
         parse_plan(outer)

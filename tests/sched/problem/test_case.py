@@ -15,6 +15,7 @@ from skippipe_sched.problem.node_subset import with_nodes
 from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.problem.rules import fair_shares
 
+from tests.messages import refusal
 from tests.sched.examples import PAPER, TWO_NODES, case_with
 
 HEADER = ",".join(COLUMNS)
@@ -23,12 +24,8 @@ HEADER = ",".join(COLUMNS)
 def test_the_paper_case():
     case = load_case(Path(PAPER))
     assert len(case.nodes) == 20
-    assert [case.nodes[n].location for n in (0, 11, 12, 19)] == [
-        "Belgium",
-        "Australia",
-        "Belgium",
-        "Oregon",
-    ]
+    places = [case.nodes[n].location for n in (0, 11, 12, 19)]
+    assert places == ["Belgium", "Australia", "Belgium", "Oregon"]
     assert case.stages == (5, 3, 3, 3, 3, 3)
     assert case.microbatches == (6,) * 5
     assert case.rules == Rules(max_swaps=2, max_swap_distance=1, max_jump=4)
@@ -79,11 +76,6 @@ def test_a_gradient_takes_as_long_as_its_own_bytes():
         assert (case.hop_bytes(kind), case.hop_duration(kind, 0, 1)) == (size, seconds)
 
 
-def test_bytes_of_a_gradient_are_a_number():
-    with pytest.raises(InputError, match=r"case\.gradient_bytes = -1: must be at least 0"):
-        case_with(gradient_bytes=-1)
-
-
 @pytest.mark.parametrize(("total", "sent"), [(3, (1, 1, 1)), (8, (3, 3, 2)), (10, (4, 3, 3))])
 def test_a_total_of_microbatches_is_spread_over_the_data_nodes(total, sent):
     given = {key: TWO_NODES[key] for key in TWO_NODES if key != "microbatches_per_data_node"}
@@ -93,7 +85,6 @@ def test_a_total_of_microbatches_is_spread_over_the_data_nodes(total, sent):
 
 
 def test_defaults():
-    case = case_with()
     required = {key: value for key, value in TWO_NODES.items() if not key.endswith("_ratio")}
     case = parse_case(required)
     assert (case.backward_ratio, case.loss_ratio, case.hop_overhead_s) == (1.5, 0.25, 0)
@@ -159,10 +150,6 @@ def test_slow_connections_lessen_the_share_of_visits():
     assert case.visit_load_s[1:].tolist() == pytest.approx([1.5, 4.5])
     assert fair_shares(case, 1, [1, 2], 8) == pytest.approx([6, 2])
     assert fair_shares(replace(case, contention="link"), 1, [1, 2], 8) == [4, 4]
-
-
-def test_numbers_may_be_written_as_yaml_reads_text():
-    assert case_with(forward_s="3e-4").nodes[0].forward_s == 3e-4
 
 
 def test_one_row_serves_both_directions_and_two_rows_one_each():
@@ -231,41 +218,29 @@ def test_a_link_table_lies_beside_the_case_and_then_in_the_plan(
     assert again.source == case.source
 
 
+OWN_MEMORY = {"nodes": [{"memory": 2}, {"memory": "auto", "memory_bytes": 1e9}]}
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("change", "told"),
     [
-        {"nodes": 10**22},
-        {"microbatches_per_data_node": 10**22},
-        {"microbatches_per_data_node": [10**22]},
-        {"memory": 10**22},
+        ({"nodes": 10**22}, "case.nodes = 1...must be at most"),
+        ({"memory": 10**22}, "case.memory = 1...must be at most"),
+        ({"microbatches_per_data_node": 10**22}, "case.microbatches_per_data_node = 1...at most"),
+        ({"microbatches_per_data_node": [10**22]}, "case.microbatches_per_data_node[0] = 1...most"),
+        # What follows from a model, and there is none.
+        ({"activation_bytes": "auto"}, "case.activation_bytes = 'auto'...skippipe estimate-memory"),
+        ({"gradient_bytes": "auto"}, "case.gradient_bytes = 'auto'...skippipe estimate-memory"),
+        ({"stage_bytes": "auto"}, "case.stage_bytes = 'auto'...skippipe estimate-memory"),
+        ({"memory": "auto"}, "case.memory = 'auto'...skippipe estimate-memory"),
+        ({"memory": "auto", "memory_bytes": 24e9}, "case.memory = ...skippipe estimate-memory"),
+        (OWN_MEMORY, "case.nodes[1].memory = 'auto'...skippipe estimate-memory"),
+        ({"nodes": [{}, {"memory_bytes": 0}]}, "case.nodes[1].memory_bytes = 0"),
     ],
 )
-def test_numbers_that_would_fill_the_memory_are_refused(given):
-    [key] = given
-    with pytest.raises(InputError, match=rf"case\.{key}.* = {10**22}: must be at most"):
-        case_with(**given)
-
-
-@pytest.mark.parametrize("key", ["activation_bytes", "gradient_bytes", "stage_bytes"])
-def test_bytes_that_follow_from_a_model_are_asked_for_where_there_is_none(key):
-    with pytest.raises(InputError) as caught:
-        parse_case(TWO_NODES | {key: "auto"})
-    assert (caught.value.field, caught.value.value) == (f"case.{key}", "auto")
-    assert "skippipe estimate-memory" in caught.value.remedy
-
-
-def test_memory_that_follows_from_a_model_is_asked_for_where_there_is_none():
-    sized = {"memory_bytes": 24e9}
-    own = {"nodes": [{"memory": 2}, {"memory": "auto", "memory_bytes": 1e9}]}
-    for change, field in (
-        ({"memory": "auto"}, "case.memory"),
-        ({"memory": "auto"} | sized, "case.memory"),
-        (own, "case.nodes[1].memory"),
-    ):
-        with pytest.raises(InputError) as caught:
-            parse_case(TWO_NODES | change)
-        assert (caught.value.field, caught.value.value) == (field, "auto")
-        assert "skippipe estimate-memory" in caught.value.remedy
+def test_a_case_beyond_what_can_be_planned_is_refused(change, told):
+    with refusal(told):
+        case_with(**change)
 
 
 def test_nodes_may_say_the_bytes_of_their_devices_and_need_not():
@@ -276,13 +251,11 @@ def test_nodes_may_say_the_bytes_of_their_devices_and_need_not():
     fewer = with_nodes(case_with(nodes=[{"memory_bytes": 1e9}, {}]), [0, 1], [1, 1], [1])
     assert [node.memory_bytes for node in fewer.nodes] == [1e9, None]
     assert parse_case(dict(fewer.source)).nodes == fewer.nodes
-    with pytest.raises(InputError, match=r"case\.nodes\[1\]\.memory_bytes = 0"):
-        case_with(nodes=[{}, {"memory_bytes": 0}])
 
 
 def test_links_of_locations_without_nodes_may_be_missing():
     case_with(locations=["here", "there", "nowhere"])
-    with pytest.raises(InputError, match="here to nowhere"):
+    with refusal("case.links = 'here to nowhere'"):
         case_with(locations=["here", "nowhere", "there"])
 
 
@@ -307,10 +280,9 @@ def test_what_every_node_says_itself_the_case_need_not_say():
     assert case.nodes == (Node("here", 0.5, 4), Node("there", 0.25, 2))
     for key, of_node in OF_NODES.items():
         lacking = [nodes[0], {k: value for k, value in nodes[1].items() if k != of_node}]
-        with pytest.raises(InputError, match="1 of 2 nodes do not set it") as caught:
+        told = f"Add {key}: to case, or {of_node}: to case.nodes[1]"
+        with refusal(f"case.{key} = ...1 of 2 nodes do not set it...{told}"):
             parse_case(given | {"nodes": lacking})
-        assert caught.value.field == f"case.{key}"
-        assert caught.value.remedy == f"Add {key}: to case, or {of_node}: to case.nodes[1]"
     # A plan carries its case, and whoever leaves sizes open may leave out the same.
     assert parse_case(dict(case.source)).nodes == case.nodes
     chosen = candidates(given | {"nodes": nodes, "stages": "auto", "stage_count": 2})

@@ -4,11 +4,9 @@ import json
 
 from hypothesis import given, settings
 from skippipe_sched.problem.plan import (
-    Operation,
     load_plan,
     microbatch_chain,
     parse_plan,
-    stage_of_nodes,
 )
 
 from tests.sched.examples import RECKONED, case_with, planned, routed_cases
@@ -23,14 +21,6 @@ def test_the_chain_of_a_microbatch():
     ]
     assert {operation.microbatch for operation in chain} == {7}
     assert [operation.kind for operation in microbatch_chain(0, (2,))] == ["F", "L", "B"]
-
-
-def test_an_operation_names_itself():
-    assert str(Operation("F", 3, 1)) == "F of microbatch 3 on node 1"
-
-
-def test_stage_of_nodes():
-    assert stage_of_nodes([[2, 0], [3], [1]]) == (0, 2, 0, 1)
 
 
 def test_the_file_is_as_designed(tmp_path):

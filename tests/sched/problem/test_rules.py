@@ -64,22 +64,13 @@ def _keeps(sequence, rules):
 
 
 @given(
-    st.lists(st.integers(0, 6), max_size=6),
+    st.lists(st.integers(0, 6), max_size=6) | st.permutations(range(1, 5)),
     st.builds(Rules, st.integers(0, 3), st.integers(1, 3), st.integers(0, 4)),
 )
 @settings(max_examples=300)
 def test_sequences_are_judged_as_by_the_definition(inner, rules):
     sequence = [0, *inner]
     assert (sequence_problem(sequence, rules) is None) == _keeps(sequence, rules)
-
-
-@given(st.permutations(range(1, 5)), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3))
-@settings(max_examples=200)
-def test_orders_of_a_few_stages_are_judged_as_by_the_definition(inner, length, swaps, jump):
-    sequence = [0, *inner[:length]]
-    for distance in (1, 2, 3):
-        rules = Rules(swaps, distance, jump)
-        assert (sequence_problem(sequence, rules) is None) == _keeps(sequence, rules)
 
 
 def test_placement_has_the_sizes_of_the_case():
@@ -89,29 +80,12 @@ def test_placement_has_the_sizes_of_the_case():
     assert "placement" in broken(case, [[0], [1], [2]], [(0, 1), (0, 2)])
 
 
-def test_cc3_inner_stages_are_visited_equally_often():
-    case = same_place([1, 1, 1, 1], path_length=3, microbatches_per_data_node=3)
-    stages = [[0], [1], [2], [3]]
-    assert broken(case, stages, [(0, 1, 2), (0, 1, 3), (0, 2, 3)]) == set()
-    assert broken(case, stages, [(0, 1, 2), (0, 1, 3), (0, 1, 2)]) == {"CC3"}
-    assert broken(case, stages, [(0, 1, 2), (0, 1, 2), (0, 1, 2)]) == {"CC3"}
-    # Seven visits of three stages: they differ by one and may.
-    assert broken(case, stages, [(0, 1, 2, 3), (0, 1, 3), (0, 2, 3)]) == set()
-
-
 def test_tc1_data_nodes_send_the_microbatches_of_the_case():
     case = same_place([2, 1], path_length=2, microbatches_per_data_node=[1, 2])
     stages = [[0, 1], [2]]
     assert broken(case, stages, [(0, 2), (1, 2), (1, 2)]) == set()
     assert broken(case, stages, [(0, 2), (0, 2), (1, 2)]) == {"TC1"}
     assert broken(case, stages, [(0, 2), (1, 2)]) == {"TC1"}
-
-
-def test_tc1_equal_replicas_have_equal_shares():
-    case = same_place([1, 2], path_length=2, microbatches_per_data_node=3)
-    stages = [[0], [1, 2]]
-    assert broken(case, stages, [(0, 1), (0, 2), (0, 1)]) == set()
-    assert broken(case, stages, [(0, 1), (0, 1), (0, 1)]) == {"TC1"}
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,7 @@ def test_a_short_search_has_a_plan_before_anything_is_compiled(tmp_path):
     assert iteration_s < BALANCED_S
 
 
-@pytest.mark.parametrize("improves", [False, True])
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("waits", "improves"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("program", ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"])
 def test_without_a_compiler_the_search_goes_on_and_says_so_once(
     monkeypatch, capsys, program, waits, improves

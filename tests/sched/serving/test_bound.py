@@ -45,7 +45,7 @@ def test_bounds_of_a_pipeline_are_met():
 def test_bounds_are_near_what_is_possible():
     """Of small cases. What one sequence takes at least is known exactly."""
     gaps = []
-    for seed in range(20):
+    for seed in range(12):
         case = random_service(
             np.random.default_rng(seed), (3, 4) if seed % 2 else (4, 3), 2 + seed % 2
         )

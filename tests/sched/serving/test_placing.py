@@ -38,14 +38,11 @@ def test_as_many_stages_as_possible_have_a_host(case: ServingCase, objective: Ob
     placement = place(case, objective, tries=5)
     assert (room_left(case, placement) >= 0).all()
     assert unheld(case, placement) == fewest_unheld(case)
-
-
-@given(services(), OBJECTIVE)
-def test_no_room_is_left_for_another_stage(case: ServingCase, objective: Objective):
-    placement = place(case, objective, tries=5)
     for free, stages in zip(room_left(case, placement), placement, strict=True):
         others = {*range(1, case.stages)} - {*stages}
-        assert all(case.stage_bytes[stage] > free for stage in others)
+        assert all(case.stage_bytes[stage] > free for stage in others), "room for another stage"
+    assert place(case, objective, tries=5) == placement
+    assert place(case, objective, held=placement, tries=5) == placement, "nobody comes or goes"
 
 
 @given(services(groups=1))
@@ -59,21 +56,13 @@ def test_one_sequence_is_as_quick_as_it_can_be(case: ServingCase):
 def test_all_groups_get_most_of_the_tokens_that_are_possible():
     """Against all placements and routes of small cases."""
     lost = []
-    for seed in range(24):
+    for seed in range(12):
         random = np.random.default_rng(seed)
         case = random_service(random, (3, 4) if seed % 2 else (4, 3), 2 + seed % 2)
         found = simulate(case, routes(case, place(case)), STEPS).tokens_per_s
         lost.append(1 - found / most_tokens_per_s(case))
     assert np.mean(lost) < 0.005
     assert max(lost) < 0.05
-
-
-@given(services(), OBJECTIVE)
-def test_hosts_keep_what_they_hold_while_none_comes_or_goes(
-    case: ServingCase, objective: Objective
-):
-    placement = place(case, objective, tries=5)
-    assert place(case, objective, held=placement, tries=5) == placement
 
 
 def test_a_host_that_joins_changes_no_other():
@@ -107,38 +96,27 @@ def test_few_bytes_are_loaded_when_hosts_are_lost(case: ServingCase, data: st.Da
 
 def test_a_stage_that_lost_its_only_host_takes_the_place_of_one_with_another_host():
     """All hosts are full, but stage 2 has two."""
-    case = ServingCase(
+    case = service(
         step_s=np.ones((4, 4)),
         room_bytes=np.array([1.0, 2, 1, 1]),
         stage_bytes=np.ones(4),
         latency_s=np.ones((4, 4)),
         bandwidth=np.ones((4, 4)),
-        activation_bytes=1.0,
-        groups=1,
-        slots=1,
     )
     held = ((0,), (1, 2), (2,), (3,))
     assert place(case, held=held, lost=[3]) == ((0,), (1, 2), (3,), ())
 
 
-def test_the_same_arguments_give_the_same_placement():
-    random = np.random.default_rng(0)
-    case = random_service(random, (8, 6), 6)
-    assert place(case, seed=5) == place(case, seed=5)
-
-
 def test_sizes_that_hardly_fit_together_are_fitted():
     """Each host is full; the search for routes alone would take a wrong turn."""
     sizes = np.array([1.0, 7, 6, 5, 4, 3, 2, 1])
-    case = ServingCase(
+    case = service(
         step_s=np.ones((4, 8)),
         room_bytes=np.array([1.0 + 9, 7, 8, 4]),
         stage_bytes=sizes,
         latency_s=np.ones((4, 4)),
         bandwidth=np.ones((4, 4)),
-        activation_bytes=1.0,
         groups=4,
-        slots=1,
     )
     assert unheld(case, place(case)) == 0
 

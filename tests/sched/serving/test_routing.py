@@ -43,6 +43,7 @@ def test_every_group_visits_every_stage_that_is_held_by_a_host_that_is_left(
     lost = data.draw(st.frozensets(st.integers(1, case.hosts - 1)))
     found = routes(case, placement, lost, tries=5)
     assert len(found) == case.groups
+    assert routes(case, placement, lost, tries=5) == found
     assert {*found} <= {*routes_through(placement, case.stages, lost)}
 
 
@@ -66,12 +67,6 @@ def test_more_tries_give_no_fewer_tokens():
         simulate(case, routes(case, placement, tries=tries)).tokens_per_s for tries in (0, 60)
     )
     assert last > first
-
-
-def test_the_same_arguments_give_the_same_routes():
-    case = service(groups=5, room_bytes=np.full(3, 3.0))
-    placement = ((0, 1), (1, 2), (1, 2))
-    assert routes(case, placement, seed=3) == routes(case, placement, seed=3)
 
 
 @pytest.mark.parametrize(

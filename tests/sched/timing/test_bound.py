@@ -13,7 +13,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import balanced
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import microbatch_chain
-from skippipe_sched.problem.rules import violations
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.one_node import NodeWork, busy_s, relaxed_busy_s
@@ -107,52 +106,6 @@ def test_the_optimum_is_the_best_of_all_orders(contention, memory):
             with contextlib.suppress(InputError):  # Nodes may wait for each other for ever.
                 seconds.append(simulate(case, stages, paths, order).iteration_s)
     assert optimum_s(case) == pytest.approx(min(seconds), rel=1e-12)
-
-
-@given(data=st.data())
-@settings(max_examples=12)
-def test_no_plan_of_a_tiny_case_beats_the_lower_bound(data):
-    sizes, microbatches = data.draw(
-        st.sampled_from(
-            [
-                ([1], 3),
-                ([2], [1, 2]),
-                ([1, 1], 2),
-                ([1, 2], 2),
-                ([2, 1], [2, 1]),
-                ([2, 2], 1),
-                ([1, 1, 1], 2),
-                ([3, 1], 1),
-            ]
-        )
-    )
-    speed = st.sampled_from([0.25, 1.0, 3.0])
-    places = [f"place {index}" for index in range(sum(sizes))]
-    latency = st.integers(1, 2000)
-    case = {
-        **same_place(sizes).source,
-        "nodes": [{"location": place, "forward_s": data.draw(speed)} for place in places],
-        "links": [
-            [a, b, data.draw(latency), data.draw(st.sampled_from([0.1, 1.0]))]
-            for a in places
-            for b in places
-            if a != b
-        ],
-        "activation_bytes": data.draw(st.sampled_from([0, 2**27])),
-        "gradient_bytes": data.draw(st.sampled_from([0, 2**27])),
-        "stage_bytes": data.draw(st.sampled_from([0, 2**30])),
-        "loss_ratio": data.draw(st.sampled_from([0, 0.5])),
-        "path_length": data.draw(st.integers(1, len(sizes))),
-        "microbatches_per_data_node": microbatches,
-        "memory": data.draw(st.integers(1, 2)),
-        "contention": "none",
-    }
-    case = parse_case(case)
-    bound_s = lower_bound_s(case, case.path_length)
-    for stages, paths in _every_plan(case):
-        # Plans that break CC3 or TC1 may beat it: the far nodes count on being visited.
-        if not violations(case, stages, paths):
-            assert bound_s * ROUNDING <= simulate(case, stages, paths).iteration_s
 
 
 # Where the bound is reached.
@@ -318,7 +271,7 @@ def test_the_bound_of_a_thousand_nodes_takes_seconds(paper, places):
     assert bound_s > 48 * 6 / 8 * 2.5 * min(node.forward_s for node in case.nodes)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_plan_beats_the_bound_where_near_places_count_as_one(paper, seed):
     random = np.random.default_rng(seed)
     case = parse_case({**paper.source, **_scattered(20, 20, random)})

@@ -13,7 +13,7 @@ from skippipe_sched.problem.averaging import WIDTHS
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing import steady
-from skippipe_sched.timing.averaging import averaging_s, best_ring, quickest_averaging_s
+from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.dispatch import dispatch
 from skippipe_sched.timing.replay import Work
 from skippipe_sched.timing.simulate import forecast, simulate
@@ -255,34 +255,30 @@ def replicas(ring_s: float, speeds=(1.0, 1.0), **averaging) -> tuple[Case, tuple
     return case, in_order([len(speeds)]), tuple((node,) for node in range(len(speeds)))
 
 
-def test_the_ring_of_a_fragment_takes_as_long_as_it_is_made_to():
-    case, (nodes,), _ = replicas(1.5, (1, 1, 1), fragments=3, every=3)
-    assert quickest_averaging_s(case, 0, nodes) == pytest.approx(1.5)
-
-
-def test_a_ring_within_its_delay_costs_nothing():
-    timeline = forecast(*replicas(3.4, every=2, delay=1))
-    assert timeline.iteration_s == timeline.pipeline_s == pytest.approx(ALONE_S)
-    assert (timeline.averaging_s, timeline.late_s) == (pytest.approx(3.4), 0.0)
-
-
-def test_a_ring_of_five_seconds_is_late_by_what_an_iteration_is_shorter():
-    """Once in a cycle: 5 s after one iteration, and another one of 3.5 s."""
-    timeline = forecast(*replicas(5.0, every=2, delay=1))
-    assert timeline.pipeline_s == pytest.approx(ALONE_S)
-    assert timeline.iteration_s == pytest.approx((5.0 + ALONE_S) / 2)
-    assert timeline.late_s == pytest.approx(1.5)
-
-
-def test_within_two_iterations_the_same_ring_is_in_time():
-    timeline = forecast(*replicas(5.0, every=3, delay=2))
-    assert (timeline.iteration_s, timeline.late_s) == (pytest.approx(ALONE_S), 0.0)
-
-
-def test_rings_that_have_no_time_between_them_set_the_pace():
-    timeline = forecast(*replicas(5.0, every=2, fragments=2, delay=1))
-    assert timeline.iteration_s == pytest.approx(5.0)
-    assert timeline.late_s == pytest.approx(1.5)
+@pytest.mark.parametrize(
+    ("ring_s", "speeds", "averaging", "pipeline_s", "iteration_s", "late_s"),
+    [
+        pytest.param(3.4, (1, 1), (2, 1, 1), 3.5, 3.5, 0, id="within its delay"),
+        pytest.param(5, (1, 1), (2, 1, 1), 3.5, (5 + 3.5) / 2, 1.5, id="once in a cycle"),
+        pytest.param(5, (1, 1), (3, 1, 2), 3.5, 3.5, 0, id="within two iterations"),
+        pytest.param(5, (1, 1), (2, 2, 1), 3.5, 5, 1.5, id="no time between rings"),
+        pytest.param(1, (1, 2), (2, 1, 1), 7, 7, 0, id="a quicker replica waits for the other"),
+        pytest.param(0, (1, 2, 0.5), (1, 1, 0), 7, 7, 0, id="a barrier without delay"),
+        pytest.param(2, (1, 2, 0.5), (1, 1, 0), 7, 9, 2, id="a barrier and a ring"),
+        # Each is a tenth of a second longer than what it has, and eleven may be under way.
+        pytest.param(3.6, (1, 1), (12, 12, 11), 3.5, 3.6, 0.1, id="rings come to set the pace"),
+    ],
+)
+def test_rings_cost_what_they_take_longer_than_their_delay(
+    ring_s, speeds, averaging, pipeline_s, iteration_s, late_s
+):
+    every, fragments, delay = averaging
+    example = replicas(ring_s, speeds, every=every, fragments=fragments, delay=delay)
+    timeline = forecast(*example)
+    assert timeline.averaging_s == pytest.approx(ring_s)
+    assert timeline.pipeline_s == pytest.approx(pipeline_s)
+    assert timeline.iteration_s == pytest.approx(iteration_s)
+    assert timeline.late_s == pytest.approx(late_s)
 
 
 def test_rings_of_a_stage_follow_one_another():
@@ -299,21 +295,6 @@ def test_rings_of_a_stage_follow_one_another():
     assert (ring.start_s[1], ring.end_s[1]) == pytest.approx((10.5, 16.5))
     # Sent after iteration 4, at 14, while that ring is under way.
     assert (ring.start_s[0], ring.end_s[0]) == pytest.approx((16.5, 22.5))
-
-
-def test_a_quicker_replica_waits_for_the_others_and_no_ring_is_late():
-    timeline = forecast(*replicas(1.0, (1.0, 2.0), every=2, delay=1))
-    assert timeline.iteration_s == timeline.pipeline_s == pytest.approx(2 * ALONE_S)
-    assert timeline.late_s == 0.0
-
-
-@pytest.mark.parametrize("ring_s", [0.0, 2.0])
-def test_without_delay_a_stage_has_a_barrier(ring_s):
-    """The slowest replica, and then the ring, in every iteration; all of it is late."""
-    timeline = forecast(*replicas(ring_s, (1.0, 2.0, 0.5), every=1, delay=0))
-    assert timeline.pipeline_s == pytest.approx(2 * ALONE_S)
-    assert timeline.iteration_s == pytest.approx(2 * ALONE_S + ring_s)
-    assert timeline.late_s == pytest.approx(ring_s)
 
 
 def test_the_shown_iteration_has_the_rings_that_run_beside_it():
@@ -473,38 +454,7 @@ def test_if_nobody_waits_for_a_ring_it_could_as_well_be_free(example):
         assert (timeline.iteration_s, timeline.late_s) == (timeline.pipeline_s, 0)
 
 
-@given(routed_cases(), st.data())
-@settings(max_examples=40)
-def test_the_ring_is_that_of_n_less_one_whole_messages(example, data):
-    case, stages, _ = example
-    case = outer(case, **data.draw(policies()))
-    latency, bandwidth = case.link_matrices
-    for stage, nodes in enumerate(stages):
-        ring = best_ring(case, stage, nodes)
-        links = list(zip(ring, [*ring[1:], ring[0]], strict=True))
-        size = case.averaging.fragment_bytes(case.stage_bytes[stage])
-        expected_s = (len(ring) - 1) * (
-            size / min(bandwidth[link] for link in links) + max(latency[link] for link in links)
-        )
-        if len(ring) == 1:
-            expected_s = 0.0
-        assert averaging_s(case, stage, ring) == pytest.approx(expected_s)
-
-
 # How it is found.
-
-
-def test_a_state_that_repeats_itself_in_two_cycles_is_steady():
-    """Two data nodes share an inner one in turn; whatever alternates, the mean is one."""
-    case = case_with(
-        nodes=3, locations=["here"], links=[], stages=[2, 1], forward_s=0.75, memory=1,
-        contention="none",
-    )  # fmt: skip
-    case = outer(case, every=3, fragments=1, delay=2)
-    timeline = forecast(case, ((0, 1), (2,)), ((0, 2), (1, 2)))
-    assert max(timeline.busy_s) <= timeline.iteration_s <= simulate(
-        case, ((0, 1), (2,)), ((0, 2), (1, 2))
-    ).pipeline_s  # fmt: skip
 
 
 def test_the_slowest_circle_is_found():
@@ -522,14 +472,6 @@ def test_what_drifts_for_long_does_not_delay_what_is_said():
     assert iteration_s == pytest.approx(ALONE_S)
     assert late_s == 0
     assert run.number <= 4 * case.averaging.every
-
-
-def test_rings_that_come_to_set_the_pace_are_late_by_what_they_are_then():
-    """Each is a tenth of a second longer than what it has, and eleven may be under way."""
-    timeline = forecast(*replicas(ALONE_S + 0.1, every=12, fragments=12, delay=11))
-    assert timeline.iteration_s == pytest.approx(ALONE_S + 0.1)
-    assert timeline.pipeline_s == pytest.approx(ALONE_S)
-    assert timeline.late_s == pytest.approx(0.1)
 
 
 def test_if_no_cycle_settles_the_later_half_must_do(monkeypatch):

@@ -1,0 +1,1 @@
+"""Faults strike runs of real processes: what must hold, and what it costs."""

@@ -1,0 +1,1 @@
+"""One accelerator: training against a plain step, and its parts."""

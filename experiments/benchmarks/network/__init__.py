@@ -1,0 +1,1 @@
+"""Transfers and iterations between hosts: on shaped links, on loopback, and emulated."""

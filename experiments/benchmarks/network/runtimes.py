@@ -1,0 +1,208 @@
+"""What it costs that each host has its own JAX: iterations and starts, beside one JAX for all.
+
+    python -m experiments.benchmarks.network.runtimes --json FILE      (needs Linux and taskset)
+
+Two hosts on 127.0.0.1, each with a core of its own, serve two stages of two replicas each, so that
+activations, gradients and totals cross between them in every iteration. The same run is trained
+with `cluster.runtime: independent`, where a step counts only once the leader has said so, and with
+`distributed`, in turns, the order reversed from turn to turn; what is compared are the medians of
+each pair's iterations. Then so many hosts are started with either, in turns as well, on all cores:
+the time until the first step has been reported. The machine must be quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from skippipe_sched import fields
+
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.launching import (
+    AllHosts,
+    Loopback,
+    Network,
+    OwnCores,
+    alike_nodes,
+    write_config,
+)
+from skippipe_jax import Run
+from skippipe_jax.config.cluster import DISTRIBUTED, INDEPENDENT
+from skippipe_jax.storage.run_dir import METRICS
+
+# The first iteration compiles, and the second may still load what others compiled.
+WARMUP_ITERATIONS = 2
+# By size: width, blocks of a stage, microbatch size, sequence length.
+SIZES = {"full": (256, 2, 4, 256), "small": (64, 1, 2, 64)}
+REPLICAS, STAGES = 2, 2
+HOSTS_OF_NODES = [0, 1, 1, 0]
+START_STAGES = 5
+POLL_S = 0.02
+SHOWN_START_S = 600.0
+
+
+def config_of(folder: Path, runtime: str, iterations: int, size: str = "full") -> dict[str, Any]:
+    """The run whose iterations are timed."""
+    width, layers, microbatch_size, sequence_length = SIZES[size]
+    return {
+        "run_dir": str(folder / "run"),
+        "compilation_cache": str(folder.parent / "compiled"),
+        "model": {
+            "width": width,
+            "layers": STAGES * layers,
+            "ffn_width": 3 * width,
+            "context": sequence_length,
+        },
+        "plan": {
+            "method": "full",
+            "budget_s": 0.5,
+            "case": alike_nodes([REPLICAS] * STAGES, microbatches=4 * REPLICAS),
+        },
+        "data": {"sequence_length": sequence_length, "microbatch_size": microbatch_size},
+        "cluster": {"runtime": runtime, "host_of_node": HOSTS_OF_NODES},
+        "network": {"averaging": "ring"},
+        "train": {"steps": WARMUP_ITERATIONS + iterations},
+        "checkpoint": {"every": WARMUP_ITERATIONS + iterations},
+    }
+
+
+def start_config_of(folder: Path, runtime: str, hosts: int) -> dict[str, Any]:
+    """A run of two steps on so many hosts, a node each."""
+    config = config_of(folder, runtime, 0, "small")
+    stages = [
+        hosts // START_STAGES + (stage < hosts % START_STAGES) for stage in range(START_STAGES)
+    ]
+    config["model"]["layers"] = START_STAGES
+    config["plan"]["case"] = alike_nodes(stages, microbatches=hosts)
+    del config["cluster"]["host_of_node"]
+    return config
+
+
+def trained(folder: Path, config: dict[str, Any], network: Network, hosts: int) -> float:
+    """Train on so many hosts; seconds until the first step has been reported."""
+    folder.mkdir()
+    path = write_config(folder / "config.yaml", config)
+    metrics = folder / "run" / METRICS
+    began = time.monotonic()
+    shown_s: list[float] = []
+
+    def look() -> None:
+        while time.monotonic() - began < SHOWN_START_S:
+            if metrics.exists() and metrics.stat().st_size:
+                shown_s.append(time.monotonic() - began)
+                return
+            time.sleep(POLL_S)
+
+    looking = Thread(target=look, daemon=True)
+    looking.start()
+    AllHosts(network, folder, hosts).run("train", "skippipe_jax.train", "--config", path)
+    looking.join()
+    return shown_s[0]
+
+
+def iteration_s(folder: Path) -> float:
+    """The median of the iterations that count."""
+    lines = Run(folder / "run").metrics[WARMUP_ITERATIONS:]
+    return statistics.median(line["seconds_per_iteration"] for line in lines)
+
+
+def compare(folder: Path, turns: int, iterations: int) -> dict[str, Any]:
+    """Medians of both runtimes, turn by turn, and their ratios."""
+    network = OwnCores()
+    pairs: list[dict[str, float]] = []
+    for turn in range(turns):
+        found: dict[str, float] = {}
+        for runtime in in_turn(turn):
+            own = folder / f"{runtime}_{turn}"
+            trained(own, config_of(own, runtime, iterations), network, 2)
+            found[runtime] = iteration_s(own)
+        pairs.append(found)
+        print(f"turn {turn + 1} of {turns}: {shown(found)}", file=sys.stderr, flush=True)
+    return compared(pairs)
+
+
+def compare_starts(folder: Path, starts: int, hosts: int) -> dict[str, Any]:
+    """Seconds until the first step of both runtimes, turn by turn, and their ratios."""
+    network = Loopback()
+    pairs: list[dict[str, float]] = []
+    # The first pair compiles.
+    for turn in range(1 + starts):
+        found: dict[str, float] = {}
+        for runtime in in_turn(turn):
+            own = folder / f"start_{runtime}_{turn}"
+            found[runtime] = trained(own, start_config_of(own, runtime, hosts), network, hosts)
+        print(f"start {turn} of {starts}: {shown(found)}", file=sys.stderr, flush=True)
+        pairs += [found] * (turn > 0)
+    return {"hosts": hosts} | compared(pairs)
+
+
+def in_turn(turn: int) -> Sequence[str]:
+    """Both runtimes, the one first that was second in the turn before."""
+    return (INDEPENDENT, DISTRIBUTED)[:: 1 if turn % 2 == 0 else -1]
+
+
+def compared(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The figures of pairs, and the median of their ratios."""
+    ratios = [pair[INDEPENDENT] / pair[DISTRIBUTED] for pair in pairs]
+    return {
+        "pairs_s": pairs,
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratio": round(statistics.median(ratios), 4),
+    }
+
+
+def shown(found: dict[str, float]) -> str:
+    """Seconds of both, and how many times as long the first one takes."""
+    ratio = found[INDEPENDENT] / found[DISTRIBUTED]
+    parts = [f"{name} {seconds:.3f} s" for name, seconds in sorted(found.items())]
+    return f"{', '.join(parts)}: {ratio:.3f}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line for iterations, and one for starts."""
+    lines = []
+    for name, figures in (("an iteration", report["iterations"]), ("a start", report["starts"])):
+        if figures is not None:
+            ratios = figures["ratios"]
+            lines.append(
+                f"{name} with {INDEPENDENT} hosts takes {figures['ratio']:.3f} times as long as "
+                f"with {DISTRIBUTED} ({min(ratios):.3f} to {max(ratios):.3f} over "
+                f"{len(ratios)} turns)"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    parser = reporting.parser("network.runtimes", __doc__)
+    numbers = {
+        "turns": (6, "pairs of runs"),
+        "iterations": (20, "counted iterations of a run"),
+        "starts": (3, "pairs of starts"),
+        "hosts": (20, "hosts to start"),
+    }
+    reporting.add_numbers(parser, numbers)
+    return reporting.run(parser, _run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    turns = fields.integer(arguments.turns, "--turns", 1)
+    iterations = fields.integer(arguments.iterations, "--iterations", 1)
+    starts = fields.integer(arguments.starts, "--starts", 0)
+    hosts = fields.integer(arguments.hosts, "--hosts", START_STAGES)
+    report = reporting.begun("network.runtimes")
+    with tempfile.TemporaryDirectory(prefix="runtimes-") as name:
+        report["iterations"] = compare(Path(name), turns, iterations)
+        report["starts"] = compare_starts(Path(name), starts, hosts) if starts else None
+    return reporting.finish(report, table(report), arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

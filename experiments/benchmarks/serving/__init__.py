@@ -1,0 +1,1 @@
+"""Services over several hosts: distant ones, and some that are lost."""

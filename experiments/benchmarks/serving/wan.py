@@ -1,0 +1,581 @@
+"""Does a service over distant hosts give the tokens per second that are predicted?
+
+    python -m experiments.benchmarks.serving.wan --json FILE    (needs root and iproute2)
+
+Hosts are network namespaces of this machine, in regions of the table gcp12. Packets between them
+are under way for the latency of that table; rates are as much below the table's as what a token
+takes from host to host is smaller here than for Llama 3 8B. `skippipe serve --hosts` serves a model
+of the quickstart's shapes, with drawn parameters, one stage on a host; a client at the first host
+asks for completions, and all answers have to be those of one device.
+
+In turns, the network first has neither latencies nor rates, and one sequence tells how long a token
+takes without them, and each host how long its stage takes: from this, latencies and rates the
+seconds of a token are predicted. Then, with them, one sequence is answered, and as many as the
+service has slots for; and one by a second service on the same hosts that has one slot, as programs
+have that pass one sequence from host to host at a time. Prompts do not count: seconds are those
+from token to token while all sequences run. Ratios are medians of the turns.
+
+The part `one_host` needs no network: `skippipe serve` on one host, over HTTP, with one slot and
+with many, in turns with a `Generator` in this process, as `generate` has one. All tell the
+probabilities of tokens, by which the client counts these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+import yaml
+from flax import nnx
+from jaxtyping import Float
+from skippipe_sched import fields
+from skippipe_sched.figures.tables import aligned
+from skippipe_sched.problem import links
+from skippipe_sched.serving.case import ServingCase
+from skippipe_sched.serving.simulate import simulate
+
+from experiments.benchmarks.harness import reporting
+from experiments.benchmarks.harness.launching import ENVIRONMENT
+from experiments.benchmarks.harness.turns import ratio
+from experiments.benchmarks.network.delays import Delays
+from experiments.benchmarks.network.shaped_network import ShapedNetwork
+from experiments.benchmarks.network.wan import PAYLOAD_SHARE, SAME_LOCATION
+from experiments.benchmarks.serving.client import (
+    Answer,
+    Asks,
+    Question,
+    as_line,
+    ask,
+    seconds_per_token,
+)
+from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.config import ClusterConfig, parse_config
+from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
+from skippipe_jax.inference.decode_requests import DecodeRequest
+from skippipe_jax.inference.decoding import Generator
+from skippipe_jax.inference.model_source import open_source
+from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.local.hosts import free_port
+from skippipe_jax.models.llama import create_stage
+from skippipe_jax.storage.checkpoint import CheckpointItems
+from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+
+WAN, ONE_HOST = PARTS = "wan", "one_host"
+TOKEN_BYTES_8B = 4096 * 2
+"""Bytes of a token of Llama 3 8B from host to host, in bfloat16."""
+PROMPT_TOKENS = 16
+PATIENCE_S = 300.0
+
+
+def save_run(folder: Path, stages: int, layers: int) -> None:
+    """Write a run with drawn parameters, as far as a service reads one."""
+    sections = {
+        "model": {"preset": "tiny", "layers": layers},
+        "cluster": {"insecure": True},  # The hosts have the shaped network for themselves.
+    }
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(sections))
+    config = parse_config(sections).model
+    cut = config.stage_partition(stages)
+    alone = Membership(ClusterConfig(), 0, 1)
+    with contextlib.closing(
+        Checkpointer(folder, alone, stage_layers=cut, policy=RetentionPolicy(1))
+    ) as writer:
+        states = {}
+        for stage in range(stages):
+            drawn = nnx.state(create_stage(config, stage, cut, jax.random.key(0)))
+            states[stage] = {"parameters": nnx.to_pure_dict(drawn)}
+        writer.save(1, CheckpointItems(states), {})
+
+
+def prompts_of(sequences: int) -> list[list[int]]:
+    """Draw the prompts of so many sequences."""
+    return np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
+
+
+class Times(NamedTuple):
+    """The times that answers took.
+
+    Attributes:
+        token_s: seconds in which each sequence gets a token while all of them run.
+        first_token_s: seconds until each has its first one, on average.
+    """
+
+    token_s: float
+    first_token_s: float
+
+
+def served(asks: Asks, question: Question, model: StagedModel) -> Times:
+    """Ask a service, and return how long the answers took.
+
+    Raises:
+        RuntimeError: if an answer is not that of one device.
+    """
+    answers = asks(question)
+    require_alike(model, question, [own.text for own in answers])
+    token_s = seconds_per_token(answers)
+    # The first tokens may come together, at the end of a character.
+    first = [own.arrivals[0] for own in answers]
+    return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for count, at_s in first))
+
+
+def drawn_alone(
+    model: StagedModel, requests: Sequence[DecodeRequest], slots: int
+) -> list[list[int]]:
+    """Return the tokens that one device draws for each of some requests."""
+    generator = Generator(model.decoder(slots, model.context))
+    drawn: dict[int, list[int]] = {generator.submit(own): [] for own in requests}
+    while generator.is_busy:
+        for decoded in generator.step():
+            assert decoded.drawn is not None
+            drawn[decoded.request].append(decoded.drawn.token)
+    return list(drawn.values())
+
+
+def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) -> None:
+    """Refuse answers that are not those of one device.
+
+    Raises:
+        RuntimeError: if one is not.
+    """
+    how = Sampling(temperature=0.0)
+    asked = [DecodeRequest(prompt, question.tokens, how) for prompt in question.prompts]
+    expected = drawn_alone(model, asked, len(texts))
+    for text, drawn in zip(texts, expected, strict=True):
+        if text != (told := model.tokenizer.decode(drawn)):
+            raise RuntimeError(f"the service returns {text!r}, but one device {told!r}")
+
+
+# Over a network.
+
+
+class Service:
+    """A service whose hosts are in a network, all of them processes of this machine."""
+
+    def __init__(self, network: ShapedNetwork, run: Path, slots: int, output: Path):
+        """Start its first host; the others have to be added. What they print goes to `output`."""
+        self._network, self._run, self._output = network, run, output
+        self._stack = contextlib.ExitStack()
+        self.port = free_port()
+        self._coordinator = f"{network.address(0)}:{free_port()}"
+        self._hosts = len(network.rates)
+        words = ["--hosts", str(self._hosts), "--host-id", "0", "--max-num-seqs", str(slots)]
+        self._front = self._start(
+            0, "experiments.benchmarks.serving.front", *words, "--port", str(self.port)
+        )
+
+    def __enter__(self) -> Self:
+        """Let it end with a block."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all hosts."""
+        self._stack.close()
+
+    def add(self, host: int) -> None:
+        """Start another host, and wait until the first knows it.
+
+        Raises:
+            RuntimeError: if it does not come.
+        """
+        self._start(host, "skippipe_jax", "serve")
+        deadline_s = time.monotonic() + PATIENCE_S
+        while len(self.status()) <= host:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(
+                    f"host {host} did not join within {PATIENCE_S:g} s; see {self._output}"
+                )
+            time.sleep(0.1)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what the first host says of all, itself first.
+
+        Raises:
+            RuntimeError: if it has ended.
+        """
+        return _asked(self._front, "status")
+
+    def measured_bytes_per_s(self) -> list[float]:
+        """Wait until the first host has measured its links to all others; return bytes per second.
+
+        Raises:
+            RuntimeError: if that takes too long.
+        """
+        deadline_s = time.monotonic() + PATIENCE_S
+        while None in (speeds := [host["bytes_per_s"] for host in self.status()[1:]]):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"the links are not measured: {speeds}; see {self._output}")
+            time.sleep(0.1)
+        return speeds
+
+    def _start(self, host: int, module: str, *words: str) -> subprocess.Popen[str]:
+        name = self._output / f"{self.port}_{host}.txt"
+        process = subprocess.Popen(
+            [
+                *self._network.command(host), sys.executable, "-m", module, *words,
+                "--run", str(self._run), "--coordinator", self._coordinator, "--max-stages", "1",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stack.enter_context(name.open("wb")),
+            text=True,
+            env=os.environ | ENVIRONMENT,
+        )  # fmt: skip
+        self._stack.enter_context(process)
+        self._stack.callback(process.kill)
+        return process
+
+
+class Client:
+    """A client in a process on a host."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        """Ask by a process that runs `client`."""
+        self._process = process
+
+    def __call__(self, question: Question) -> list[Answer]:
+        """Do what `ask` does, there."""
+        return [Answer(**own) for own in _asked(self._process, as_line(question))]
+
+
+def _asked(process: subprocess.Popen[str], line: str) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # Then it says nothing, either.
+        print(line, file=process.stdin, flush=True)
+    if not (said := process.stdout.readline()):
+        raise RuntimeError(f"a process exited with code {process.wait()}: {process.args}")
+    return json.loads(said)
+
+
+@contextlib.contextmanager
+def _client(network: ShapedNetwork) -> Iterator[Client]:
+    module = [sys.executable, "-m", "experiments.benchmarks.serving.client"]
+    with subprocess.Popen(
+        [*network.command(0), *module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Client(process)
+        process.kill()
+
+
+def distant_links(
+    hosts: int, token_bytes: int
+) -> tuple[list[str], Float[np.ndarray, "hosts hosts"], Float[np.ndarray, "hosts hosts"]]:
+    """Return regions of hosts, latencies [s], and rates of what TCP carries [bytes per second].
+
+    A token takes `token_bytes` from host to host.
+    """
+    table = links.table("gcp12", SAME_LOCATION)
+    names = list(dict.fromkeys(name for pair in table.links for name in pair))
+    locations = [names[host % len(names)] for host in range(hosts)]
+    latencies, bandwidths = table.matrices(locations)
+    return locations, latencies, bandwidths * (token_bytes / TOKEN_BYTES_8B)
+
+
+def measured_over_hosts(
+    folder: Path, hosts: int, sequences: int, tokens: int, turns: int
+) -> dict[str, Any]:
+    """Serve over hosts, with and without their distance; return what was predicted and measured."""
+    run = folder / "over_hosts"
+    save_run(run, hosts, hosts)
+    model = open_source(run, None).model()
+    locations, latencies, rates = distant_links(hosts, 4 * model.config.width)
+    prompts = prompts_of(sequences)
+    found = []
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(ShapedNetwork(np.full_like(rates, np.inf)))
+        delays = stack.enter_context(Delays(network))
+        asks = stack.enter_context(_client(network))
+        services = [
+            stack.enter_context(Service(network, run, slots, folder)) for slots in (sequences, 1)
+        ]
+        # The planner places stages by the links, which are measured when hosts connect. The two
+        # services measure one after the other, as they share the links.
+        _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
+        speeds = []
+        for service in services:
+            for host in range(1, hosts):
+                service.add(host)
+            speeds = service.measured_bytes_per_s()
+        many, one = services
+
+        def measured(service: Service, count: int) -> Times:
+            return served(asks, Question(service.port, run.name, prompts[:count], tokens), model)
+
+        for turn in range(turns + 1):
+            _shape(network, delays, np.full_like(rates, np.inf), np.zeros_like(latencies))
+            near_s = measured(many, 1).token_s
+            status = many.status()
+            if turn == 0:  # In a first turn hosts connect, and some things are compiled.
+                measured(one, 1)
+                continue
+            _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
+            row = predicted(status, near_s, latencies, rates, sequences, model.config.width)
+            row["far_s"], row["first_token_s"] = measured(many, 1)
+            row["far_together_s"] = measured(many, sequences).token_s
+            row["far_one_slot_s"] = measured(one, 1).token_s
+            found.append(row)
+            print(_turn_line(row, sequences), file=sys.stderr, flush=True)
+    bandwidths = [speed / rate for speed, rate in zip(speeds, rates[0, 1:], strict=True)]
+    return figures_of(locations, found, sequences) | {"bandwidths_to_shaped": bandwidths}
+
+
+def _shape(
+    network: ShapedNetwork,
+    delays: Delays,
+    rates: Float[np.ndarray, "hosts hosts"],
+    latencies: Float[np.ndarray, "hosts hosts"],
+) -> None:
+    for source, target in itertools.permutations(range(len(rates)), 2):
+        network.set_rate(source, target, rates[source, target])
+    delays.set(latencies)
+
+
+def route_of(status: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return for each stage the host that has it, where each has one."""
+    return tuple(own["host"] for own in sorted(status, key=lambda own: own["stages"]))
+
+
+def predicted(
+    status: Sequence[Mapping[str, Any]],
+    near_s: float,
+    latencies: Float[np.ndarray, "hosts hosts"],
+    rates: Float[np.ndarray, "hosts hosts"],
+    sequences: int,
+    width: int,
+) -> dict[str, Any]:
+    """Predict the seconds of a token [s] of one sequence, and of many at once, by the planner.
+
+    What a token takes without a network, beyond the seconds that hosts tell of their stages, counts
+    as the first host's.
+    """
+    hosts = len(rates)
+    route = route_of(status)
+    groups = min(hosts, sequences)
+    slots = -(-sequences // groups)
+    # A stage has one block. Hosts have come one after another, so their numbers are the network's.
+    host_s = {own["host"]: own["seconds_per_block"] for own in status[1:]}
+    step_s = np.array([near_s - sum(host_s.values()), *(host_s[host] for host in range(1, hosts))])
+    case = ServingCase(
+        step_s=np.tile(step_s[:, None], (1, hosts)),
+        room_bytes=np.ones(hosts),
+        stage_bytes=np.ones(hosts),
+        latency_s=latencies,
+        bandwidth=rates,
+        activation_bytes=4.0 * slots * (width + 1),  # With a position of each.
+        groups=groups,
+        slots=slots,
+    )
+    found = simulate(case, [route] * groups)
+    return {
+        "near_s": near_s,
+        "route": list(route),
+        "step_s": step_s.tolist(),
+        "hops_s": [float(case.hop_s[pair]) for pair in pairwise((*route, 0))],
+        "predicted_s": found.seconds_per_token,
+        # In a step of all groups each sequence gets a token, also where slots are empty.
+        "predicted_together_s": groups * slots / found.tokens_per_s,
+    }
+
+
+def _turn_line(row: Mapping[str, Any], sequences: int) -> str:
+    return (
+        f"a token takes {row['near_s']:.4f} s without latency; with it {row['far_s']:.3f} s "
+        f"({row['predicted_s']:.3f} predicted), {row['far_together_s']:.3f} s "
+        f"({row['predicted_together_s']:.3f}) with {sequences} sequences, and "
+        f"{row['far_one_slot_s']:.3f} s with one slot"
+    )
+
+
+def figures_of(
+    locations: Sequence[str], turns: Sequence[Mapping[str, Any]], sequences: int
+) -> dict[str, Any]:
+    """Sum up turns: medians, and medians of ratios turn by turn."""
+
+    def each(name: str) -> list[float]:
+        return [own[name] for own in turns]
+
+    return {
+        "locations": list(locations),
+        "sequences": sequences,
+        "seconds_per_token": statistics.median(each("far_s")),
+        "seconds_until_first_token": statistics.median(each("first_token_s")),
+        "seconds_per_token_to_predicted": ratio(each("far_s"), each("predicted_s")),
+        "tokens_per_second": {
+            "1": 1 / statistics.median(each("far_s")),
+            str(sequences): sequences / statistics.median(each("far_together_s")),
+            "one slot": 1 / statistics.median(each("far_one_slot_s")),
+        },
+        # Of rates, so that more is better here.
+        "tokens_per_second_to_predicted": ratio(
+            each("predicted_together_s"), each("far_together_s")
+        ),
+        "times_as_many_as_one_slot": sequences
+        * ratio(each("far_one_slot_s"), each("far_together_s")),
+        "turns": list(turns),
+    }
+
+
+# On one host.
+
+
+def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) -> dict[str, Any]:
+    """Serve on one host, with one slot and with many, in turns with `generate`."""
+    run = folder / "one_host"
+    save_run(run, 4, 4)
+    model = open_source(run, None).model()
+    prompts = prompts_of(sequences)
+    found = []
+    with contextlib.ExitStack() as stack:
+        ports = {slots: stack.enter_context(_served(run, slots)) for slots in (1, sequences)}
+
+        def measured(slots: int, count: int) -> float:
+            question = Question(ports[slots], run.name, prompts[:count], tokens)
+            return served(ask, question, model).token_s
+
+        for turn in range(turns + 1):
+            row = {
+                "generate_s": generated_s(model, prompts[0], tokens),
+                "one_slot_s": measured(1, 1),
+                "many_slots_s": measured(sequences, 1),
+                "together_s": measured(sequences, sequences),
+            }
+            if turn > 0:  # The first compiles.
+                found.append(row)
+    each = {name: [own[name] for own in found] for name in found[0]}
+    return {
+        "sequences": sequences,
+        "seconds_per_token": {name: statistics.median(own) for name, own in each.items()},
+        "one_slot_to_generate": ratio(each["one_slot_s"], each["generate_s"]),
+        "many_slots_to_generate": ratio(each["many_slots_s"], each["generate_s"]),
+        "times_as_many_together": sequences * ratio(each["many_slots_s"], each["together_s"]),
+        "times_as_many_as_one_slot": sequences * ratio(each["one_slot_s"], each["together_s"]),
+        "turns": found,
+    }
+
+
+def generated_s(model: StagedModel, prompt: Sequence[int], tokens: int) -> float:
+    """Return the seconds of a token that is drawn in this process, after the first one [s]."""
+    generator = Generator(model.decoder(1, model.context))
+    how = Sampling(temperature=0.0)
+    generator.submit(DecodeRequest(prompt, tokens, how, likeliest=0))
+    generator.step()
+    began_s = time.perf_counter()
+    while generator.is_busy:
+        generator.step()
+    return (time.perf_counter() - began_s) / (tokens - 1)
+
+
+@contextlib.contextmanager
+def _served(run: Path, slots: int) -> Iterator[int]:
+    """Serve on this host; yield the port."""
+    port = free_port()
+    command = [sys.executable, "-m", "skippipe_jax", "serve", "--run", str(run)]
+    given = ["--max-num-seqs", str(slots), "--port", str(port)]
+    with subprocess.Popen([*command, *given], stderr=subprocess.DEVNULL) as process:
+        try:
+            _await(port, process)
+            yield port
+        finally:
+            process.terminate()
+
+
+def _await(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a service takes connections; it answers them once it is ready.
+
+    Raises:
+        RuntimeError: if it ends instead.
+    """
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            if process.poll() is not None:
+                raise RuntimeError(f"the service exited with code {process.returncode}") from None
+            time.sleep(0.1)
+        else:
+            return
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Write a line for each figure."""
+    rows = [["", "measured", "to predicted"]]
+    if WAN in report:
+        own = report[WAN]
+        count, rates, second = own["sequences"], own["tokens_per_second"], "tokens per second"
+        first = f"seconds until the first token, {PROMPT_TOKENS} of prompt"
+        times = own["times_as_many_as_one_slot"]
+        of_hosts = {
+            "seconds per token, one sequence": (
+                f"{own['seconds_per_token']:.3f}",
+                f"{own['seconds_per_token_to_predicted']:.3f}",
+            ),
+            first: (f"{own['seconds_until_first_token']:.3f}", "-"),
+            f"{second}, one sequence": (f"{rates['1']:.2f}", "-"),
+            f"{second}, {count} sequences": (
+                f"{rates[str(count)]:.2f}",
+                f"{own['tokens_per_second_to_predicted']:.3f}",
+            ),
+            f"{second}, a service with one slot": (f"{rates['one slot']:.2f}", "-"),
+            f"{count} sequences, times as many as with one slot": (f"{times:.2f}", "-"),
+        }
+        rows += [[f"over hosts: {what}", *figures] for what, figures in of_hosts.items()]
+    if ONE_HOST in report:
+        own = report[ONE_HOST]
+        count = own["sequences"]
+        times = {
+            "seconds per token, one slot, to generate": "one_slot_to_generate",
+            f"seconds per token, one of {count} slots, to generate": "many_slots_to_generate",
+            f"{count} sequences, times as many tokens as one": "times_as_many_together",
+            f"{count} sequences, times as many as with one slot": "times_as_many_as_one_slot",
+        }
+        rows += [[f"one host: {what}", f"{own[name]:.2f}", "-"] for what, name in times.items()]
+    return aligned(rows, [0])
+
+
+def main() -> int:
+    """Parse the command line, measure and report; returns the exit code."""
+    parser = reporting.parser("serving.wan", __doc__)
+    numbers = {
+        "hosts": (6, "number of hosts, including the first"),
+        "sequences": (DEFAULT_SLOTS, "sequences"),
+        "tokens": (32, "tokens of an answer"),
+        "turns": (3, "counted turns"),
+    }
+    reporting.add_numbers(parser, numbers)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
+    return reporting.run(parser, _run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    hosts = fields.integer(arguments.hosts, "--hosts", 2)
+    sequences = fields.integer(arguments.sequences, "--sequences", 1)
+    tokens = fields.integer(arguments.tokens, "--tokens", 8)
+    turns = fields.integer(arguments.turns, "--turns", 1)
+    report = reporting.begun("serving.wan") | {"tokens": tokens}
+    with tempfile.TemporaryDirectory(prefix="serve-wan-") as name:
+        folder = Path(name)
+        if WAN in arguments.parts:
+            report[WAN] = measured_over_hosts(folder, hosts, sequences, tokens, turns)
+        if ONE_HOST in arguments.parts:
+            report[ONE_HOST] = measured_on_one_host(folder, sequences, tokens, turns)
+    return reporting.finish(report, table(report), arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
