@@ -19,7 +19,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests.shapes import enforce_shapes
+from tests.harness.shapes import enforce_shapes
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile far more than they compute, and these flags make XLA a quick compiler. An unknown

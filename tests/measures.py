@@ -213,7 +213,7 @@ def calls_to_forward(root: Path) -> dict[str, int]:
 
     Counted are calls of the packages' functions, up to the first forward of the last step.
     """
-    from tests.training_runs import SMALL_CASE, write_config  # loads JAX
+    from tests.harness.training_runs import SMALL_CASE, write_config  # loads JAX
 
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.gettempdir())
     with tempfile.TemporaryDirectory() as folder:

@@ -34,8 +34,8 @@ from experiments.benchmarks.network import regions, wan
 from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.parsing import load_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
-from tests.multihost.processes import Processes, started_processes
-from tests.training_runs import SMALL_CASE, virtual_devices
+from tests.harness.processes import Processes, started_processes
+from tests.harness.training_runs import SMALL_CASE, virtual_devices
 
 QUICK_SEARCH = ("--seeds", "1", "--budget", "0.1")
 

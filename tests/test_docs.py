@@ -56,7 +56,7 @@ from skippipe_jax.experts.config import load_experts
 from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.storage.run_dir import MEMBERSHIP
-from tests.fork_server import fork_server
+from tests.harness.fork_server import fork_server
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 OTHER_PAGES = (

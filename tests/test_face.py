@@ -20,7 +20,12 @@ from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.training import session
-from tests.training_runs import SMALL_CASE, arrays_of_checkpoint, assert_same_bits, write_config
+from tests.harness.training_runs import (
+    SMALL_CASE,
+    arrays_of_checkpoint,
+    assert_same_bits,
+    write_config,
+)
 
 STEPS = 4
 

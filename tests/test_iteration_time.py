@@ -12,7 +12,7 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import cases, iteration_time
 from experiments.paper.iteration_time import Job, Scope, case_of, correlation, figures_of, gain
-from tests.pictures import overlapping_texts
+from tests.harness.pictures import overlapping_texts
 
 TINY = Scope(
     cases=("cluster1", "gcp20"),

@@ -28,8 +28,8 @@ from experiments.paper.campaign import CONFIGS, SEEDS, Campaign, Run, runs_of, s
 from experiments.paper.jobs import REPOSITORY
 from experiments.paper.summary import Summary
 from skippipe_jax.config import load_config, to_tree
-from tests.paper_results import made_up
-from tests.pictures import overlapping_texts
+from tests.harness.paper_results import made_up
+from tests.harness.pictures import overlapping_texts
 
 PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
 REDRAWN = {"recipe.redraw_every", "recipe.redraws", "recipe.longest_redraw"}

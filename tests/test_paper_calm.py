@@ -22,7 +22,7 @@ from skippipe_jax.campaign import running
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.training.initial_weights import open_initial_weights
-from tests.paper_results import made_up
+from tests.harness.paper_results import made_up
 
 
 class Started:

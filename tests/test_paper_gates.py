@@ -28,7 +28,7 @@ from experiments.paper.gates import (
 from experiments.paper.jobs import plan_of
 from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.data.batches import Batch
-from tests import oracle
+from tests.harness import oracle
 
 RUN = GatedRun(
     blocks=6,

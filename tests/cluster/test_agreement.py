@@ -11,7 +11,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.agreement import barrier, from_host_0, gather, hear, tell
 from skippipe_jax.errors import PeerFailed
-from tests.thread_hosts import ThreadHost, on_hosts
+from tests.harness.thread_hosts import ThreadHost, on_hosts
 
 WAIT_S = 30.0
 

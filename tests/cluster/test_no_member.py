@@ -20,7 +20,7 @@ from skippipe_jax.connections.hello import Hello
 from skippipe_jax.connections.links import Link, reach
 from skippipe_jax.consensus.generations import Generation, Rules
 from tests.connections.meshes import RUN, Host, until
-from tests.ports import free_port
+from tests.harness.ports import free_port
 
 CONFIG = ClusterConfig(heartbeat_timeout_s=60.0, connect_timeout_s=60.0)
 RULES = Rules(

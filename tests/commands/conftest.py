@@ -13,7 +13,7 @@ import pytest
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import load_config
 from tests.commands.examples import Command, Result, write_inputs
-from tests.training_runs import train_alone
+from tests.harness.training_runs import train_alone
 
 
 @pytest.fixture

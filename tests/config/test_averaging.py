@@ -20,7 +20,7 @@ from skippipe_jax.config import (
 )
 from skippipe_jax.config.describe import sections
 from skippipe_jax.config.parsing import FORMER_KEYS
-from tests.messages import refusal
+from tests.harness.messages import refusal
 
 OUTER: dict[str, Any] = {"mode": "outer", "every": 10, "fragments": 3, "delay": 2}
 properties = settings(max_examples=50)

@@ -11,7 +11,7 @@ from skippipe_sched.problem.node_subset import with_nodes
 
 from skippipe_jax.config import NodeMesh, parse_config
 from skippipe_jax.runtime.topology import devices_of_nodes, require_meshes
-from tests.messages import refusal
+from tests.harness.messages import refusal
 
 MODEL = {"vocabulary_size": 260, "width": 16, "layers": 2, "context": 32}
 MODEL |= {"heads": 4, "kv_heads": 2, "ffn_width": 24}

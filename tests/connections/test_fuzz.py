@@ -26,7 +26,7 @@ from tests.connections.meshes import (
     without_third,
 )
 from tests.connections.test_join_server import JSON, Run
-from tests.json_values import damaged
+from tests.harness.json_values import damaged
 
 # Host 2 is lost in the tests, so that strangers may come in its place.
 HELLOS = st.sampled_from(

@@ -42,8 +42,8 @@ from tests.connections.meshes import (
     until,
     without_third,
 )
-from tests.json_values import json_values
-from tests.ports import free_port
+from tests.harness.json_values import json_values
+from tests.harness.ports import free_port
 
 CONTENTS = {
     "config.yaml": b"seed: 0\n",

@@ -30,7 +30,7 @@ from tests.connections.meshes import (
     assert_all_connected,
     gathered,
 )
-from tests.ports import free_port
+from tests.harness.ports import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import Generation
 from tests.consensus import exploration
-from tests.thread_cluster import Network, ThreadControlLoop
+from tests.harness.thread_cluster import Network, ThreadControlLoop
 
 RULES = replace(exploration.RULES, hosts=(0, 1))
 FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())

@@ -36,7 +36,7 @@ from skippipe_jax.consensus.generations import (
     Tick,
     Writes,
 )
-from tests.json_values import damaged, json_values
+from tests.harness.json_values import damaged, json_values
 
 HOSTS, NODES, STAGES = 3, 6, 2
 NUMBERS = st.integers(0, 3) | st.integers(0, (1 << 62) - 1)

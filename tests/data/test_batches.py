@@ -29,7 +29,7 @@ from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, write_byte_tokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory
-from tests.messages import refusal
+from tests.harness.messages import refusal
 
 PYTHON = {"source": "python"}
 LENGTH = 7  # and with its last target, a window holds one of the 8-byte counters below

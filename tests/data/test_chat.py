@@ -32,7 +32,7 @@ from skippipe_jax.data.tokenizer import (
 from skippipe_jax.data.tokenizing import train_bpe, write_tokens
 from skippipe_jax.storage.files import new_directory
 from skippipe_jax.storage.run_dir import RunDir
-from tests.messages import refusal
+from tests.harness.messages import refusal
 
 SOURCE = DocumentSource("chat", "chat.jsonl")
 MESSAGES = [

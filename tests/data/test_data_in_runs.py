@@ -17,8 +17,8 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizing import train_bpe
 from skippipe_jax.training.trainer import Trainer
-from tests.partial_models import evaluate_run
-from tests.training_runs import write_config
+from tests.harness.partial_models import evaluate_run
+from tests.harness.training_runs import write_config
 
 CASE = {
     "nodes": 2,

@@ -21,7 +21,7 @@ from skippipe_jax.data.token_shards import BLOCK, PartWriter, open_part, read_in
 from skippipe_jax.data.tokenizer import ByteTokenizer, encode_documents, load_tokenizer
 from skippipe_jax.data.tokenizing import write_tokens
 from skippipe_jax.storage.files import new_directory
-from tests.messages import expect_error, refusal
+from tests.harness.messages import expect_error, refusal
 
 REPOSITORY = Path(__file__).parents[2]
 SHARD = "training-00001.array_record"

@@ -29,7 +29,7 @@ from skippipe_jax.inference.model_source import read_model
 from skippipe_jax.inference.scores import score
 from skippipe_jax.storage.run_dir import RunDir
 from tests.experts.examples import CONFIG, write_config, write_text
-from tests.multihost.processes import Processes, started_processes
+from tests.harness.processes import Processes, started_processes
 
 SECTIONS: dict[str, Any] = {
     "domains": CONFIG["domains"][:3],

@@ -41,9 +41,9 @@ from skippipe_jax.inference.partial import Order, kept, parse_stage_order
 from skippipe_jax.inference.staged_model import StagedModel, _apply, _logits, _loss, _scores
 from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.compilations import CompilationCounter
+from tests.harness.messages import expect_error
+from tests.harness.partial_models import logits_of, random_model, save_run
 from tests.inference.conftest import Command
-from tests.messages import expect_error
-from tests.partial_models import logits_of, random_model, save_run
 
 SHAPES = {"width": 32, "layers": 5, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 64}
 SHAPES |= {"stage_layers": [1, 2, 1, 1], "rope_scaling": {"original_context": 8}}

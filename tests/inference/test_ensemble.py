@@ -33,9 +33,9 @@ from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.ensemble import by_hand
+from tests.harness.messages import expect_error
+from tests.harness.partial_models import logits_of, random_model, save_run
 from tests.inference.conftest import Command
-from tests.messages import expect_error
-from tests.partial_models import logits_of, random_model, save_run
 
 BEGIN, END = ByteTokenizer.begin, ByteTokenizer.end
 TIME = 32

@@ -41,10 +41,10 @@ from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
+from tests.harness.messages import expect_error
+from tests.harness.partial_models import evaluate_run, random_model, save_checkpoint, save_run
+from tests.harness.training_runs import SMALL_CASE
 from tests.inference.conftest import Command
-from tests.messages import expect_error
-from tests.partial_models import evaluate_run, random_model, save_checkpoint, save_run
-from tests.training_runs import SMALL_CASE
 
 STAGES, TIME, MICROBATCH = 3, 32, 2
 SHAPES = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": TIME}

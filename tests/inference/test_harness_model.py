@@ -25,8 +25,8 @@ from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
+from tests.harness.partial_models import logits_of, save_run
 from tests.inference.conftest import Command
-from tests.partial_models import logits_of, save_run
 
 SHAPES = {"width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 32}
 SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}

@@ -44,11 +44,11 @@ from skippipe_jax.inference.scaling import (
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.interop.conversion import from_huggingface
 from skippipe_jax.models.branch_scales import BranchScales
+from tests.harness.llama_models import random_llama, save
+from tests.harness.messages import expect_error
+from tests.harness.partial_models import logits_of, random_model, save_checkpoint, save_run
+from tests.harness.training_runs import SMALL_CASE
 from tests.inference.conftest import Command
-from tests.llama_models import random_llama, save
-from tests.messages import expect_error
-from tests.partial_models import logits_of, random_model, save_checkpoint, save_run
-from tests.training_runs import SMALL_CASE
 
 TIME = 32
 CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 1, 1, 1], "microbatches_per_data_node": 8}

@@ -18,7 +18,7 @@ from skippipe_jax.inference.domain_losses import evaluate_domains
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 from skippipe_jax.inference.staged_model import StagedModel, _scores
-from tests.partial_models import evaluate_run, logits_of, random_model, save_run
+from tests.harness.partial_models import evaluate_run, logits_of, random_model, save_run
 
 LENGTH = 24
 

@@ -44,7 +44,7 @@ from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.checkpointer import write_initial_checkpoint
 from skippipe_jax.storage.loading import load_stage
 from skippipe_jax.storage.run_dir import RunDir
-from tests.llama_models import (
+from tests.harness.llama_models import (
     LLAMAS,
     TIME,
     VOCABULARY,
@@ -55,8 +55,8 @@ from tests.llama_models import (
     random_text,
     save,
 )
-from tests.partial_models import evaluate_run
-from tests.training_runs import Arrays, assert_same_bits
+from tests.harness.partial_models import evaluate_run
+from tests.harness.training_runs import Arrays, assert_same_bits
 
 SHAPES: dict[str, Any] = {"vocabulary_size": VOCABULARY, "ffn_width": 40, "context": TIME}
 OURS = {

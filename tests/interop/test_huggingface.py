@@ -22,8 +22,8 @@ from skippipe_jax.config.pretrained import read_model, require_no_window
 from skippipe_jax.inference.model_source import read_model as read_staged_model
 from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights
 from skippipe_jax.models.llama import rotary_frequencies
-from tests.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
-from tests.messages import refusal
+from tests.harness.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
+from tests.harness.messages import refusal
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from flax import nnx
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.branch_scales import BranchScales, folded
 from skippipe_jax.models.llama import Block
-from tests.partial_models import random_model
+from tests.harness.partial_models import random_model
 
 CUT = (1, 3, 2)
 CONFIG = ModelConfig(

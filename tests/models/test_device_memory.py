@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost.processes import started_processes
-from tests.training_runs import virtual_devices
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import virtual_devices
 
 PROGRAM = Path(__file__).with_name("compiled_for_meshes.py")
 EXAMPLES = [

@@ -25,7 +25,7 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import kept_bytes
 from skippipe_jax.optim.outer import fragments_of, message_shape
 from skippipe_jax.runtime.stage_functions import stage_functions
-from tests.training_runs import SMALL_CASE
+from tests.harness.training_runs import SMALL_CASE
 
 MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 CONFIG: dict[str, Any] = {

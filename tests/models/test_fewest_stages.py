@@ -19,7 +19,7 @@ from skippipe_jax.models.fewest_stages import (
     fewest_devices,
 )
 from skippipe_jax.models.node_memory import USABLE_SHARE, memory_of_node
-from tests.training_runs import SMALL_CASE
+from tests.harness.training_runs import SMALL_CASE
 
 MODEL = {"width": 16, "layers": 7, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 

@@ -27,7 +27,7 @@ from skippipe_jax.models.llama import (
     rotary_frequencies,
     stage_shapes,
 )
-from tests.oracle import relative_error
+from tests.harness.oracle import relative_error
 
 BATCH, TIME = 2, 12
 SMALL = ModelConfig(

@@ -37,7 +37,7 @@ from skippipe_jax.models.document_mask import (
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
 from skippipe_jax.runtime.spread import single
-from tests import oracle
+from tests.harness import oracle
 from tests.models.test_llama import random_module
 from tests.runtime.test_oracle import (
     BATCH,

@@ -13,7 +13,7 @@ import pytest
 from skippipe_jax.config import ModelConfig, OptimizerConfig
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.runtime.stage_functions import stage_functions
-from tests.oracle import relative_error
+from tests.harness.oracle import relative_error
 
 TIME = 24
 MODEL = ModelConfig(

@@ -24,7 +24,7 @@ from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.node_memory import memory_of_node
 from skippipe_jax.storage.run_dir import PLAN
-from tests.pictures import overlapping_texts
+from tests.harness.pictures import overlapping_texts
 
 AGREE = 0.02
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost.processes import Processes, started_processes
-from tests.multihost.training_hosts import TrainingHosts
+from tests.harness.processes import Processes, started_processes
+from tests.harness.training_hosts import TrainingHosts
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.benchmarks.churn import __main__ as churn
 from experiments.benchmarks.harness import launching
-from tests.fork_server import Forked, fork, fork_server
+from tests.harness.fork_server import Forked, fork, fork_server
 
 
 def forked(

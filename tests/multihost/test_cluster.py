@@ -25,8 +25,8 @@ from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.keys import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.local.hosts import PORTS
-from tests.multihost.processes import Processes
-from tests.ports import free_block, free_port
+from tests.harness.ports import free_block, free_port
+from tests.harness.processes import Processes
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 # Longer than a host is silent that waits for a busy processor.

@@ -11,8 +11,8 @@ import pytest
 from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from tests.commands.examples import write_inputs
-from tests.multihost.processes import Processes
-from tests.ports import free_port
+from tests.harness.ports import free_port
+from tests.harness.processes import Processes
 
 TRAIN, JOIN = ("-m", "skippipe_jax.train"), ("-m", "skippipe_jax", "join")
 PATIENCE_S = 180.0

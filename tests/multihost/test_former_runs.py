@@ -19,9 +19,9 @@ import pytest
 
 from skippipe_jax import Run
 from skippipe_jax.storage.checkpoint import open_checkpoint
-from tests.multihost.processes import started_processes
-from tests.multihost.training_hosts import CASE, TRAIN
-from tests.training_runs import (
+from tests.harness.processes import started_processes
+from tests.harness.training_hosts import CASE, TRAIN
+from tests.harness.training_runs import (
     Arrays,
     arrays_in,
     assert_same_bits,

@@ -31,10 +31,10 @@ from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.connections.keys import SECRET_VARIABLE, Secret, derived, make_secret
 from skippipe_jax.local.hosts import PORTS
 from skippipe_jax.storage.run_dir import RunDir
-from tests.fork_server import fork_server
-from tests.multihost.processes import Processes
-from tests.ports import free_port
-from tests.training_runs import settings, steps_done, write_config
+from tests.harness.fork_server import fork_server
+from tests.harness.ports import free_port
+from tests.harness.processes import Processes
+from tests.harness.training_runs import settings, steps_done, write_config
 
 LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 HOSTS = 2

@@ -12,10 +12,10 @@ import pytest
 import skippipe_jax as sp
 from skippipe_jax.runtime.state import MOMENTUM
 from skippipe_jax.storage.checkpoint import open_checkpoint, replica_name
-from tests.multihost.processes import Processes
-from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
-from tests.partial_models import evaluate_run
-from tests.training_runs import (
+from tests.harness.partial_models import evaluate_run
+from tests.harness.processes import Processes
+from tests.harness.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
+from tests.harness.training_runs import (
     arrays_in,
     arrays_of_checkpoint,
     settings,

@@ -15,8 +15,8 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 from skippipe_sched.problem.open_case import load_cases
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from tests.multihost.processes import Processes
-from tests.training_runs import settings, write_config
+from tests.harness.processes import Processes
+from tests.harness.training_runs import settings, write_config
 
 PROFILE = ("-m", "skippipe_jax", "measure")
 PATIENCE_S = 120.0

@@ -6,8 +6,8 @@ import pytest
 
 from skippipe_jax.storage.recording import measured_timeline
 from skippipe_jax.storage.run_dir import RunDir
-from tests.multihost.processes import Processes
-from tests.training_runs import SMALL_CASE, settings, virtual_devices, write_config
+from tests.harness.processes import Processes
+from tests.harness.training_runs import SMALL_CASE, settings, virtual_devices, write_config
 
 STEPS = 3
 # What an activation takes the connection of a node; the network of this machine takes next to none.

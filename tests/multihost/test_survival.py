@@ -27,10 +27,10 @@ from skippipe_jax.storage.checkpoint import (
     step_name,
 )
 from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS, RunDir
-from tests.multihost.processes import Processes, started_processes
-from tests.multihost.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
-from tests.ports import free_block
-from tests.training_runs import (
+from tests.harness.ports import free_block
+from tests.harness.processes import Processes, started_processes
+from tests.harness.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
+from tests.harness.training_runs import (
     arrays_of_checkpoint,
     settings,
     steps_done,

@@ -22,10 +22,9 @@ from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.storage.run_dir import RunDir
-from tests import oracle
-from tests.multihost.processes import started_processes
-from tests.sched.examples import plan_of
-from tests.training_runs import (
+from tests.harness import oracle
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import (
     Arrays,
     arrays_of_checkpoint,
     assert_same_bits,
@@ -35,6 +34,7 @@ from tests.training_runs import (
     virtual_devices,
     write_config,
 )
+from tests.sched.examples import plan_of
 
 Paths = tuple[list[list[int]], list[list[int]]]
 """The nodes of each stage, and those that each microbatch visits."""

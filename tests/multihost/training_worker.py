@@ -23,8 +23,8 @@ from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.session import Session
+from tests.harness.training_runs import by_name
 from tests.sched.examples import plan_of
-from tests.training_runs import by_name
 
 ACTS_AFTER = 4
 FOUND = plan_of(

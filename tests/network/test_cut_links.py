@@ -15,11 +15,11 @@ from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from skippipe_jax import Run
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.storage.checkpoint import latest_step
-from tests.multihost.processes import Processes, started_processes
+from tests.harness.processes import Processes, started_processes
+from tests.harness.training_runs import settings, steps_done, virtual_devices, write_config
 from tests.multihost.test_training_hosts import CRASHES
 from tests.network.test_shaped_network import needs_root
 from tests.sched.examples import plan_of
-from tests.training_runs import settings, steps_done, virtual_devices, write_config
 
 pytestmark = needs_root
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
-from tests.multihost.processes import started_processes
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import virtual_devices
 from tests.network.hop_beside_ring import HOP_BYTES, RATE_BYTES_PER_S
 from tests.network.test_shaped_network import needs_root
-from tests.training_runs import virtual_devices
 
 HOSTS = 2
 # Two chunks that are under way, of 20 ms each, and what a busy machine makes of it.

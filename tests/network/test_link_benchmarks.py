@@ -17,7 +17,7 @@ from skippipe_sched.timing.timeline import Run, Timeline
 
 from experiments.benchmarks.harness.launching import AllHosts
 from experiments.benchmarks.network import loopback, wan
-from tests.fork_server import fork_server
+from tests.harness.fork_server import fork_server
 from tests.network.test_shaped_network import needs_root
 from tests.sched.examples import TWO_NODES, plan_of
 

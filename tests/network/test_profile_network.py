@@ -12,9 +12,9 @@ import yaml
 from skippipe_sched.problem.links import GIBIBYTE
 
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
-from tests.multihost.processes import started_processes
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import write_config
 from tests.network.test_shaped_network import needs_root
-from tests.training_runs import write_config
 
 HOSTS = 4
 # From the host of the row to that of the column; no pair has the same rate both ways.

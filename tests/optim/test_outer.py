@@ -25,9 +25,9 @@ from skippipe_jax.optim.outer import (
     inner_optimizer,
     quantised,
 )
-from tests import oracle, outer_oracle
+from tests.harness import oracle, outer_oracle
+from tests.harness.training_runs import assert_same_bits, by_name
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, TOLERANCE
-from tests.training_runs import assert_same_bits, by_name
 
 DTYPES = ("float32", "bfloat16", "int8")
 TINY = float(np.finfo(np.float32).tiny)

@@ -46,7 +46,7 @@ from skippipe_jax.profiling.stages import (
 )
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.training.planning import make_plan
-from tests.training_runs import write_config
+from tests.harness.training_runs import write_config
 
 MODEL = {
     "width": 16,

@@ -35,17 +35,17 @@ from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.planning import log_planned_time, make_plans
 from skippipe_jax.training.setup import plan_change
 from skippipe_jax.training.trainer import Trainer
-from tests import oracle
-from tests.multihost.processes import started_processes
-from tests.multihost.test_training_hosts import WRITES_REPLICAS, read_replicas
-from tests.sched.examples import plan_of
-from tests.training_runs import (
+from tests.harness import oracle
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import (
     arrays_of_checkpoint,
     assert_same_bits,
     by_name,
     virtual_devices,
     write_config,
 )
+from tests.multihost.test_training_hosts import WRITES_REPLICAS, read_replicas
+from tests.sched.examples import plan_of
 
 PATIENCE_S = 120.0
 # One JAX for all hosts, in the place of the cluster that tests have in common.

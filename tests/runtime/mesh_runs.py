@@ -16,8 +16,8 @@ from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, 
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
-from tests import oracle
-from tests.one_host import open_alone
+from tests.harness import oracle
+from tests.harness.one_host import open_alone
 from tests.runtime.test_oracle import OPTIMIZER, TIME, TOLERANCE, random_batches
 from tests.sched.examples import plan_of
 

@@ -8,7 +8,7 @@ import time
 from skippipe_jax.config import AveragingConfig, Config, DataConfig, NetworkConfig, TrainConfig
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.state import FragmentInTransit
-from tests.one_host import open_alone
+from tests.harness.one_host import open_alone
 from tests.runtime.test_oracle import BATCH, TIME
 from tests.runtime.test_outer_oracle import model_of
 from tests.sched.examples import plan_of

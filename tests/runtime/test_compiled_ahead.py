@@ -23,9 +23,9 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.spread import single
 from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
-from tests.one_host import open_alone
+from tests.harness.one_host import open_alone
+from tests.harness.training_runs import SMALL_CASE, write_config
 from tests.sched.examples import plan_of
-from tests.training_runs import SMALL_CASE, write_config
 
 BATCH, TIME = 2, 6
 # Other shapes than anywhere else, so that nothing of it is compiled already; what stages are given

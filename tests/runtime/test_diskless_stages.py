@@ -17,9 +17,9 @@ from skippipe_jax.runtime.diskless_stages import DisklessStages
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.state import StageState, make_states
 from skippipe_jax.runtime.topology import Device, Topology
+from tests.harness.thread_hosts import ThreadHost, on_hosts
+from tests.harness.training_runs import assert_same_bits, by_name
 from tests.sched.examples import plan_of
-from tests.thread_hosts import ThreadHost, on_hosts
-from tests.training_runs import assert_same_bits, by_name
 
 CONFIG = Config(
     model=ModelConfig(width=8, layers=2, heads=2, kv_heads=1, ffn_width=12, context=6),

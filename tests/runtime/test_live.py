@@ -24,8 +24,8 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.storage.recording import Recording, measured_timeline
-from tests import oracle
-from tests.one_host import open_alone
+from tests.harness import oracle
+from tests.harness.one_host import open_alone
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
 from tests.sched.examples import plan_of
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost.processes import started_processes
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import virtual_devices
 from tests.runtime.mesh_runs import DEVICES, EXAMPLES
-from tests.training_runs import virtual_devices
 
 RUNS = Path(__file__).with_name("mesh_runs.py")
 PATIENCE_S = 300.0

@@ -34,8 +34,8 @@ from skippipe_jax.optim import rounding
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, SQUARED_NORM, TOKENS, Z_LOSS, skips_update
 from skippipe_jax.runtime.totals import Outcome
-from tests import oracle
-from tests.one_host import open_alone
+from tests.harness import oracle
+from tests.harness.one_host import open_alone
 from tests.sched.examples import plan_of
 
 ITERATIONS = 3

@@ -19,7 +19,7 @@ from skippipe_jax.config import ModelConfig, NetworkConfig
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.runtime.wire_format import Wire, WireFormat
-from tests import oracle
+from tests.harness import oracle
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, Way, random_batches, run
 from tests.sched.examples import plan_of
 

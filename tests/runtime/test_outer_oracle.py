@@ -26,8 +26,8 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.runtime.state import FragmentInTransit
 from skippipe_jax.runtime.totals import Outcome
-from tests import oracle, outer_oracle
-from tests.one_host import open_alone
+from tests.harness import oracle, outer_oracle
+from tests.harness.one_host import open_alone
 from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, TOLERANCE, plans
 from tests.sched.examples import plan_of
 

@@ -29,7 +29,7 @@ from skippipe_jax.runtime.stage_functions import (
     stage_functions,
 )
 from skippipe_jax.runtime.wire_format import Wire, WireFormat
-from tests.oracle import clipped_rule, relative_error
+from tests.harness.oracle import clipped_rule, relative_error
 
 BATCH, TIME, LAYERS = 2, 4, 2
 MODEL = ModelConfig(

@@ -17,9 +17,9 @@ from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import TOKENS
 from skippipe_jax.runtime.stage_rebuild import averaged, with_count
 from skippipe_jax.runtime.totals import add_up, apart
-from tests.one_host import open_alone
+from tests.harness.one_host import open_alone
+from tests.harness.training_runs import assert_same_bits, by_name
 from tests.sched.examples import plan_of
-from tests.training_runs import assert_same_bits, by_name
 
 PLAN = plan_of([[0], [1], [2, 3]], [[0, 1, 2], [0, 1, 3]])
 CONFIG = Config(

@@ -18,9 +18,9 @@ from skippipe_jax.storage import loading
 from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.checkpointer import write_initial_checkpoint
-from tests.one_host import open_alone
+from tests.harness.one_host import open_alone
+from tests.harness.training_runs import assert_same_bits, by_name
 from tests.sched.examples import plan_of
-from tests.training_runs import assert_same_bits, by_name
 
 # Three replicas of the second stage, each on a device of its own.
 PLAN = plan_of([[0], [1, 2, 3]], [[0, 1], [0, 2], [0, 3]])

@@ -18,7 +18,7 @@ from skippipe_sched.problem.links import COLUMNS
 from skippipe_sched.problem.plan import Plan, Predicted, load_plan
 from skippipe_sched.timing.simulate import simulate
 
-from tests.messages import expect_error
+from tests.harness.messages import expect_error
 from tests.sched.examples import PAPER, TWO_NODES, same_place
 from tests.sched.optimum import random_small_case
 

@@ -43,7 +43,7 @@ from skippipe_jax.serving.routing import DATA_STAGE, FAIL, WAIT
 from skippipe_jax.serving.stage_host import PROTOCOL, STAGE_HOST, HostHello
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
-from tests.partial_models import save_run
+from tests.harness.partial_models import save_run
 from tests.serving.scripted_engine import PATIENCE_S, eventually
 from tests.serving.stage_hosts import SILENT_S, Service, service
 

@@ -29,8 +29,8 @@ from skippipe_jax.serving.model import open_engine
 from skippipe_jax.serving.server import ServerSettings
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, Result, expect_one_error
-from tests.partial_models import save_run
-from tests.ports import free_port
+from tests.harness.partial_models import save_run
+from tests.harness.ports import free_port
 from tests.serving.scripted_engine import ScriptedEngine, served, serving
 
 LENGTH = 64

@@ -28,8 +28,8 @@ from experiments.benchmarks.serving.clients import (
 from experiments.benchmarks.serving.hosts import StagedService
 from experiments.benchmarks.serving.picture import picture
 from skippipe_jax.inference.model_source import read_run
-from tests.multihost.processes import Processes
-from tests.partial_models import save_run
+from tests.harness.partial_models import save_run
+from tests.harness.processes import Processes
 from tests.test_benchmarks import last_line_of
 from tests.test_benchmarks import processes as processes  # a fixture
 

@@ -27,7 +27,7 @@ from skippipe_jax.serving.model import open_engine
 from skippipe_jax.training.compilations import CompilationCounter
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, expect_one_error
-from tests.partial_models import logits_of, save_run
+from tests.harness.partial_models import logits_of, save_run
 from tests.serving.scripted_engine import PATIENCE_S, serving
 
 SECTIONS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from skippipe_jax.cluster.agreement import Host, from_host_0
 from skippipe_jax.storage.checkpoint import Checkpoint, CheckpointItems
 from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 from skippipe_jax.storage.restore import CheckpointSearch, Parts
-from tests.thread_hosts import ThreadHost
+from tests.harness.thread_hosts import ThreadHost
 
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 1e-4, 100))

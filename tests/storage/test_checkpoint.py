@@ -8,8 +8,8 @@ import pytest
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.storage.checkpoint import open_checkpoint, steps_named
+from tests.harness.thread_hosts import ThreadHost
 from tests.storage.checkpoints import prepare_run
-from tests.thread_hosts import ThreadHost
 
 
 def test_a_run_goes_on_from_a_clean_folder(run_dir):

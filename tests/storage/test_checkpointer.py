@@ -46,7 +46,8 @@ from skippipe_jax.storage.checkpointer import BEST_METRIC, RetentionPolicy
 from skippipe_jax.storage.loading import load_data_state, load_replica, load_stage
 from skippipe_jax.storage.records import append_record
 from skippipe_jax.storage.run_dir import BEST, VALIDATION, RunDir
-from tests.multihost.processes import started_processes
+from tests.harness.processes import started_processes
+from tests.harness.thread_hosts import ThreadHost
 from tests.network.test_shaped_network import needs_root
 from tests.sched.examples import plan_of
 from tests.storage.checkpoints import (
@@ -58,7 +59,6 @@ from tests.storage.checkpoints import (
     write,
     writer_of,
 )
-from tests.thread_hosts import ThreadHost
 
 
 def test_arrays_may_be_donated_once_save_returns(tmp_path):

@@ -24,8 +24,14 @@ from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.records import append_record
 from skippipe_jax.storage.run_dir import BEST, METRICS
 from skippipe_jax.storage.run_lock import RunLock
+from tests.harness.training_runs import (
+    SMALL_CASE,
+    assert_same_run,
+    settings,
+    train_alone,
+    write_config,
+)
 from tests.storage.checkpoints import writer_of
-from tests.training_runs import SMALL_CASE, assert_same_run, settings, train_alone, write_config
 
 
 @pytest.fixture(params=["file", "memory"])

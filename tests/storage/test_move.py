@@ -21,10 +21,10 @@ from skippipe_jax.storage.loading import load_data_state
 from skippipe_jax.storage.recording import recorded_steps
 from skippipe_jax.storage.run_dir import PLAN, RunDir
 from skippipe_jax.training.planning import plan_of
-from tests import oracle
-from tests.multihost.processes import started_processes
-from tests.partial_models import evaluate_run
-from tests.training_runs import (
+from tests.harness import oracle
+from tests.harness.partial_models import evaluate_run
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import (
     Arrays,
     arrays_of_checkpoint,
     by_name,

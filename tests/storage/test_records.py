@@ -19,8 +19,8 @@ from skippipe_jax.storage.records import (
 )
 from skippipe_jax.storage.run_dir import METRICS, VALIDATION, RunDir
 from skippipe_jax.training.callbacks.metrics_log import MetricsTail
+from tests.harness.step_metrics import metrics_of
 from tests.sched.examples import plan_of
-from tests.step_metrics import metrics_of
 
 PLAN = plan_of([[0], [1]], [[0, 1]])
 MEMBERS = [{"host": 0, "address": "10.0.0.1:1"}]

@@ -15,6 +15,7 @@ from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
 from skippipe_jax.storage.loading import load_data_state, load_stage, stage_step
 from skippipe_jax.storage.mirror import Mirror
 from skippipe_jax.storage.restore import latest_intact, rewind
+from tests.harness.thread_hosts import ThreadHost, on_hosts
 from tests.storage.checkpoints import (
     LAYERS,
     abstract,
@@ -26,7 +27,6 @@ from tests.storage.checkpoints import (
     write,
     writer_of,
 )
-from tests.thread_hosts import ThreadHost, on_hosts
 
 
 def step(run_dir: Path, number: int = 20) -> Path:

@@ -19,8 +19,8 @@ from skippipe_jax.training.replan.candidates import (
     placement_of,
     recalibrated,
 )
+from tests.harness.step_metrics import metrics_of
 from tests.sched.examples import plan_of
-from tests.step_metrics import metrics_of
 
 # Two data nodes and three of the other stage; each sends three microbatches.
 OWN = plan_of([[0, 1], [2, 3, 4]], [[0, 2], [0, 3], [0, 4], [1, 2], [1, 3], [1, 4]], path_length=2)

@@ -36,7 +36,7 @@ from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.report import GenerationReport, SessionPlan, plan_session
 from skippipe_jax.training.session import HeldState
 from skippipe_jax.training.setup import HostSetup
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 OWN, STEP = 1, 20
 KEPT: Any = {(0, None): "a state"}

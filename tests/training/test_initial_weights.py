@@ -23,10 +23,10 @@ from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.initial_weights import require_own_tokens
-from tests.llama_models import random_llama, save
-from tests.multihost.processes import started_processes
-from tests.ports import free_port
-from tests.training_runs import SMALL_CASE, train_alone
+from tests.harness.llama_models import random_llama, save
+from tests.harness.ports import free_port
+from tests.harness.processes import started_processes
+from tests.harness.training_runs import SMALL_CASE, train_alone
 
 CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 2, 1], "microbatches_per_data_node": 4}
 

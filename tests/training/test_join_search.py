@@ -24,7 +24,7 @@ from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.elastic import join_search
 from skippipe_jax.training.elastic.join_offers import JoinOffers
 from skippipe_jax.training.elastic.join_search import JoinSearch
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 RUN = Config(
     run_dir="runs/far",

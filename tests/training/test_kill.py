@@ -11,8 +11,14 @@ import pytest
 
 from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.run_dir import RunDir
-from tests.multihost.processes import Processes, started_processes
-from tests.training_runs import SMALL_CASE, assert_same_run, settings, virtual_devices, write_config
+from tests.harness.processes import Processes, started_processes
+from tests.harness.training_runs import (
+    SMALL_CASE,
+    assert_same_run,
+    settings,
+    virtual_devices,
+    write_config,
+)
 
 KILLS = 20
 # So many that no process comes to the end before it is killed.

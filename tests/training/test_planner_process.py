@@ -11,7 +11,7 @@ import pytest
 
 from skippipe_jax.training.replan import planner_process
 from skippipe_jax.training.replan.planner_process import PlannerProcess, PlannerWarmup, WarmPlanner
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 PATIENCE_S = 60.0
 

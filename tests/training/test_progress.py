@@ -13,7 +13,7 @@ from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.training.callbacks import progress
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 
 @pytest.mark.parametrize(

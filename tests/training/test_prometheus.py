@@ -27,12 +27,12 @@ from skippipe_jax.training.callbacks.prometheus import (
     PrometheusExporter,
 )
 from skippipe_jax.training.trainer import Trainer
-from tests.multihost.processes import started_processes
-from tests.ports import free_block, free_port
-from tests.step_metrics import metrics_of
-from tests.thread_cluster import Host, Network, ThreadMembership, train
+from tests.harness.ports import free_block, free_port
+from tests.harness.processes import started_processes
+from tests.harness.step_metrics import metrics_of
+from tests.harness.thread_cluster import Host, Network, ThreadMembership, train
+from tests.harness.training_runs import settings, virtual_devices
 from tests.training.test_rounds import PATIENCE_S, configured, lost_after
-from tests.training_runs import settings, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 Samples = dict[tuple[str, tuple[str, ...]], float]

@@ -9,7 +9,7 @@ from typing import Any
 from skippipe_jax.consensus.generations import Generation, RebuiltStage
 from skippipe_jax.storage.run_dir import RECOVERIES, RunDir
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 LEADS: Any = SimpleNamespace(group=SimpleNamespace(index=0))
 FOLLOWS: Any = SimpleNamespace(group=SimpleNamespace(index=1))

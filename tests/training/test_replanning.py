@@ -20,8 +20,8 @@ from skippipe_jax.training.replan import planner_process
 from skippipe_jax.training.replan.planner_process import WarmPlanner
 from skippipe_jax.training.replan.replanner import SEVERAL, Replanner, SharedPlans
 from skippipe_jax.training.report import GenerationReport, plan_session
+from tests.harness.step_metrics import metrics_of
 from tests.sched.examples import plan_of
-from tests.step_metrics import metrics_of
 
 MODEL = ModelConfig(width=16, layers=4, heads=2, kv_heads=1, ffn_width=24, context=256)
 REPLAN = ReplanConfig(budget_s=1.0)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skippipe_jax.storage.checkpoint import latest_step
-from tests.multihost.processes import Processes, started_processes
-from tests.training_runs import (
+from tests.harness.processes import Processes, started_processes
+from tests.harness.training_runs import (
     SMALL_CASE,
     assert_same_run,
     settings,

@@ -28,8 +28,8 @@ from skippipe_jax.consensus.generations import (
 from skippipe_jax.training import setup
 from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.trainer import Trainer
-from tests.thread_cluster import Host, Lost, Network, train
-from tests.training_runs import write_config
+from tests.harness.thread_cluster import Host, Lost, Network, train
+from tests.harness.training_runs import write_config
 
 PATIENCE_S = 60.0
 STEPS = 6

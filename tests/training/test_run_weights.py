@@ -38,7 +38,7 @@ from skippipe_jax.training.initial_weights import (
     open_run_weights,
 )
 from skippipe_jax.training.trainer import Trainer
-from tests.training_runs import SMALL_CASE, by_name, write_config
+from tests.harness.training_runs import SMALL_CASE, by_name, write_config
 
 LAYERS = 4
 CHAIN = {**SMALL_CASE, "nodes": 4, "stages": [1, 2, 1], "path_length": 3}

@@ -21,7 +21,7 @@ from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training import session as session_module
 from skippipe_jax.training.callbacks.base import Callback, CallbackList, RunView
 from skippipe_jax.training.session import HeldState, Session, SessionStart
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 CONFIG = Config(validation=ValidationConfig(every=20))
 

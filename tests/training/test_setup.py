@@ -17,7 +17,7 @@ from skippipe_jax.storage.checkpoint import step_folder
 from skippipe_jax.training import setup
 from skippipe_jax.training.callbacks.base import Callback, RunView
 from skippipe_jax.training.trainer import Trainer
-from tests.thread_cluster import Host, Lost, Network, train
+from tests.harness.thread_cluster import Host, Lost, Network, train
 from tests.training.test_rounds import configured
 
 PATIENCE_S = 60.0

@@ -12,7 +12,7 @@ from skippipe_jax.config import parse_config
 from skippipe_jax.connections.status import Progress, TrainingStatus
 from skippipe_jax.training.callbacks.status import StatusUpdates
 from tests.commands.examples import CASE
-from tests.step_metrics import metrics_of
+from tests.harness.step_metrics import metrics_of
 
 # Nodes 0 and 2 are near each other, node 1 is far from both.
 PLACES = {"locations": ["a", "b", "a"], "links": [["a", "b", 50, 0.5], ["b", "a", 100, 0.25]]}

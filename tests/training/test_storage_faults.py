@@ -22,7 +22,7 @@ from skippipe_jax.storage.checkpoint import committed_steps
 from skippipe_jax.storage.files import retry, temporary_failures
 from skippipe_jax.storage.run_dir import BEST, RunDir
 from skippipe_jax.training.trainer import Trainer
-from tests.training_runs import SMALL_CASE, write_config
+from tests.harness.training_runs import SMALL_CASE, write_config
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.training import session, watchdog
 from skippipe_jax.training.trainer import Trainer
 from skippipe_jax.training.watchdog import Watchdog
-from tests.thread_cluster import Host, Lost, Network, ThreadMembership, train
+from tests.harness.thread_cluster import Host, Lost, Network, ThreadMembership, train
 from tests.training.test_rounds import PATIENCE_S, configured
 
 LOOK_S, LOOKS = 0.01, 10

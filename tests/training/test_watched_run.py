@@ -34,11 +34,10 @@ from skippipe_jax.training.callbacks.trackers import (
     trackers_of_leader,
 )
 from skippipe_jax.training.validation import is_out_of_patience
-from tests.multihost.processes import started_processes
-from tests.partial_models import evaluate_run
-from tests.step_metrics import metrics_of
-from tests.storage.checkpoints import writer_of
-from tests.training_runs import (
+from tests.harness.partial_models import evaluate_run
+from tests.harness.processes import started_processes
+from tests.harness.step_metrics import metrics_of
+from tests.harness.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,
     assert_same_bits,
@@ -47,6 +46,7 @@ from tests.training_runs import (
     virtual_devices,
     write_config,
 )
+from tests.storage.checkpoints import writer_of
 
 PLAN = {"method": "balanced", "case": SMALL_CASE | {"nodes": 5, "stages": [2, 1, 2]}}
 MODEL = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}

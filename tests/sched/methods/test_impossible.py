@@ -7,7 +7,7 @@ import yaml
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import parse_case
 
-from tests.messages import expect_error
+from tests.harness.messages import expect_error
 
 LINKS = [["here", "there", 10, 1], ["here", "far", 20, 1], ["there", "far", 20, 1]]
 POSSIBLE = {

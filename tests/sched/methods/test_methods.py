@@ -15,7 +15,7 @@ from skippipe_sched.problem.rules import sequence_problem, violations
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import cases, outer, policies, same_place
 
 # Little enough for many examples; a search that its clock ends may differ from the next.

@@ -19,7 +19,7 @@ from skippipe_sched.problem.rules import violations
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import (
     cases,
     in_order,

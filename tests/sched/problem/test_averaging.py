@@ -11,7 +11,7 @@ from skippipe_sched.problem.node_addition import NewNode, with_more_nodes
 from skippipe_sched.problem.node_subset import with_nodes
 from skippipe_sched.problem.plan import parse_plan
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import TWO_NODES, case_with, planned
 
 

@@ -15,7 +15,7 @@ from skippipe_sched.problem.node_subset import with_nodes
 from skippipe_sched.problem.open_case import candidates
 from skippipe_sched.problem.rules import fair_shares
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import PAPER, TWO_NODES, case_with
 
 HEADER = ",".join(COLUMNS)

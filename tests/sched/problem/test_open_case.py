@@ -15,7 +15,7 @@ from skippipe_sched.problem.links import COLUMNS
 from skippipe_sched.problem.open_case import MOST_CANDIDATES, candidates, choose, load_cases
 from skippipe_sched.problem.plan import parse_plan
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import PAPER, same_place
 
 PAPER_SOURCE = dict(load_case(Path(PAPER)).source)

@@ -15,7 +15,7 @@ from skippipe_sched.timing.jitter import draw_time_factors, replay
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import TimeFactors
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import (
     PAPER,
     case_with,

@@ -17,7 +17,7 @@ from skippipe_sched.timing.averaging import averaging_s, best_ring
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 from skippipe_sched.timing.timeline import Averaging
 
-from tests.messages import refusal
+from tests.harness.messages import refusal
 from tests.sched.examples import (
     PAPER,
     case_with,

@@ -10,9 +10,9 @@ from typing import Any
 
 from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.run_dir import MEMBERSHIP
-from tests.multihost.processes import Processes
-from tests.ports import free_port
-from tests.training_runs import settings, steps_done, virtual_devices
+from tests.harness.ports import free_port
+from tests.harness.processes import Processes
+from tests.harness.training_runs import settings, steps_done, virtual_devices
 
 TRAIN = ("-m", "skippipe_jax.train")
 PATIENCE_S = 180.0

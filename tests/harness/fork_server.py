@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("skippipe_sched", "skippipe_jax")
 # Whose programs are forked.
 OWN = (*PACKAGES, "experiments")
@@ -118,7 +118,7 @@ class ForkServer:
             self._put_program(name, first)
         # Its standard input closes with this process.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", self.address],
+            [sys.executable, "-m", "tests.harness.fork_server", self.address],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -138,7 +138,7 @@ class ForkServer:
         program.write_text(
             f"#!{sys.executable} -IS\n"
             f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:1] = {first!r}\n"
-            f"from tests.fork_server import stand_in\n"
+            f"from tests.harness.fork_server import stand_in\n"
             f"stand_in({self.address!r}, {sys.executable!r})\n"
         )
         program.chmod(0o755)

@@ -13,12 +13,12 @@ from typing import Any
 from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
-PACKAGE = Path(__file__).parents[1] / "skippipe_jax"
+PACKAGE = Path(__file__).parents[2] / "skippipe_jax"
 
 
 def enforce_shapes() -> None:
     """Have modules that are imported from now on check the arrays that they take and return."""
-    install_import_hook(modules_with_shapes(), "tests.shapes.checked")
+    install_import_hook(modules_with_shapes(), "tests.harness.shapes.checked")
 
 
 def modules_with_shapes() -> list[str]:

@@ -1,7 +1,7 @@
 """Programs that a test starts as processes of their own, and that end when the test does.
 
 They are forked from a process that has imported the project, or started for real where a test says
-so: see `tests.fork_server`.
+so: see `tests.harness.fork_server`.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fork_server import Forked, fork, fork_server
-from tests.ports import free_port
+from tests.harness.fork_server import Forked, fork, fork_server
+from tests.harness.ports import free_port
 
 
 class Processes:

@@ -22,7 +22,7 @@ from skippipe_jax.config import AveragingConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import create_stage
 from skippipe_jax.optim.update_rule import update_rule
-from tests import oracle
+from tests.harness import oracle
 
 Recorded = Callable[[int, int, int], np.ndarray]
 """(iteration, stage, replica) -> the message that it has sent at the end of the iteration, which is
@@ -58,7 +58,7 @@ def train(
 ) -> Trained:
     """Train with `stages[s]` as the nodes of stage s, and `microbatches[m]` as a path over nodes.
 
-    `hop` is as in `tests.oracle`.
+    `hop` is as in `tests.harness.oracle`.
     """
     layers, key = model.stage_partition(len(stages)), jax.random.key(seed)
     modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
