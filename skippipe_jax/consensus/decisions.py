@@ -334,7 +334,8 @@ def _asked(state: State, source: int, ask: Ask) -> tuple[State, list[Effect]]:
     if source not in state.members or source != ask.ballot[1]:
         return state, []
     if ask.ballot < state.promised:
-        return state, [Send(source, _own_beat(state))]
+        # A host must not take its own status for that of another, which would be a complaint.
+        return state, [] if source == state.host else [Send(source, _own_beat(state))]
     state = replace(state, promised=ask.ballot, highest=max(state.highest, ask.ballot))
     if ask.generation is None:
         promise = Promise(ask.number, ask.ballot, state.standing, state.accepted)

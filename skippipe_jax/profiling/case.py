@@ -148,14 +148,21 @@ class Profile:
                 f"  {gibibytes * GIBIBYTE / 1e6:10.3f} MB/s"
                 for source, target, latency_ms, gibibytes in rows
             ]
-        for node in self.case["nodes"]:
-            shared = [
-                f"{verb} at most {node[key] * GIBIBYTE / 1e6:.3f} MB/s"
+        for name in dict.fromkeys(node["location"] for node in self.case["nodes"]):
+            # Of all nodes of this host.
+            rates = {
+                verb: sum(
+                    node.get(key, 0.0) for node in self.case["nodes"] if node["location"] == name
+                )
                 for verb, key in SHARED_RATES.items()
-                if key in node
+            }
+            shared = [
+                f"{verb} at most {rate * GIBIBYTE / 1e6:.3f} MB/s"
+                for verb, rate in rates.items()
+                if rate
             ]
             if shared:
-                lines.append(f"shared connection: {node['location']} {' and '.join(shared)}")
+                lines.append(f"shared connection: {name} {' and '.join(shared)}")
         return "\n".join([*lines, *(f"warning: {sentence}" for sentence in self.warnings)])
 
 

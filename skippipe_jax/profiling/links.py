@@ -46,6 +46,10 @@ AGREEMENT, MOST_REPETITIONS = 0.05, 3
 COPIES = 10
 # Other hosts in the test of a connection, and repetitions: a busy host may delay a transfer.
 MOST_PARTNERS, CONNECTION_TESTS = 3, 2
+# Seconds of all tests of connections, if they run one after another, and of one at least; the
+# fastest link that is tested so long; and how many times as fast it may be as another.
+ALL_TESTS_S, LEAST_TEST_S = 20.0, 0.25
+FASTEST_TESTED, UNEQUAL = LARGEST_BYTES / LEAST_TEST_S, 4.0
 # Links share a connection if together they reach less than this share of their bandwidths.
 SHARED_BELOW = 0.8
 
@@ -172,16 +176,16 @@ class LinkMeasurement:
         """Run all `connection_tests`, after `measure_links`; return what this host received."""
         received: list[SimultaneousTransfer] = []
         tests = connection_tests(bandwidth, networks)
+        seconds = max(LEAST_TEST_S, min(TRANSFER_S, ALL_TESTS_S / max(1, len(tests))))
         for number, test in enumerate(tests):
             if self._host in (test.tested, *test.partners):
-                received += self._run_test(test, bandwidth)
+                received += self._run_test(test, transfer_sizes(test, bandwidth, seconds))
                 self._say(f"tested {number + 1} of {len(tests)} connections")
         return received
 
     def _run_test(
-        self, test: ConnectionTest, bandwidth: Float[np.ndarray, "source target"]
+        self, test: ConnectionTest, sizes: Mapping[tuple[int, int], int]
     ) -> list[SimultaneousTransfer]:
-        sizes = transfer_sizes(test, bandwidth)
         sources = [source for source, target in test.pairs if target == self._host]
         round_trip_s = {source: min(self._round_trips[source]) for source in sources}
         # All transfers of the tested host begin together.
@@ -224,42 +228,49 @@ class LinkMeasurement:
 def connection_tests(
     bandwidth: Float[np.ndarray, "source target"], networks: Sequence[str]
 ) -> list[ConnectionTest]:
-    """List a test of each host's connection in each direction; neighbors in the list are disjoint.
+    """List a test of each host's connection in each direction, in the order of all hosts.
 
     Partners are the hosts with the fastest links, one of each other network: within a network,
-    such as the processes of one machine, links use no connection. A host with a single partner is
-    not tested.
+    such as the processes of one machine, links use no connection. A link that is much faster than
+    all others, as to a host in the same building, is left out, and so are links too fast to be
+    tested. A host with a single partner is not tested.
     """
     tests: list[ConnectionTest] = []
     for sends in (True, False):
         for tested, rates in enumerate(bandwidth if sends else bandwidth.T):
             fastest: dict[str, int] = {}
             for other in sorted(range(len(rates)), key=lambda other: -rates[other]):
-                if networks[other] != networks[tested]:
+                if networks[other] != networks[tested] and rates[other] <= FASTEST_TESTED:
                     fastest.setdefault(networks[other], other)
-            if len(fastest) > 1:
-                partners = tuple(fastest.values())[:MOST_PARTNERS]
-                tests.append(ConnectionTest(tested, partners, sends))
-    # Tests of different hosts run at the same time: each host runs its tests in this order.
-    together: list[tuple[set[int], list[ConnectionTest]]] = []
+            others = [*fastest.values()]
+            while len(others) > 1 and rates[others[0]] > UNEQUAL * rates[others[1]]:
+                del others[0]
+            others = [other for other in others if UNEQUAL * rates[other] >= rates[others[0]]]
+            if len(others) > 1:
+                tests.append(ConnectionTest(tested, tuple(others[:MOST_PARTNERS]), sends))
+    # Groups whose tests share no network run at the same time, as each host keeps to this order.
+    groups: list[tuple[set[str], list[ConnectionTest]]] = []
     for test in tests:
-        hosts = {test.tested, *test.partners}
-        for busy, own in together:
-            if not busy & hosts:
-                busy |= hosts
-                own.append(test)
+        used = {networks[host] for host in (test.tested, *test.partners)}
+        for busy, group in groups:
+            if not busy & used:
+                busy |= used
+                group.append(test)
                 break
         else:
-            together.append((hosts, [test]))
-    return [test for _, own in together for test in own]
+            groups.append((used, [test]))
+    return [test for _, group in groups for test in group]
 
 
 def transfer_sizes(
-    test: ConnectionTest, bandwidth: Float[np.ndarray, "source target"]
+    test: ConnectionTest, bandwidth: Float[np.ndarray, "source target"], seconds: float
 ) -> dict[tuple[int, int], int]:
-    """Return the bytes of a test's transfers, which would end together if nothing were shared."""
+    """Return the bytes of a test's transfers, which end together if nothing is shared.
+
+    That is after `seconds`, or earlier on links so fast that the bytes would be too many.
+    """
     rates = {pair: float(bandwidth[pair]) for pair in test.pairs}
-    seconds = min(TRANSFER_S, LARGEST_BYTES / max(rates.values()))
+    seconds = min(seconds, LARGEST_BYTES / max(rates.values()))
     return {pair: max(SMALLEST_BYTES, int(rate * seconds)) for pair, rate in rates.items()}
 
 
@@ -347,15 +358,17 @@ class _LinkProbe:
     def serve(self, barrier: threading.Barrier = AT_ONCE) -> None:
         """Answer requests until `NO_MORE`; markers and bytes pass `barrier` before they leave."""
         marker = jax.device_put(np.zeros(1, np.int32), self.device)
+        payload = marker
         while True:
             request = self._receive(REQUEST, 1, np.int32)
             self._wait("a request", request)
             size = int(request[0])
             if size == NO_MORE:
                 return
-            # Random, so that no network can compress it.
-            payload = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
-            payload = jax.device_put(payload, self.device).block_until_ready()
+            # Made once, as a repetition begins at once; random, so that no network can compress it.
+            if size != payload.nbytes:
+                random = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
+                payload = jax.device_put(random, self.device).block_until_ready()
             barrier.wait()
             self._send(ANSWER, marker)
             if size:

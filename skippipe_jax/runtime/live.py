@@ -112,11 +112,16 @@ class ExactIteration(TrainingIteration):
             self.loop.when_computed(local, lambda _: self._contribute(np.asarray(local)))
         elif self.topology.sums_totals_by_links:
             own, like = self.topology.host, jax.ShapeDtypeStruct(local.shape, local.dtype)
-            for other in self.topology.hosts:
-                if other != own:
-                    there, back = self.topology.hops_of_totals(other)
-                    self.exchange.give(there, self.iteration, local)
-                    self.exchange.ask(back, self.iteration, like, partial(self._hear, other))
+            hops = {
+                other: self.topology.hops_of_totals(other)
+                for other in self.topology.hosts
+                if other != own
+            }
+            # Offered to all first: the first request of a host opens a connection, which may wait.
+            for there, _ in hops.values():
+                self.exchange.give(there, self.iteration, local)
+            for other, (_, back) in hops.items():
+                self.exchange.ask(back, self.iteration, like, partial(self._hear, other))
             self._hear(own, self.loop.last_event_s, local)
         else:
             summed = sum_by_collective(self.topology, local)

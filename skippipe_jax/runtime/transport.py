@@ -65,7 +65,7 @@ class HostLink:
         self.server: transfer.TransferServer | None = server
         self.key, self.remote_key = key, remote_key
         self.address = address
-        # Opened at its first use, as most pairs of hosts exchange no arrays.
+        # Opened at its first use: in elastic runs, most pairs of hosts exchange no arrays.
         self.connection: transfer.TransferConnection | None = None
         self._connecting = threading.Lock()
         # The last iteration in which each hop was sent, by its number; only one thread sends it.

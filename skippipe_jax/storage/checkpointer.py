@@ -47,8 +47,8 @@ from skippipe_jax.storage.run_dir import RunDir
 T = TypeVar("T")
 
 # TensorStore, with which Orbax writes arrays, raises ValueErrors without a cause: only their texts
-# have the errno.
-OS_ERROR_CODE = re.compile(r"\bos_error_code='(\d+)'")
+# have the errno, or that of `os.strerror` in other versions.
+OS_ERROR = re.compile(r"\bos_error_code='(\d+)'|\[OS error: ([^]]+)\]")
 
 BEST_METRIC = "validation_loss"
 """Metric whose lowest value marks the best checkpoint."""
@@ -430,8 +430,8 @@ def _file_system_reason(error: BaseException | None) -> str | None:
         return None
     if (failure := os_error_behind(error)) is not None:
         return str(failure.strerror)
-    if (code := OS_ERROR_CODE.search(str(error))) is not None:
-        return os.strerror(int(code[1]))
+    if (found := OS_ERROR.search(str(error))) is not None:
+        return found[2] or os.strerror(int(found[1]))
     # The writer of one part may fail to close after the file system has failed for another.
     return _file_system_reason(error.__cause__ if error.__suppress_context__ else error.__context__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe_jax.consensus import wire
-from skippipe_jax.consensus.decisions import advance, first_state
+from skippipe_jax.consensus.decisions import _asked, advance, first_state
 from skippipe_jax.consensus.generations import (
     MOST_NUMBERS,
     Accepted,
@@ -284,6 +285,13 @@ def test_a_host_that_refuses_a_ballot_still_says_whom_it_misses():
         state, _ = advance(state, event)
     _, [refusal] = advance(state, Received(0, Ask(2, (3, 0), None)))
     assert refusal == Send(0, Beat(1, 1, (5, 2), missed=(2,)))
+
+
+def test_a_host_that_refuses_its_own_ballot_does_not_complain():
+    state = first_state(0, RULES, FIRST, 0)
+    state, _ = advance(state, Presence(2, is_there=False))
+    state = replace(state, promised=(5, 1))
+    assert _asked(state, 0, Ask(2, (3, 0), None)) == (state, [])
 
 
 @pytest.mark.parametrize(

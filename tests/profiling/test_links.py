@@ -50,7 +50,7 @@ NETWORKS = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(lambda own: [
 def test_a_connection_is_tested_by_its_fastest_links_to_distinct_networks(
     networks: list[str], seed: int
 ):
-    bandwidth = np.random.default_rng(seed).uniform(1e6, 1e8, 2 * (len(networks),))
+    bandwidth = np.random.default_rng(seed).uniform(1e6, 4e6, 2 * (len(networks),))
     tests = links.connection_tests(bandwidth, networks)
     is_tested = len(set(networks)) > 2
     expected = [(host, sends) for host in range(len(networks)) for sends in (False, True)]
@@ -65,11 +65,25 @@ def test_a_connection_is_tested_by_its_fastest_links_to_distinct_networks(
         assert all(test.tested == pair[not test.sends] for pair in test.pairs)
 
 
+def test_a_much_faster_link_and_much_slower_ones_are_left_out_of_a_test():
+    bandwidth = np.full((5, 5), 1e5)
+    bandwidth[0] = [0, 1e9, 1e8, 2e7, 8e6]
+    networks = [*"abcde"]
+    [sends] = [
+        test for test in links.connection_tests(bandwidth, networks) if test[::2] == (0, True)
+    ]
+    assert sends.partners == (3, 4)
+    bandwidth[0, 4] = 1e6
+    tests = links.connection_tests(bandwidth, networks)
+    assert not any(test[::2] == (0, True) for test in tests)
+
+
 def test_transfers_of_links_with_different_rates_end_together():
     bandwidth = np.array([[0, 1e6, 4e6], [0, 0, 0], [0, 0, 0]])
     test = links.ConnectionTest(0, (1, 2), sends=True)
-    assert links.transfer_sizes(test, bandwidth) == {(0, 1): 1_000_000, (0, 2): 4_000_000}
-    sizes = links.transfer_sizes(test, 1000 * bandwidth)
+    sizes = links.transfer_sizes(test, bandwidth, 0.5)
+    assert sizes == {(0, 1): 500_000, (0, 2): 2_000_000}
+    sizes = links.transfer_sizes(test, 1000 * bandwidth, 0.5)
     assert sizes == {(0, 1): links.LARGEST_BYTES // 4, (0, 2): links.LARGEST_BYTES}
 
 

@@ -204,7 +204,7 @@ def test_nodes_of_one_host_share_its_connection():
     assert uplinks == [None, None, *[pytest.approx(0.5e6 / GIBIBYTE, rel=1e-5)] * 2]
     assert not any("downlink_GiB_per_s" in node for node in case["nodes"])
     profile = profile_of(config_of(), (0, 1, 2, 2), reports)
-    assert "shared connection: host 2 sends at most 0.500 MB/s" in profile.summary()
+    assert "shared connection: host 2 sends at most 1.000 MB/s" in profile.summary()
 
 
 def test_nodes_of_one_host_share_its_location_and_copy_there():

@@ -408,6 +408,7 @@ OF_TENSORSTORE = f"RESOURCE_EXHAUSTED: Failed to write to file 4: [os_error_code
     [
         (OSError(errno.ENOSPC, NO_SPACE), True),
         (ValueError(OF_TENSORSTORE), True),
+        (ValueError(f"INTERNAL: Failed to write [OS error: {NO_SPACE}]"), True),
         (while_handling(RuntimeError("closed"), OSError(errno.ENOSPC, NO_SPACE)), True),
         (while_handling(RuntimeError("closed"), ValueError(OF_TENSORSTORE)), True),
         (ValueError(f"a text with {NO_SPACE}"), False),
