@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -41,7 +40,7 @@ from docs.follow import (
 from skippipe_jax import Run
 from skippipe_jax.cli.main import parser, parsers
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.config import Config, load_config, parse_config
+from skippipe_jax.config import load_config, parse_config
 from skippipe_jax.config.describe import sections
 from skippipe_jax.config.parsing import EXTENDS
 from skippipe_jax.connections.status import (
@@ -66,7 +65,6 @@ OTHER_PAGES = (
     "experiments/paper/README.md",
 )
 CASE_KEYS = {*REQUIRED, *OPTIONAL, "stage_count", "skip_ratio"}
-CONFIG_KEYS = {field.name for field in dataclasses.fields(Config)}
 # Drawn of what a clock has a say in: what happened, or a search that its budget may cut.
 MEASURED_PICTURES = {
     "tutorial/methods.svg",

@@ -77,6 +77,14 @@ def test_every_cycle_has_every_share_and_every_source_its_rows_in_turn(shares, c
         assert rows == list(range(cycle * share, (cycle + 1) * share))
 
 
+def test_sources_are_mixed_evenly():
+    mixture = Interleaving([70, 20, 10])
+    sources = np.array([mixture[index][0] for index in range(1000)])
+    for start in range(900):
+        counts = np.bincount(sources[start : start + 50], minlength=3)
+        assert np.abs(counts - [35, 10, 5]).max() <= 2
+
+
 def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
     # Five fit: the last token of a document is a target only.
     ends = np.cumsum([3, 5, 6, 13])

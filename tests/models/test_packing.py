@@ -25,6 +25,7 @@ from skippipe_jax.config import (
     TrainConfig,
     parse_config,
 )
+from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.document_mask import (
@@ -37,6 +38,7 @@ from skippipe_jax.models.document_mask import (
 from skippipe_jax.models.llama import DataStage, Stage, create_stage
 from skippipe_jax.profiling.stages import BACKWARD, LOSS, measure_stage
 from skippipe_jax.runtime.spread import single
+from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.harness import oracle
 from tests.models.test_llama import random_module
 from tests.runtime.test_oracle import (
@@ -227,6 +229,21 @@ def test_marks_come_through_a_stage_in_any_precision_and_have_no_gradient():
     assert gradient.shape == inputs.shape
     assert not np.any(gradient[..., MODEL.width])
     assert np.all(np.any(gradient != 0, axis=-1))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
+def test_nothing_is_kept_that_grows_with_the_square_of_time(recompute: str):
+    model = dataclasses.replace(MODEL, recompute=recompute)
+    functions = stage_functions(model, OPTIMIZER, 1, False, 3, 1)
+
+    def kept_bytes(time: int) -> int:
+        parameters, _, _ = jax.eval_shape(functions.create, jax.random.key(0), 0)
+        inputs = jax.ShapeDtypeStruct((1, time, MODEL.width + 1), jnp.float32)
+        gauge = jax.ShapeDtypeStruct((2,), jnp.int32)
+        _, saved, _ = jax.eval_shape(functions.forward, parameters, gauge, inputs)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+
+    assert kept_bytes(64) == 2 * kept_bytes(32) > 0
 
 
 # The configuration.

@@ -1,1 +1,1 @@
-"""Services over several hosts: distant ones, and some that are lost."""
+"""Services over several hosts, distant or lost; and many requests at once of one model."""
