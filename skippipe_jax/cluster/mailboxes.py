@@ -62,7 +62,7 @@ class Mailboxes:
             if box is None:
                 sender = "any host" if source is None else f"host {source}"
                 raise PeerTimeout(
-                    f"timed out after {timeout_s:g} s waiting for {key!r} from {sender} "
+                    f"timed out after {round(timeout_s, 1):g} s waiting for {key!r} from {sender} "
                     f"(since {since})"
                 )
             value = box.values[key]

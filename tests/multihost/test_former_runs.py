@@ -51,7 +51,8 @@ class FormerRun:
         is_copied: whether its checkpoints are copied to another folder.
         is_exact: whether this version trains the same bits. In outer mode it does not: the choice
             whether an update is made has moved into the program of the update, which XLA rounds
-            otherwise since.
+            otherwise since. On one host the norm of gradients adds stages in their order now, as on
+            several; that was the order of the program.
     """
 
     sections: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +86,8 @@ RUNS = {
                 "redraw_every": 3,
                 "longest_redraw": None,
             },
-        }
+        },
+        is_exact=False,
     ),
     "lost_host": FormerRun(hosts=4),
 }

@@ -71,7 +71,8 @@ def test_a_host_that_answers_no_more_is_named(processes: Processes, tmp_path: Pa
     processes.wait_until(lambda: "links opened" in processes.output(0), PATIENCE_S)
     processes.processes[1].send_signal(signal.SIGSTOP)
     assert processes.exit_code(0, PATIENCE_S / 2) == LOST_HOST_EXIT_CODE, processes.outputs()
-    late = r"timed out waiting for .* from host 1 \(network\.deadline_s = 3 s"
-    assert re.search(late, processes.output(0))
+    # Where it waits is by chance: for a message, or for a transfer.
+    late = r"timed out (after 3 s )?waiting for .* from host 1 \((network\.deadline_s = 3 s|since )"
+    assert re.search(late, processes.output(0)), processes.output(0)
     assert "Traceback" not in processes.output(0)
     assert not output.exists()

@@ -425,7 +425,7 @@ def test_three_hosts_with_several_nodes_and_devices_stop_together_and_go_on(
     assert code == 128 + signal.SIGINT, output
     step = latest_step(run_dir)
     assert step == steps_done(run_dir)
-    assert f"interrupted (SIGINT): all hosts stop after step {step}. " in output
+    assert f"received SIGINT: all hosts stop after step {step}. " in output
     assert f"--resume; last checkpoint: step {step} in {run_dir}." in output
     assert not CRASHES.search(output), output
 
