@@ -6,6 +6,7 @@ command goes on. It prints a table and writes its figures.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from experiments.paper.campaign import Campaign
 RESULTS = Path(__file__).parent / "results"
 
 
-class Study:
+class Study(ABC):
     """Runs, and what they have come to.
 
     Attributes:
@@ -42,9 +43,9 @@ class Study:
         """The command that trains it."""
         return f"python -m experiments.paper.{self.NAME}"
 
+    @abstractmethod
     def train(self) -> dict[str, Any]:
         """Train what is missing; returns the figures of all."""
-        raise NotImplementedError
 
 
 def run(

@@ -34,7 +34,7 @@ from skippipe_jax.storage.run_dir import RunDir
 from tests.harness.fork_server import fork_server
 from tests.harness.ports import free_port
 from tests.harness.processes import Processes
-from tests.harness.training_runs import settings, steps_done, write_config
+from tests.harness.training_runs import SMALL_CASE, settings, steps_done, write_config
 
 LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 HOSTS = 2
@@ -45,18 +45,7 @@ MANY_STEPS = 100_000
 PATIENCE_S = 120.0
 # The program that Python is told to be.
 BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-CASE = {
-    "nodes": 2,
-    "locations": ["Belgium", "Iowa"],
-    "links": "gcp12",
-    "activation_bytes": 1e5,
-    "stage_bytes": 1e5,
-    "forward_s": 0.1,
-    "stages": [1, 1],
-    "path_length": 2,
-    "microbatches_per_data_node": 2,
-    "memory": 2,
-}
+CASE = SMALL_CASE | {"nodes": 2, "stages": [1, 1]}
 # Each of two hosts has a replica of both stages.
 REPLICAS = {
     "case": CASE | {"nodes": 4, "stages": [2, 2]},

@@ -1,4 +1,4 @@
-"""What hosts have noted and left under `churn`: what must hold, and what it costs.
+"""Records of hosts under `churn`: checks of what must hold, and figures of what it costs.
 
 Checks that hold whatever is lost, how quickly a run recovers, how much it gets done, and what
 grows in a host that outlives all faults.
@@ -21,7 +21,7 @@ TOLERANCE = 2e-5
 # Lines of metrics.jsonl and membership.jsonl are shorter by far.
 LONGEST_LINE_BYTES = 65536
 FIRST_FAULTS = 10
-"""What a host has open after as many faults is what it is held to."""
+"""Faults after which the open files of a host are the reference for all later ones."""
 MORE_OPEN = 4
 MEMORY_SHARE, MEMORY_MORE_BYTES = 1.05, 30e6
 LEAST_GOODPUT = 0.8
@@ -196,7 +196,7 @@ def processor_s(processes: Iterable[int]) -> float:
 
 
 def grown(series: Sequence[Mapping[str, int]]) -> list[str]:
-    """What has grown in a host by more than it may, from what it had open after each fault.
+    """Name what has grown in a host by more than it may, from what it had open after each fault.
 
     Descriptors and threads stay below the most that they were after the first ten faults and a
     handful; resident memory at most 5% and 30 MB above what it was after the tenth.
@@ -216,7 +216,7 @@ def grown(series: Sequence[Mapping[str, int]]) -> list[str]:
 
 
 def most_resident_bytes(series: Sequence[Mapping[str, int]]) -> float | None:
-    """What a host may have resident in the end; None before the tenth fault."""
+    """Return the bytes that a host may have resident in the end; None before the tenth fault."""
     if len(series) < FIRST_FAULTS:
         return None
     return MEMORY_SHARE * series[FIRST_FAULTS - 1]["resident_bytes"] + MEMORY_MORE_BYTES
@@ -243,7 +243,7 @@ def step_at(notes: Iterable[Mapping[str, Any]], at_s: float) -> int:
 def goodput(
     calm: tuple[float, int], first: tuple[float, int], last: tuple[float, int], per_step: int
 ) -> dict[str, float]:
-    """How much a run got done while it was struck, beside the same run before.
+    """Compare how much a run got done while it was struck with the same run before.
 
     Of three moments the time [s] and the last step that counts in the end: as a calm stretch
     begins, as it ends and faults begin, and as they end.
@@ -261,7 +261,7 @@ def goodput(
 
 
 def too_little(report: Mapping[str, Any]) -> list[str]:
-    """Whether a run got less done than it must, beside itself undisturbed and one restarted."""
+    """Name where a run did less than it must, beside itself undisturbed and one restarted."""
     found = []
     if report["goodput"] < LEAST_GOODPUT:
         found.append(f"goodput is {report['goodput']}, below {LEAST_GOODPUT}")
