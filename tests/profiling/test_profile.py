@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.problem.open_case import candidates, load_cases
 
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.models.planned_case import configured_cases
+from skippipe_jax.profiling import cluster
 from skippipe_jax.profiling.case import (
     HostReport,
     case_of,
@@ -404,37 +405,37 @@ def test_of_a_complete_case_what_cannot_be_measured_is_kept(form: str, tmp_path:
 # The command.
 
 
-def profile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "skippipe_jax", "measure", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Measures in this process, and in a moment; returns the exit code."""
+    monkeypatch.setattr(cluster, "STAGE_S", 0.05)
+    return lambda *words: main(["measure", *map(str, words)])
 
 
-def test_one_host_alone_needs_no_links(tmp_path: Path):
+def test_one_host_alone_needs_no_links(
+    tmp_path: Path, measured: Callable[..., int], capfd: pytest.CaptureFixture[str]
+):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "new" / "case.yaml"
-    done = profile("--config", config, "-o", output)
-    assert done.returncode == 0, done.stderr
+    assert measured("--config", config, "-o", output) == 0
     [case] = load_cases(output)
     assert len(case.nodes) == 1
     assert case.nodes[0].forward_s > 0
     assert case.nodes[0].memory == sum(case.microbatches)
     assert (case.nodes[0].memory_bytes or 0) > 2**20
-    measured = json.loads((tmp_path / "new" / "case.measured.json").read_text())
-    assert measured["hosts"][0]["timings"]
-    assert "forward" in done.stdout
+    figures = json.loads((tmp_path / "new" / "case.measured.json").read_text())
+    assert figures["hosts"][0]["timings"]
+    assert "forward" in capfd.readouterr().out
     head = output.read_text().splitlines()[:3]
     assert all(line.startswith("# ") for line in head)
     assert '"width": 16' in head[2]
 
 
 @pytest.mark.nightly
-def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
+def test_nodes_on_devices_of_one_process_have_one_location(
+    tmp_path: Path, measured: Callable[..., int]
+):
     config = write_config(tmp_path, plan="auto", cluster={"host_of_node": [0, 0, 0, 0]})
-    done = profile("--config", config, "-o", tmp_path / "case.yaml")
-    assert done.returncode == 0, done.stderr
+    assert measured("--config", config, "-o", tmp_path / "case.yaml") == 0
     case = yaml.safe_load((tmp_path / "case.yaml").read_text())
     assert {node["location"] for node in case["nodes"]} == {"host 0"}
     assert len(case["nodes"]) == 4
@@ -446,14 +447,20 @@ def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
     ("plan", "output", "problem"),
     [
         (to_measure(speed=3), "case.yaml", "plan.case.speed"),
-        pytest.param("auto", ".", "--output", marks=pytest.mark.nightly),
-        pytest.param("auto", "text/case.yaml", "--output", marks=pytest.mark.nightly),
+        ("auto", ".", "--output"),
+        ("auto", "text/case.yaml", "--output"),
     ],
 )
-def test_bad_input_is_said_before_measuring(tmp_path: Path, plan: Any, output: str, problem: str):
+def test_bad_input_is_said_before_measuring(
+    plan: Any,
+    output: str,
+    problem: str,
+    tmp_path: Path,
+    measured: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+):
     config = write_config(tmp_path, plan=plan)
-    done = profile("--config", config, "-o", tmp_path / output)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {problem}")
-    assert "Traceback" not in done.stderr
-    assert "compiling" not in done.stdout
+    assert measured("--config", config, "-o", tmp_path / output) == 2
+    told = capfd.readouterr()
+    assert told.err.startswith(f"error: {problem}")
+    assert "compiling" not in told.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,12 +121,35 @@ def test_a_long_file_is_truncated_by_reading_one_block(
     ]
 
 
-@pytest.mark.parametrize("before", ["", "NaN, "])
-def test_a_line_that_is_nested_too_deeply_is_left_out(tmp_path: Path, before: str):
-    nested = f'{{"step": 1, "x": [{before}{"[" * 100_000}'
-    add(tmp_path / VALIDATION, [nested, '{"step": 2}'])
-    [line] = read_records(tmp_path / VALIDATION, ValidationMetrics)
-    assert line.step == 2
+GOOD = {"step": 1, "loss": 5.0, "tokens_per_second": 1, "seconds_per_iteration": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        ("{", ""),
+        ("[]", ""),
+        ("\udcff", ""),
+        (f'{{"step": 1, "x": [{"[" * 100_000}', ""),
+        (f'{{"step": 1, "x": [NaN, {"[" * 100_000}', ""),
+        ('{"step": 1}', "loss"),
+        ({"loss": "low"}, "loss"),
+        ({"seconds_per_iteration": 0.0}, "seconds_per_iteration"),
+        ({"predicted_seconds": -1}, "predicted_seconds"),
+        ({"idle_share": ["x"]}, "idle_share"),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_line_is_named_and_left_out(
+    tmp_path: Path, damage: Any, field: str, capsys: pytest.CaptureFixture[str]
+):
+    good, path = GOOD | {"compilations": 0}, tmp_path / METRICS
+    line = damage if isinstance(damage, str) else json.dumps(good | damage)
+    path.write_text(f"{line}\n{json.dumps(good)}\n", errors="surrogateescape")
+    assert [(read.step, read.loss) for read in RunDir(tmp_path).metrics()] == [(1, 5.0)]
+    error = capsys.readouterr().err
+    assert error.startswith(f"warning: {path}, line 1 = ")
+    assert field in error
 
 
 def test_numbers_that_json_does_not_know_are_read_as_none(tmp_path: Path):

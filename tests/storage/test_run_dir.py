@@ -5,19 +5,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from skippipe_sched.errors import TemporaryError
+from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import parse_config
-from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.generations import Generation, RebuiltStage
 from skippipe_jax.storage import records
 from skippipe_jax.storage.records import RecordWriter, ValidationMetrics, append_record
-from skippipe_jax.storage.run_dir import METRICS, VALIDATION, RunDir
+from skippipe_jax.storage.run_dir import MEMBERSHIP, METRICS, VALIDATION, RunDir
 from skippipe_jax.training.setup import _warn_of_missing_links
+from tests.sched.examples import plan_of
+
+PLAN = plan_of([[0], [1]], [[0, 1]])
+MEMBERS = [
+    {"host": host, "pid": 700 + host, "address": f"10.0.0.{host}:1", "nodes": [host]}
+    for host in (1, 3)
+]
 
 
 def steps_of(path: Path) -> list[int]:
@@ -99,3 +109,34 @@ def test_validation_losses_of_an_earlier_version_are_kept(tmp_path: Path):
     append_record(tmp_path / VALIDATION, ValidationMetrics(step=4, validation_loss=1.5))
     assert run.validation_losses() == {2: 2.0, 4: 1.5}
     assert [line.validation_loss for line in run.metrics()] == [None, 2.0, None]
+
+
+def test_a_line_tells_all_of_a_generation(tmp_path: Path):
+    RunDir(tmp_path).append_generation(Generation(1, (0, 1, 3), (7, 8, 9), 0, 0), PLAN, MEMBERS)
+    second = Generation(2, (1, 3), (8, 9), 3, 40, cause="host 0 was lost")
+    RunDir(tmp_path).append_generation(second, PLAN, MEMBERS)
+    line = json.loads((tmp_path / MEMBERSHIP).read_text().splitlines()[1])
+    at = line.pop("at")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", at)
+    assert line == {
+        "generation": 2,
+        "step": 40,
+        "cause": "host 0 was lost",
+        "leader": 3,
+        "rewound": False,
+        "plan": PLAN.method,
+        "predicted_seconds": PLAN.predicted.iteration_s,
+        "members": MEMBERS,
+    }
+    assert msgspec.to_builtins(RunDir(tmp_path).generations()[1]) == line | {"at": at}
+    assert load_plan(tmp_path / "generations" / "plan-2.json").to_json() == PLAN.to_json()
+    assert RunDir(tmp_path).last_addresses() == ["10.0.0.1:1", "10.0.0.3:1"]
+
+
+def test_a_line_tells_which_stages_were_lost_and_how_they_were_made_anew(tmp_path: Path):
+    made = RebuiltStage(1, "average", 40, (1, 3))
+    second = Generation(2, (1, 3), (8, 9), 3, 40, lost=(1,), remade=(made,))
+    RunDir(tmp_path).append_generation(second, PLAN, MEMBERS)
+    [line] = RunDir(tmp_path).generations()
+    assert line.lost == [1]
+    assert line.remade == [made]

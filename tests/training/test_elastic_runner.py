@@ -13,7 +13,6 @@ import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
-from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
@@ -33,7 +32,7 @@ from skippipe_jax.training.elastic.coordinator import (
     Suspended,
 )
 from skippipe_jax.training.elastic.runner import ElasticRunner
-from skippipe_jax.training.report import GenerationReport, SessionPlan, plan_session
+from skippipe_jax.training.report import GenerationReport
 from skippipe_jax.training.session import HeldState
 from skippipe_jax.training.setup import HostSetup
 from tests.harness.step_metrics import metrics_of
@@ -122,11 +121,6 @@ def gone_back(openings: Openings, team: Generation, state: HeldState) -> HeldSta
     return state
 
 
-def test_a_host_goes_on_with_what_it_has(tmp_path: Path):
-    before = HeldState(STEP, 88, KEPT)
-    assert Openings(tmp_path, generation(2), generation(3)).after(before) == [before, before]
-
-
 def test_who_goes_back_to_a_checkpoint_does_so_although_its_team_ends_meanwhile(
     found: list[Checkpoint], tmp_path: Path
 ):
@@ -175,38 +169,6 @@ def test_who_went_back_further_reads_that_checkpoint_although_its_team_ends_mean
     openings = GoesBack(tmp_path, generation(2), replace(generation(3), step=STEP - 10))
     before = HeldState(STEP, 88, KEPT)
     assert openings.after(before) == [before, GOES_BACK]
-
-
-@pytest.mark.parametrize("fresh", [(OWN,), (0,)], ids=["this host", "another"])
-def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
-    fresh: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Any of them may lead when the first step is made after it."""
-    for name, stub in (("_write", lambda *_: None), ("_replanned", lambda self, session: session)):
-        monkeypatch.setattr(ElasticRunner, name, stub)
-    monkeypatch.setattr(
-        runner, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
-    )
-    monkeypatch.setattr(runner, "setup_for_group", lambda _, setup, *__: setup)
-    monkeypatch.setattr(runner, "Session", lambda *_: SimpleNamespace())
-    theirs = {"step_before": 24, "loss_before": 2.25}
-
-    def exchange(group: Group, own: GenerationReport, timeout_s: float) -> SessionPlan:
-        other = GenerationReport(recovery=None if 0 in fresh else theirs)
-        return plan_session(group.generation, [other, own])
-
-    monkeypatch.setattr(runner, "exchange_reports", exchange)
-    monkeypatch.setattr(Team, "here", lambda _: {})
-    monkeypatch.setattr(Team, "has_ended", False)
-    openings: Any = Openings(tmp_path)
-    openings.metrics_tail.lines.append(metrics_of(24, 2.5))
-    openings._config.recovery = SimpleNamespace(lost_stage="rewind")
-    lost = Generation(2, (0, OWN), (0, 0), 0, 20, is_rewound=True, lost=(1,), fresh=fresh)
-    ElasticRunner._open(openings, Team(openings._membership, lost), HeldState(24, 0), 0.0)
-    told = openings.recoveries.pending()
-    assert told is not None
-    known = 2.25 if OWN in fresh else 2.5
-    assert (told["step_before"], told["loss_before"]) == (24, known)
 
 
 def test_whoever_leads_keeps_the_folder_from_other_trainings(
@@ -270,17 +232,23 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
         openings.open(setup)
 
 
+@pytest.mark.parametrize(
+    "error", [GenerationEnded(), jax.errors.JaxRuntimeError("INTERNAL: socket closed")]
+)
 def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path
 ):
     before = HeldState(STEP, 88, KEPT)
     openings = Openings(tmp_path, generation(2), generation(3))
-    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
+    openings.error = error
     assert openings.after(before) == [before, before]
+
+
+def test_an_error_that_no_other_host_has_caused_is_raised(tmp_path: Path):
     openings = Openings(tmp_path, generation(2), generation(3))
     openings.error = ValueError("is no fault of another host")
     with pytest.raises(ValueError, match="no fault"):
-        openings.after(before)
+        openings.after(HeldState(STEP, 88, KEPT))
 
 
 def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(

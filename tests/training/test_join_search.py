@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.config import ClusterConfig, Config, DataConfig, to_yaml
 from skippipe_jax.config.resume import identity, settings
-from skippipe_jax.connections import waiting
 from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
 from skippipe_jax.connections.join_server import RUN_ENDED
@@ -227,27 +225,6 @@ def test_it_asks_again_until_a_host_answers_and_knows_where_the_others_are(hosts
     ):
         pass
     assert hosts.now_s > join_search.FIND_S
-
-
-def test_it_says_whom_it_asks_in_vain_and_why(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    said = threading.Event()
-    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
-    monkeypatch.setattr(waiting.log, "info", lambda line: (print(line), said.set()))
-    monkeypatch.setattr(waiting, "EACH_S", 0.01)
-    silent = TemporaryError("join", "10.0.0.1:1", "no host of a run answered", "Ask again")
-    hosts.answers = [silent, [INNER]]
-
-    def sleep(seconds: float) -> None:
-        said.clear()
-        assert said.wait(30.0)
-
-    monkeypatch.setattr(hosts, "sleep", sleep)
-    with hosts.seeking(has_text).fetch():
-        pass
-    why = "10.0.0.1:1: no host of a run answered; retrying for 30 s"
-    assert why in capsys.readouterr().out
 
 
 def test_it_says_that_the_run_has_ended(hosts: Hosts):

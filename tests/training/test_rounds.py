@@ -25,6 +25,7 @@ from skippipe_jax.consensus.generations import (
     Send,
     Tick,
 )
+from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training import setup
 from skippipe_jax.training.report import GenerationReport, plan_session
 from skippipe_jax.training.trainer import Trainer
@@ -158,6 +159,9 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
     lines = [json.loads(line) for line in (tmp_path / "run/membership.jsonl").open()]
     assert [line["cause"] for line in lines] == ["", "host 1 lacks the training text"]
     assert [own["nodes"] for own in lines[-1]["members"]] == [[1], [2]]
+    [recovery] = RunDir(tmp_path / "run").recoveries()
+    assert (recovery.stages, recovery.by, recovery.step_before) == ([0], "rewind", 2)
+    assert recovery.loss_before is not None
     plan = load_plan(tmp_path / "run/generations/plan-3.json")
     assert plan.stages == ((1,), (0,)), "host 2 reads"
     steps = [line["step"] for line in Run(tmp_path / "run").metrics]

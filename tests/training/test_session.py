@@ -20,7 +20,7 @@ from skippipe_jax.storage.checkpoint import COMMITTED, step_folder
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training import session as session_module
 from skippipe_jax.training.callbacks.base import Callback, CallbackList, RunView
-from skippipe_jax.training.session import HeldState, Session, SessionStart
+from skippipe_jax.training.session import Session
 from tests.harness.step_metrics import metrics_of
 
 CONFIG = Config(validation=ValidationConfig(every=20))
@@ -80,12 +80,6 @@ def test_all_steps_are_told_of_before_one_is_validated():
     assert session.told.told == [("step", 20)], "the last one is still under way"
 
 
-def test_a_step_is_validated_by_those_that_go_on_where_hosts_were_lost_before():
-    session = Opened(20)
-    session.finish_step()
-    assert session.told.told == [("validation", 20)]
-
-
 def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -119,24 +113,6 @@ def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
     for step in (20, 20, 21):
         session._save(step)
     assert names == ["saves/20/1", "saves/20/2", "saves/21/1"]
-
-
-def test_an_error_while_stages_are_opened_frees_the_ports_of_transfers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    closed: list[bool] = []
-
-    def fails(*_: object) -> None:
-        raise OSError("no devices")
-
-    monkeypatch.setattr(session_module, "build_runtime", fails)
-    transfers = SimpleNamespace(close=lambda: closed.append(True))
-    setup: Any = SimpleNamespace(schedule=None, transfers=transfers)
-    run: Any = SimpleNamespace(config=CONFIG)
-    group: Any = SimpleNamespace()
-    with pytest.raises(OSError, match="no devices"):
-        Session(run, SessionStart(group, setup, HeldState(0, 0)))
-    assert closed == [True]
 
 
 def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(monkeypatch: pytest.MonkeyPatch):
