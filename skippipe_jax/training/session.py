@@ -39,10 +39,9 @@ from skippipe_jax.training.callbacks.profiler import profile_step
 from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
 from skippipe_jax.training.callbacks.status import StatusUpdates
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
-from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.dropped_stages import dropped_stage_states
 from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
-from skippipe_jax.training.metrics import MetricsCollector
+from skippipe_jax.training.metrics import CompilationCounter, MetricsCollector
 from skippipe_jax.training.preemption import Preemption
 from skippipe_jax.training.setup import (
     COPYING_S,

@@ -22,7 +22,7 @@ from skippipe_jax.storage import files
 from skippipe_jax.storage.checkpoint import committed_steps
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
-from skippipe_jax.training import compilations
+from skippipe_jax.training import metrics
 from tests.commands.examples import CASE, TRAIN, Command, expect_one_error, given
 
 RESUMED = (*TRAIN, "--resume", *given("train.steps=5"))
@@ -30,8 +30,8 @@ RESUMED = (*TRAIN, "--resume", *given("train.steps=5"))
 
 def test_training_tells_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch):
     said = []
-    monkeypatch.setattr(compilations, "SECONDS_BETWEEN_LINES", 0.0)
-    with compilations.CompilationCounter(said.append):
+    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", 0.0)
+    with metrics.CompilationCounter(said.append):
         jax.jit(lambda x: x - 17)(1.5)
     programs = "programs" if len(said) > 1 else "program"
     assert said[-1].startswith(f"compiling: {len(said)} {programs} so far")
