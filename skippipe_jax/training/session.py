@@ -17,8 +17,7 @@ import numpy as np
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0, gather
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
 from skippipe_jax.data.batches import Batch, ReadAhead

@@ -21,8 +21,7 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0, gather, hear, tell
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config, DataConfig, StagePartition, require_same_run
 from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.config.model import PLATFORM_OF

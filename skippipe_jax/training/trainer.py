@@ -14,8 +14,7 @@ from pathlib import Path
 
 from skippipe_jax import log
 from skippipe_jax.cluster.ending import Phase
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.errors import GenerationEnded, HostLeft
 from skippipe_jax.program.schedule import Schedule

@@ -13,7 +13,7 @@ import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
 from skippipe_jax.connections import waiting
@@ -44,7 +44,7 @@ NOTHING = HeldState(STEP, 0, {})
 
 
 class Openings(ElasticRunner):
-    """Opens no session: all teams end meanwhile, but for the last of some generations."""
+    """Opens no session: all groups end meanwhile, but for the last of some generations."""
 
     def __init__(self, folder: Path, *generations: Generation):
         host = Membership(ClusterConfig(heartbeat_timeout_s=0.01), OWN, 3)
@@ -61,18 +61,18 @@ class Openings(ElasticRunner):
         unused: Any = None
         setup = HostSetup(schedule=unused, host_of=(0, OWN, 2), programs={})
         super().__init__(run, setup)
-        self.teams = [Team(host, generation) for generation in generations]
+        self.groups = [Group(host, generation) for generation in generations]
         self.held: list[HeldState] = []
         self.error: Exception = GenerationEnded()
 
-    def _open(self, team: Team, state: HeldState, since_s: float) -> Any:
+    def _open(self, group: Group, state: HeldState, since_s: float) -> Any:
         self.held.append(state)
-        if self.teams:
+        if self.groups:
             raise self.error
 
     def _await(self, after: int, seconds: float) -> Entered:
-        self._team = self.teams.pop(0)
-        return Entered(self._team.generation)
+        self._group = self.groups.pop(0)
+        return Entered(self._group.generation)
 
     def after(self, state: HeldState) -> list[HeldState]:
         """What the host has in each generation, if it had this before."""
@@ -101,7 +101,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
     saved = [Checkpoint(tmp_path, CommitRecord(step=STEP, stage_layers=(1,), files={}))]
     monkeypatch.setattr(runner, "parts_to_restore", lambda *_: lambda checkpoint: {"stage_0"})
     monkeypatch.setattr(runner, "load_data_state", lambda saved: {"microbatches": saved.step * 4})
-    monkeypatch.setattr(runner, "from_host_0", lambda team, name, make, timeout_s: make())
+    monkeypatch.setattr(runner, "from_host_0", lambda group, name, make, timeout_s: make())
     monkeypatch.setattr(Membership, "control", SimpleNamespace(tell=lambda *told: None))
 
     def rewind(*_: Any, parts: Any, **__: Any) -> tuple[int, Checkpoint | None]:
@@ -111,11 +111,11 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
     return saved
 
 
-def gone_back(openings: Openings, team: Generation, state: HeldState) -> HeldState:
-    """What a host has that had this, after what its team goes on from."""
+def gone_back(openings: Openings, group: Generation, state: HeldState) -> HeldState:
+    """What a host has that had this, after what its group goes on from."""
     setup: Any = SimpleNamespace(mirror=None)
-    openings._state = Opening(team, StateSource(state.step, Origin.OWN))
-    given = Team(openings._membership, team), setup, replace(state, step=team.step)
+    openings._state = Opening(group, StateSource(state.step, Origin.OWN))
+    given = Group(openings._membership, group), setup, replace(state, step=group.step)
     after, state = openings._roll_back(*given)
     assert after.generation.step == state.step
     return state
@@ -160,11 +160,11 @@ def test_who_went_back_further_reads_that_checkpoint_although_its_team_ends_mean
     found.append(Checkpoint(tmp_path, CommitRecord(step=STEP - 10, stage_layers=(1,), files={})))
 
     class GoesBack(Openings):
-        def _open(self, team: Team, state: HeldState, since_s: float) -> Any:
-            if len(self.teams) == 1:
+        def _open(self, group: Group, state: HeldState, since_s: float) -> Any:
+            if len(self.groups) == 1:
                 setup: Any = SimpleNamespace(mirror=None)
-                self._roll_back(team, setup, replace(state, restores_checkpoint=True))
-            return super()._open(team, state, since_s)
+                self._roll_back(group, setup, replace(state, restores_checkpoint=True))
+            return super()._open(group, state, since_s)
 
     openings = GoesBack(tmp_path, generation(2), replace(generation(3), step=STEP - 10))
     before = HeldState(STEP, 88, KEPT)
@@ -179,10 +179,10 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     host = openings._membership
     follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
     setup: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(reports=[]))
-    openings._write(Team(host, follows), setup)
+    openings._write(Group(host, follows), setup)
     with RunLock(tmp_path) as other:
         other.acquire()
-    openings._write(Team(host, leads), setup)
+    openings._write(Group(host, leads), setup)
     with RunLock(tmp_path) as other, pytest.raises(TemporaryError, match="another training"):
         other.acquire()
     openings.close()
@@ -211,7 +211,7 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
 ):
     checkpoint: Any = SimpleNamespace(step=STEP)
     openings = Openings(tmp_path, generation(2))
-    first = Team(openings._membership, generation(1))
+    first = Group(openings._membership, generation(1))
     monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
     error: Exception = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
 
@@ -254,7 +254,7 @@ def test_an_error_that_no_other_host_has_caused_is_raised(tmp_path: Path):
 def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Team, "has_ended", False)
+    monkeypatch.setattr(Group, "has_ended", False)
     monkeypatch.setattr(Membership, "misses", lambda *given: False)
     monkeypatch.setattr(coordinator, "RECONNECTS_AFTER_S", 0.0)
     told: list[Any] = []
@@ -281,14 +281,14 @@ def test_a_host_that_waits_for_long_says_for_whom(
     said = threading.Event()
     monkeypatch.setattr(waiting.log, "info", lambda line: (print(line), said.set()))
 
-    def next_team(*_: object) -> None:
+    def next_group(*_: object) -> None:
         assert said.wait(30.0)
         said.clear()
 
-    monkeypatch.setattr(Membership, "next_team", next_team)
+    monkeypatch.setattr(Membership, "next_group", next_group)
     openings: Any = Openings(tmp_path)
     openings._run.preemption = SimpleNamespace(has_left=lambda: False)
-    openings._team = Team(openings._membership, generation(2))
+    openings._group = Group(openings._membership, generation(2))
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
     first, second = capsys.readouterr().out.splitlines()

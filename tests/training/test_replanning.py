@@ -12,7 +12,7 @@ import pytest
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import simulate_plan
 
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, TrainConfig
 from skippipe_jax.config.cluster import ReplanConfig
 from skippipe_jax.consensus.generations import Generation, PlanRequest
@@ -40,11 +40,11 @@ STANDING = predicting(plan_of([[0], [1, 2]], [[0, 1]] * 4, path_length=2))
 EVEN = predicting(plan_of([[0], [1, 2]], [[0, 1], [0, 2], [0, 1], [0, 2]], path_length=2))
 
 
-def team_of(generation: Generation) -> Team:
+def group_of(generation: Generation) -> Group:
     """That of host 0, which is in this generation."""
     membership = Membership(ClusterConfig(), 0, 1)
     membership._board.begin(generation.number)
-    return Team(membership, generation)
+    return Group(membership, generation)
 
 
 SECOND = Generation(2, (0, 2, 3), (7, 7, 7), 0, 10, placement=OWN.stages)
@@ -58,7 +58,7 @@ class Leader:
         self.plans, self.planner = SharedPlans(), WarmPlanner()
         self.view: Any = SimpleNamespace(step=20)
         given = standing, OWN, [0, 1, 2, 3], self.planner, self.wished.append
-        self.replanning = Replanner(config, team_of(generation), self.plans, *given)
+        self.replanning = Replanner(config, group_of(generation), self.plans, *given)
         self.replanning.on_train_begin(self.view)
 
     def makes_a_step(self, **line: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_better_plan_is_searched_for_and_proposed(
     assert wish.placement == ((0, 1, 2), (3,))
     of_it = replace(SECOND, members=(0,), plan=wish.plan)
     knows = plan_session(of_it, [GenerationReport(known_plans=leader.plans.names)])
-    found = leader.plans.fetch(team_of(of_it), knows)
+    found = leader.plans.fetch(group_of(of_it), knows)
     assert found is not None
     assert found.stages == ((0, 1), (2,))
     assert found.predicted.iteration_s < 0.9 * STANDING.predicted.iteration_s
@@ -136,7 +136,7 @@ def test_a_plan_that_nobody_knows_is_none():
     alone = replace(SECOND, members=(0,))
     for generation in (alone, replace(alone, plan="another's")):
         agreed = plan_session(generation, [GenerationReport()])
-        assert SharedPlans().fetch(team_of(generation), agreed) is None
+        assert SharedPlans().fetch(group_of(generation), agreed) is None
 
 
 def test_a_plan_is_told_to_those_alone_who_lack_it():

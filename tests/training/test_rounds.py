@@ -13,7 +13,7 @@ import pytest
 from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax import Run
-from skippipe_jax.cluster.group import NO_GENERATION
+from skippipe_jax.cluster.membership import NO_GENERATION
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, Config
 from skippipe_jax.config.run import CheckpointConfig, ValidationConfig
 from skippipe_jax.consensus.generations import Generation
@@ -86,9 +86,9 @@ def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
     """Whoever leads now may know only now that it is the best."""
     monkeypatch.setattr(session_module, "from_host_0", lambda host, name, make, _: make())
     declared: list[int] = []
-    monkeypatch.setattr(Team, "saved", lambda self, step: declared.append(step))
+    monkeypatch.setattr(Group, "saved", lambda self, step: declared.append(step))
     session = Opened(20, folder=tmp_path)
-    session.group = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
     folder = step_folder(tmp_path, 20)
     folder.mkdir(parents=True)
     (folder / COMMITTED).touch()
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
 
     monkeypatch.setattr(session_module, "from_host_0", from_host_0)
     session: Any = Opened(20, folder=tmp_path)
-    session.group = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
     session._begin_checkpoint = lambda step: None
     for step in (20, 20, 21):
         session._save(step)
@@ -154,7 +154,7 @@ def test_all_hosts_know_who_was_told_to_stop(
     monkeypatch.setattr(session_module, "gather", gather)
     session: Any = Opened(20)
     membership = Membership(ClusterConfig(), 5, 6)
-    session.group = Team(membership, Generation(2, (2, 5), (0, 0), 5, 20))
+    session.group = Group(membership, Generation(2, (2, 5), (0, 0), 5, 20))
     session._saved_step, session._metrics.asked_to_stop = 20, True
     session._checkpointer = SimpleNamespace(wait=lambda: True)
     session.preemption.received = here
