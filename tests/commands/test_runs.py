@@ -181,10 +181,7 @@ def forgotten() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("evaluate", "--run", "run"),
-        ("evaluate", "--run", "run", "--run", "other"),
-    ],
+    [("evaluate", "--run", "run"), ("evaluate", "--run", "run", "--run", "other")],
     ids=["one model", "several models"],
 )
 def test_a_model_that_is_used_keeps_its_programs(

@@ -30,12 +30,7 @@ from skippipe_jax.profiling.case import (
     read_measured,
 )
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.profiling.links import (
-    MeasuredLink,
-    SimultaneousTransfer,
-    measure_copy,
-    rounds,
-)
+from skippipe_jax.profiling.links import MeasuredLink, SimultaneousTransfer, measure_copy, rounds
 from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
@@ -49,14 +44,7 @@ from skippipe_jax.runtime.spread import single
 from skippipe_jax.training.planning import make_plan
 from tests.harness.training_runs import write_config
 
-MODEL = {
-    "width": 16,
-    "layers": 4,
-    "heads": 2,
-    "kv_heads": 1,
-    "ffn_width": 24,
-    "context": 32,
-}
+MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 DATA = {"sequence_length": 32, "microbatch_size": 2}
 
 

@@ -1,4 +1,4 @@
-"""What a run folder holds stays whole, whoever else still writes there."""
+"""What a run folder holds stays whole, and who holds it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ from skippipe_sched.problem.plan import load_plan
 
 from skippipe_jax.config import parse_config
 from skippipe_jax.consensus.generations import Generation, RebuiltStage
-from skippipe_jax.storage import records
+from skippipe_jax.storage import records, run_lock
+from skippipe_jax.storage.files import atomic_write
 from skippipe_jax.storage.records import RecordWriter, ValidationMetrics, append_record
 from skippipe_jax.storage.run_dir import MEMBERSHIP, METRICS, VALIDATION, RunDir
+from skippipe_jax.storage.run_lock import LEASE, RunLock
 from skippipe_jax.training.setup import _warn_of_missing_links
 from tests.sched.examples import plan_of
 
@@ -140,3 +143,106 @@ def test_a_line_tells_which_stages_were_lost_and_how_they_were_made_anew(tmp_pat
     [line] = RunDir(tmp_path).generations()
     assert line.lost == [1]
     assert line.remade == [made]
+
+
+# Writing a file that breaks off leaves what was there.
+
+
+@pytest.mark.parametrize("durably", [False, True])
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, durably: bool):
+    path = tmp_path / "plan.json"
+    for text in ("old", "new, ž"):
+        atomic_write(path, text, durably=durably)
+        assert path.read_text(encoding="utf-8") == text
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write(path, "no text \ud800", durably=durably)
+    assert path.read_text(encoding="utf-8") == "new, ž"
+    atomic_write(path, "again", durably=durably)
+    assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
+
+
+# Who holds a folder, while a run begins and once its hosts lead one after the other.
+
+
+START = 7
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on a file system whose locks exclude others, or nobody."""
+    if request.param == "no locks":
+        monkeypatch.setattr(run_lock.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(run_lock, "RENEWED_S", 0.02)
+    monkeypatch.setattr(run_lock, "EXPIRED_S", 2.0)
+    monkeypatch.setattr(run_lock, "SETTLED_S", 0.05)
+    return tmp_path / "run"
+
+
+def assert_is_held(folder: Path) -> None:
+    with RunLock(folder) as other, pytest.raises(TemporaryError, match="another training"):
+        other.acquire()
+
+
+def test_a_folder_is_held_by_one_training_until_it_is_released(folder: Path):
+    with RunLock(folder) as first:
+        first.acquire()
+        assert_is_held(folder)
+    assert not folder.exists(), "it was made for the hold, and is empty"
+    with RunLock(folder) as second:
+        second.acquire()
+
+
+def test_a_run_holds_its_folder_whoever_of_its_hosts_leads(folder: Path):
+    """Also where the first leader is stopped, and keeps what it has."""
+    with RunLock(folder) as first, RunLock(folder) as next_leader:
+        first.acquire()
+        (folder / "config.yaml").touch()
+        first.share(START)
+        assert_is_held(folder)
+        next_leader.acquire(START)
+        first.release()
+        assert_is_held(folder)
+        next_leader.acquire(START)  # As it leads once more.
+        assert_is_held(folder)
+    with RunLock(folder) as another:
+        another.acquire()
+
+
+def test_a_leader_is_refused_where_another_training_has_begun_meanwhile(folder: Path):
+    with RunLock(folder) as another, RunLock(folder) as late:
+        another.acquire()
+        with pytest.raises(TemporaryError, match="another training"):
+            late.acquire(START)
+
+
+def test_a_hold_that_is_not_taken_is_not_shared(folder: Path):
+    with RunLock(folder) as lock:
+        lock.share(START)
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("folder", ["no locks"], indirect=True)
+@pytest.mark.parametrize("left", ['{"start": 1, "holder": "dead", "renewed": 3}', "garbage", "[]"])
+def test_a_lease_that_nobody_renews_expires(
+    folder: Path, left: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_lock, "EXPIRED_S", 0.1)
+    folder.mkdir()
+    (folder / LEASE).write_text(left)
+    with RunLock(folder) as lock:
+        lock.acquire()
+        assert json.loads((folder / LEASE).read_text())["holder"] != "dead"
+    assert not (folder / LEASE).exists()
+
+
+@pytest.mark.parametrize("folder", ["no locks"], indirect=True)
+def test_who_has_lost_its_lease_renews_it_no_more(folder: Path, capsys: pytest.CaptureFixture[str]):
+    with RunLock(folder) as stopped:
+        stopped.acquire()
+        theirs = '{"start": 1, "holder": "other", "renewed": 1}'
+        (folder / LEASE).write_text(theirs)
+        [thread] = [own for own in threading.enumerate() if own.name == "lease"]
+        thread.join(10)
+        assert not thread.is_alive()
+        assert "another training run took over the folder" in capsys.readouterr().err
+    assert (folder / LEASE).read_text() == theirs
