@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -301,7 +303,7 @@ def test_links_within_a_location_are_left_out_beside_others(tmp_path, locations)
 
 
 def test_the_table_of_hosts_breaks_its_lines_and_scrolls(folder):
-    """It is wider than the page otherwise; `test_page_in_browser` measures it."""
+    """It is wider than the page otherwise; `test_nothing_is_cut_off` measures it."""
     write_metrics(folder, 3)
     for number in (1, 2):
         members = [{"host": 0, "address": "a:1"}]
@@ -479,3 +481,60 @@ def test_the_page_tells_of_conversations_and_of_what_is_learnt_of_them(tmp_path:
     read_corpus.cache_clear()
     assert "<dt>Conversations</dt><dd>text not found</dd>" in report(folder)
     assert "<dt>Conversations</dt>" not in report(start_run(tmp_path / "text"))
+
+
+# The page of a run in a browser: nothing is cut off in narrow and in wide windows.
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+# Writes into the page what stands past its right edge, how wide the page is and could be shown, and
+# the same of the table of hosts, which scrolls where it must.
+MEASURE = """<script>
+const cut = [...document.body.querySelectorAll("h1,h2,h3,p,dt,dd,th,td,svg,figure,pre,summary")]
+  .filter(e => !e.closest(".wide") && e.getClientRects().length
+    && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1);
+document.body.innerHTML = JSON.stringify({
+  page: [document.documentElement.scrollWidth, document.documentElement.clientWidth],
+  cut: cut.map(e => e.tagName + ": " + e.textContent.trim().slice(0, 60)),
+  hosts: [...document.querySelectorAll(".wide:has(> .wraps)")].map(
+    e => [e.scrollWidth, e.clientWidth]),
+});
+document.body.setAttribute("data-measured", "yes");
+</script></body>"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [500, 1024, 1600])
+def test_nothing_is_cut_off(tmp_path: Path, width: int):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 10, validation_loss=2.5, idle_share=[0.5] * 5)
+    record(folder, 10)
+    for number in range(1, 5):
+        members = [{"host": host, "address": "a:1"} for host in range(8)]
+        told = Generation(
+            number, tuple(range(8)), (7,) * 8, 0, 5, is_rewound=number > 1, cause="host 3 was lost"
+        )
+        RunDir(folder).append_generation(told, PLAN, members)
+    page = tmp_path / "page.html"
+    page.write_text(report(folder).replace("</body>", MEASURE))
+    assert CHROMIUM is not None
+    shown = subprocess.run(
+        [
+            *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *("--no-first-run", "--disable-background-networking", "--disable-extensions"),
+            *(f"--window-size={width},1200", f"--user-data-dir={tmp_path / 'browser'}"),
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    [measured] = re.findall(r'<body data-measured="yes">(.*)</body>', shown, re.DOTALL)
+    found = json.loads(measured)
+    assert found["page"][0] <= found["page"][1]
+    assert not found["cut"]
+    [(needed, there)] = found["hosts"]
+    assert needed <= there or width < 1000
