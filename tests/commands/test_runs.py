@@ -153,13 +153,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, command: Co
     assert committed_steps(run) == [4, 5]
 
 
-def test_where_no_checkpoint_is_whole_a_run_ends(run: Path, command: Command):
-    for step in committed_steps(run):
-        truncate(run / "checkpoints" / f"{step:08d}" / "COMMITTED")
-    expect_one_error(command(*RESUMED), "COMMITTED", "Start a new run")
-    assert committed_steps(run) == [2, 3]
-
-
 def test_a_cache_that_cannot_be_used_costs_time_only(run: Path, command: Command):
     result = command(*TRAIN, "--resume", *given("compilation_cache=text"))
     assert result.code == 0
@@ -256,11 +249,6 @@ def test_what_cannot_be_evaluated_is_refused(
 ):
     Path("folder.svg").mkdir()
     expect_one_error(command("evaluate", *arguments), *words)
-
-
-def test_a_run_without_a_checkpoint_cannot_be_evaluated(run: Path, command: Command):
-    shutil.rmtree(run / "checkpoints")
-    expect_one_error(command("evaluate", "--run", "run"), "does not exist", "has checkpoints")
 
 
 def test_the_best_checkpoint_is_told_of_and_evaluated_by_its_name(run: Path, command: Command):

@@ -243,11 +243,6 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert all(word in content for word in (b"far-apart", b"idle_share/0", b"2.5"))
 
 
-def test_every_number_of_a_line_has_a_name():
-    line = {"step": 1, "none": None, "word": "real", "list": [0.5, None], "map": {3: {"a": 2}}}
-    assert dict(flatten_scalars(line)) == {"step": 1, "list/0": 0.5, "map/3/a": 2}
-
-
 @pytest.mark.parametrize(
     ("log", "package", "field"),
     [
