@@ -378,7 +378,7 @@ def test_a_damaged_line_is_named_and_left_out(
 ):
     good, path = GOOD | {"compilations": 0}, tmp_path / METRICS
     line = damage if isinstance(damage, str) else json.dumps(good | damage)
-    path.write_text(f"{line}\n{json.dumps(good)}\n", errors="surrogateescape")
+    path.write_bytes(f"{line}\n{json.dumps(good)}\n".encode(errors="surrogateescape"))
     assert [(read.step, read.loss) for read in RunDir(tmp_path).metrics()] == [(1, 5.0)]
     error = capsys.readouterr().err
     assert error.startswith(f"warning: {path}, line 1 = ")
