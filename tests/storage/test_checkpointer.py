@@ -326,13 +326,13 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_one_
         return [writer.wait() for writer in writers]
 
     # Not a file, which would be full too.
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", printed := io.StringIO())
     with full_disk():
         assert is_saved(3) == [False, False]
         # The last one of a run is tried again.
         assert is_saved(3) == [False, False]
     assert not any((tmp_path / "checkpoints").iterdir()), "it would take the room of the next"
-    told = sys.stderr.getvalue().splitlines()
+    told = printed.getvalue().splitlines()
     assert [line.partition(": ")[0] for line in told] == ["warning"] * 4, told
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert is_saved(3) == [True, True]

@@ -166,7 +166,9 @@ def test_a_host_without_the_text_does_not_take_over_the_data_stage(
     assert [line["cause"] for line in lines] == ["", "host 1 lacks the training text"]
     assert [own["nodes"] for own in lines[-1]["members"]] == [[1], [2]]
     [recovery] = RunDir(tmp_path / "run").recoveries()
-    assert (recovery.stages, recovery.by, recovery.step_before) == ([0], "rewind", 2)
+    assert (recovery.stages, recovery.by, recovery.step) == ([0], "rewind", 0)
+    # The first generation without host 0 makes no step: what it knew is told in the next.
+    assert recovery.step_before >= 2
     assert recovery.loss_before is not None
     plan = load_plan(tmp_path / "run/generations/plan-3.json")
     assert plan.stages == ((1,), (0,)), "host 2 reads"
