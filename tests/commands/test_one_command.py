@@ -26,7 +26,8 @@ from tests.commands.examples import CASE, Command
 OWN = skippipe.COMMANDS.keys() - planner.COMMANDS.keys() - {"completion"}
 # What takes seconds to load, and what no command loads that computes nothing.
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numba"}
-# What each of them may not load either. They are loaded one after the other in one process.
+# Modules that compute nothing, and what they may not load beside that. One process loads them one
+# after the other.
 LIGHT = {
     # Until a configuration is read.
     "skippipe_jax.config": {"scipy", "numpy", "jaxtyping", "yaml"},
