@@ -8,7 +8,7 @@ import time
 import pytest
 
 from skippipe_jax.cluster.mailboxes import Mailboxes
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
 from skippipe_jax.consensus.generations import Generation
@@ -43,6 +43,6 @@ def test_a_team_goes_by_the_clock_of_its_leader(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         membership, "clock_offset_s", lambda *of_whom: (asked.append(of_whom), 7.0)[1]
     )
-    team = Team(membership, Generation(2, (1, 2), (0, 0), leader=1, step=0))
+    team = Group(membership, Generation(2, (1, 2), (0, 0), leader=1, step=0))
     assert team.clock_offset_s() == 7.0
     assert asked == [(1, 2)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.mailboxes import Mailboxes
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, load_config
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
@@ -121,10 +121,10 @@ class ThreadMembership(Membership):
         self.join_server = self._control_loop.join_server
         self.depth, self.puts = 0, list[str]()
 
-    def next_team(self, after: int, timeout_s: float) -> Team | None:
-        team = super().next_team(after, timeout_s)
+    def next_group(self, after: int, timeout_s: float) -> Group | None:
+        group = super().next_group(after, timeout_s)
         self.depth, self.puts = 0, []
-        return team
+        return group
 
     def put(self, key: str, value: str) -> None:
         self.puts.append(key)

@@ -20,8 +20,8 @@ from skippipe_jax.consensus.generations import PlanRequest
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training import trainer
 from skippipe_jax.training.callbacks.base import Callback, RunView
-from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.elastic.runner import ElasticRunner
+from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.session import Session
 from tests.harness.training_runs import by_name
 from tests.sched.examples import plan_of
