@@ -181,7 +181,7 @@ def two_writers(run_dir, **options):
 
 @pytest.fixture
 def writers(tmp_path):
-    """Those of two hosts."""
+    """Return the checkpointers of two hosts."""
     both = two_writers(tmp_path)
     yield both
     for writer in both:
@@ -283,7 +283,7 @@ def test_those_who_were_cut_off_and_those_who_went_on_may_save_one_step(tmp_path
 
 
 def test_only_what_is_as_old_is_removed_of_checkpoints_that_were_not_finished(tmp_path):
-    """What a later generation writes stays, also where it is noticed too late that there is one."""
+    """Folders of a later step or generation stay."""
     pending = [(3, 2), (4, 2), (5, 2), (4, 8)]
     for step, generation in pending:
         (pending_folder(tmp_path, step, generation) / "stage_0").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Which checkpoint is gone on from: a damaged one gives way to the one before, on all hosts."""
+"""Choice of the checkpoint to resume from: without damaged ones, and the same on all hosts."""
 
 from __future__ import annotations
 

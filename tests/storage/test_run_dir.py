@@ -1,4 +1,4 @@
-"""What a run folder holds stays whole, whatever breaks off, and who holds it."""
+"""Files of a run folder stay whole after interrupted writes, and its lock has one holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a run while it trains: its progress, its status, and what it has come over."""
+"""Callbacks of a run: progress, status, and the log of recoveries."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_all_that_go_back_are_as_old_as_what_they_lose(tmp_path: Path):
 
 
 def test_a_recovery_that_comes_to_no_step_is_one_with_the_next(tmp_path: Path):
-    """Of the losses the one counts with which the run could still go on."""
+    """The record has the validation loss from before both."""
     recoveries = RecoveryLog(tmp_path)
     recoveries.begin_recovery(generation(2, 10, is_rewound=True), "rewind", 19, 2.5)
     recoveries.begin_recovery(generation(3, 10, is_rewound=True), "rewind", 10, None)
