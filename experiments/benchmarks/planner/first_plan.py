@@ -22,9 +22,7 @@ from skippipe_sched.search.budget import Search
 CASE = Path(__file__).parents[2] / "paper" / "gcp20.yaml"
 
 
-def first_plan(
-    started_s: float, seed: int, budget_s: float, balanced_s: float
-) -> dict[str, Any]:
+def first_plan(started_s: float, seed: int, budget_s: float, balanced_s: float) -> dict[str, Any]:
     """Search while the search is compiled; say when a plan was better than `balanced`."""
     case = load_case(CASE)
     better: dict[str, float] = {}
