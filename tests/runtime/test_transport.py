@@ -104,7 +104,8 @@ def test_a_generation_gives_all_back_whatever_is_under_way():
             time.sleep(0.5)  # What JAX keeps for the next server it keeps once.
         held.append((process.num_threads(), process.num_fds()))
         sizes.append(process.memory_info().rss)
-    assert max(sizes) < sizes[0] + LARGE_BYTES
+    # The allocator may keep an array of the first round; a leak keeps one of every round.
+    assert max(sizes) < sizes[1] + LARGE_BYTES
 
 
 @pytest.mark.nightly
@@ -148,7 +149,8 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(
             time.sleep(0.5)  # What JAX keeps for the next server it keeps once.
         held.append((process.num_threads(), process.num_fds()))
         sizes.append(process.memory_info().rss)
-    assert max(sizes) < sizes[0] + LARGE_BYTES
+    # The allocator may keep an array of the first round; a leak keeps one of every round.
+    assert max(sizes) < sizes[1] + LARGE_BYTES
 
 
 def test_what_one_generation_asks_for_the_next_does_not_answer():
