@@ -127,7 +127,7 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(
     offered = jnp.ones(LARGE).block_until_ready()
     held: list[tuple[int, int]] = []
     sizes: list[int] = []
-    for generation in range(3):
+    for generation in range(4):
         (transfers, link), (transfers_there, there) = open_both(free_port(), free_port(), first=8)
         link.expect(range(7, 8), **expected)
         asked = there.receive(Hop(7, 0, 1), asked_in, LIKE)
