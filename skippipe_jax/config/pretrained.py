@@ -187,7 +187,7 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
 
     default = {"num_key_value_heads": family.get("num_key_value_heads", content.get(HEADS))}
     given = default | {key: value for key, value in content.items() if value is not None}
-    sizes = {
+    sizes: dict[str, Any] = {
         ours: fields.integer(given.get(theirs), f"{path}: {theirs}", 1)
         for theirs, ours in SIZES.items()
     }
