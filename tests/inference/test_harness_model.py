@@ -160,7 +160,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     st.lists(st.tuples(WORDS, WORDS.filter(lambda text: len(text.encode()) <= 32)), max_size=9),
     st.lists(st.tuples(WORDS, SETTINGS), max_size=9),
