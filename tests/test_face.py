@@ -17,9 +17,6 @@ import pytest
 import skippipe_jax as sp
 from docs.follow import blocks
 from skippipe_jax.cluster.ending import Phase
-from skippipe_jax.runtime.runtime import Runtime
-from skippipe_jax.runtime.transport import Transfers
-from skippipe_jax.training import session
 from tests.harness.training_runs import (
     SMALL_CASE,
     arrays_of_checkpoint,
@@ -104,19 +101,6 @@ def test_logits_are_those_of_the_loss(page: dict[str, Any]):
     np.testing.assert_allclose(model.logits([text, text])[1], model.logits(text), atol=1e-6)
 
 
-def test_the_likeliest_token_is_generated(page: dict[str, Any]):
-    model, prompt = page["model"], [5, 9, 200]
-    [token] = model.generate(prompt, 1, sampling=sp.SamplingParams(temperature=0))
-    assert token == model.logits(prompt)[-1].argmax()
-
-
-def test_orders_keep_a_share_of_the_stages(page: dict[str, Any]):
-    model = page["model"]
-    assert model.orders(2 / 3) == [(0, 1), (0, 2)]
-    assert model.orders(1.0) == [(0, 1, 2)]
-    assert len(model.orders(2 / 3, most=1)) == 1
-
-
 @pytest.mark.parametrize("order", [(), (1, 2), (0, 3), (0, 1, 1)])
 def test_an_order_that_is_none_is_refused(page: dict[str, Any], order: tuple[int, ...]):
     with pytest.raises(sp.InputError) as caught:
@@ -130,11 +114,6 @@ def test_sequences_that_do_not_fit_are_refused(page: dict[str, Any]):
     for tokens in ([1] * (context + 2), [1]):
         with pytest.raises(sp.InputError, match=f"2 to {context + 1} tokens"):
             model.loss(tokens)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path):
-    with pytest.raises(sp.InputError, match="does not contain a run"):
-        sp.Run(tmp_path)
 
 
 # Callbacks.
@@ -222,25 +201,6 @@ def test_a_state_that_is_no_number_is_not_saved_although_its_error_is_caught(tmp
             act()
     run = sp.Run(tmp_path / "run")
     assert run.steps[-1] == run.metrics[-1]["step"] < trainer.step
-
-
-def test_what_is_open_is_closed_where_validation_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    closed: list[str] = []
-    for kind in (Runtime, Transfers):
-        close = kind.close
-
-        def noted(self: Any, close: Any = close) -> None:
-            closed.append(type(self).__name__)
-            close(self)
-
-        monkeypatch.setattr(kind, "close", noted)
-    config = config_in(tmp_path, validation={"every": 2, "sequences": 2})
-    monkeypatch.setattr(session, "Validator", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        sp.Trainer(config).setup()
-    assert closed == ["Runtime", "Transfers"]
 
 
 # Step by step.

@@ -27,7 +27,7 @@ from skippipe_sched.errors import run_command
 
 from experiments.benchmarks.harness import reporting
 from experiments.paper import intervals
-from skippipe_jax.campaign.running import digest_of
+from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.picture import picture

@@ -12,7 +12,8 @@ from skippipe_sched import fields
 
 from experiments.paper import study_text
 from experiments.paper.gates import GatedRun, state_of
-from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, digest_of, run_all
+from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, run_all
+from skippipe_jax.config.resume import digest as digest_of
 
 
 @dataclass(frozen=True)

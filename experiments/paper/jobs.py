@@ -21,7 +21,8 @@ from skippipe_sched.problem.plan import Plan, load_plan
 
 from experiments.paper.summary import Summary
 from skippipe_jax.campaign import running
-from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, digest_of
+from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD
+from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.storage.run_dir import RunDir
 
 __all__ = ["Job", "digest_of", "job_of", "plan_of", "slug", "stoppable", "train"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError
 from tqdm import tqdm
@@ -66,11 +64,6 @@ class Task(Protocol):
     def found(self) -> str:
         """Summarize the result in a line, once the task is done."""
         ...
-
-
-def digest_of(definition: Any) -> str:
-    """Return a hash of a task's definition, the same on every machine; YAML dates as written."""
-    return hashlib.sha256(json.dumps(definition, default=str).encode()).hexdigest()[:16]
 
 
 def run_all(

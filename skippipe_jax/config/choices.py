@@ -64,6 +64,24 @@ class Section:
         """
         require_values(self, self.NAME)
 
+    def error(self, key: str, problem: str, remedy: str) -> InputError:
+        """Return an error about the value of a key."""
+        value = getattr(self, key)
+        value = list(value) if isinstance(value, tuple) else value
+        return InputError(f"{self.NAME}.{key}".lstrip("."), value, problem, remedy)
+
+    def require_default(self, *keys: str, problem: str, remedy: str = "Remove it") -> None:
+        """Reject values other than the default of keys that have no effect.
+
+        `problem` says when they have none, such as "with network.mode: real".
+
+        Raises:
+            InputError: for the first such key.
+        """
+        for key in keys:
+            if getattr(self, key) != getattr(type(self), key):
+                raise self.error(key, f"has no effect {problem}", remedy)
+
 
 def require_values(section: Any, name: str) -> None:
     """Reject values of a section that are not among a key's words or not in its range.
@@ -73,21 +91,16 @@ def require_values(section: Any, name: str) -> None:
     Raises:
         InputError: for the first such key.
     """
-    for key, bounds in _bounds_of(type(section)).items():
+    for key, bounds in bounds_of(type(section)).items():
         value = getattr(section, key)
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None:
-                _require_within(one, f"{name}.{key}".lstrip("."), bounds)
+                require_within(one, f"{name}.{key}".lstrip("."), bounds)
 
 
 @functools.cache
-def choices_of(kind: Any) -> Mapping[str, Choice]:
-    """Return the choices of each key of a section that has some."""
-    return {key: bounds for key, bounds in _bounds_of(kind).items() if isinstance(bounds, Choice)}
-
-
-@functools.cache
-def _bounds_of(kind: Any) -> Mapping[str, Bounds]:
+def bounds_of(kind: Any) -> Mapping[str, Bounds]:
+    """Return the words or the range of each key of a section that has them."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
         field.name: bounds
@@ -104,7 +117,8 @@ def _bounds_within(hint: Any) -> Bounds | None:
     return next((bounds for bounds in (*direct, *nested) if bounds is not None), None)
 
 
-def _require_within(value: Any, name: str, bounds: Bounds) -> None:
+def require_within(value: Any, name: str, bounds: Bounds) -> None:
+    """Reject a value that is not among the words or not in the range, by the `name` of its key."""
     match bounds:
         case Whole(least, most):
             fields.integer(value, name, least, most)

@@ -60,10 +60,10 @@ class ClusterConfig(Section, name="cluster"):
 
     host_of_node: tuple[int, ...] | None = None
     runtime: Annotated[str, RUNTIMES] = AUTO
-    heartbeat_timeout_s: float = 30.0
-    connect_timeout_s: float = 300.0
-    rejoin_s: float = 600.0
-    grace_s: float = 30.0
+    heartbeat_timeout_s: Positive = 30.0
+    connect_timeout_s: Positive = 300.0
+    rejoin_s: Positive = 600.0
+    grace_s: Positive = 30.0
     bind_address: str | None = None
     transfer_port: Annotated[int, Whole(1, LAST_PORT)] | None = None
     secret: str | None = None
@@ -73,16 +73,11 @@ class ClusterConfig(Section, name="cluster"):
     def __post_init__(self) -> None:
         """Reject timeouts, runtimes, addresses and ports that are not valid."""
         super().__post_init__()
-        for field in ("heartbeat_timeout_s", "connect_timeout_s", "rejoin_s", "grace_s"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                problem, remedy = "must be a positive time", "Write seconds above 0"
-                raise InputError(f"cluster.{field}", value, problem, remedy)
         if self.bind_address is not None:
             require_specific_address(self.bind_address, "cluster.bind_address")
         if self.secret is not None and self.insecure:
             problem = "cannot be combined with cluster.secret"
-            raise InputError("cluster.insecure", True, problem, "Remove one of the two")
+            raise self.error("insecure", problem, "Remove one of the two")
 
     def port(self, host: int, other: int, hosts: int) -> int:
         """Return the port on which a host listens for another; 0 for any free one.
@@ -98,7 +93,7 @@ class ClusterConfig(Section, name="cluster"):
         if self.transfer_port + hosts**2 - 1 > LAST_PORT:
             remedy = f"Write at most {LAST_PORT + 1 - hosts**2}"
             problem = f"is too high: {hosts} hosts need {hosts**2} ports from this one on"
-            raise InputError("cluster.transfer_port", self.transfer_port, problem, remedy)
+            raise self.error("transfer_port", problem, remedy)
         highest = max(host, other)
         if highest < hosts:
             return self.transfer_port + host * hosts + other

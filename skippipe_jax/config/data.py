@@ -17,22 +17,23 @@ from typing import Annotated, Any
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.choices import Choice, Count, Section, Seed
+from skippipe_jax.config.choices import (
+    Choice,
+    Count,
+    Positive,
+    Real,
+    Section,
+    Seed,
+    require_values,
+)
 
 BYTES = "bytes"
 """Name of `ByteTokenizer` where a path of a tokenizer is expected."""
-
-
 TOKENIZER_FOLDER = "tokenizer"
 """Folder with the tokenizer, in a run or in tokenized text."""
-
-
 CHAT_TEMPLATE = "chat_template.jinja"
 """File beside a tokenizer with the template of conversations."""
-
-
 TOKENIZER = "tokenizer.json"
-
 TOKENS_INDEX = "index.json"
 """File that describes the content of a folder of tokenized text."""
 
@@ -92,8 +93,6 @@ CONVERSATIONS = frozenset({"messages", "conversations", "instruction"})
 # All held-out documents, those for estimating priors, or those for scores.
 FOR_PRIORS, FOR_SCORES = "priors", "scores"
 HELD_OUT_PARTS = Choice(("all", FOR_PRIORS, FOR_SCORES))
-
-
 # A longer cycle would take memory, for proportions very close to simpler ones.
 _LONGEST_CYCLE = 1_000_000
 
@@ -127,6 +126,10 @@ class DocumentSource:
         if self.path is None:
             return f"{self.field}.source", self.kind
         return f"{self.field}.path", self.path
+
+    def error(self, problem: str, remedy: str) -> InputError:
+        """Return an error of the text, which names its origin."""
+        return InputError(*self.origin, problem, remedy)
 
     @property
     def label(self) -> str:
@@ -185,7 +188,7 @@ class MixtureConfig:
     source: Annotated[str, SOURCES] = "text"
     path: str | None = None
     text_field: str = "text"
-    weight: float = 1.0
+    weight: Positive = 1.0
     name: str | None = None
 
 
@@ -226,8 +229,6 @@ class DataConfig(Section, name="data"):
             single document, the fraction at its end. For ``tokens`` it was fixed by `skippipe
             tokenize`.
         shuffle_seed: seed of the order of training and of the choice of held-out documents.
-
-    Raises `InputError` for a value outside its range.
     """
 
     source: Annotated[str, Choice((*SOURCES, "mixture"))] = "python"
@@ -241,7 +242,7 @@ class DataConfig(Section, name="data"):
     too_long: Annotated[str, TOO_LONG] | None = None
     sequence_length: Count = 256
     microbatch_size: Count = 4
-    held_out: float = 0.05
+    held_out: Annotated[float, Real(above=True, end=1.0)] = 0.05
     shuffle_seed: Seed = 0
 
     def __post_init__(self):
@@ -250,47 +251,34 @@ class DataConfig(Section, name="data"):
         if (self.source == "mixture") != (self.mixture is not None):
             problem = f"does not match data.source: {self.source}"
             remedy = "Write both source: mixture and mixture: [{source: ..., weight: ...}, ...]"
-            raise InputError("data.mixture", self.mixture, problem, remedy)
-        if self.mixture is not None and self.path is not None:
-            problem = "has no effect with data.mixture, whose sources have their own paths"
-            raise InputError("data.path", self.path, problem, "Remove it")
+            raise self.error("mixture", problem, remedy)
+        if self.mixture is not None:
+            own = "with data.mixture, whose sources have their own paths"
+            self.require_default("path", problem=own)
+        for number, one in enumerate(self.mixture or ()):
+            require_values(one, f"data.mixture[{number}]")
         for part in self.sources():
             self._check_source(part)
         self._check_names()
-        if self.too_long is not None and self.packing != "documents":
-            problem = f"has no effect with data.packing: {self.packing}"
+        if self.packing != "documents":
             remedy = "Write packing: documents, or remove data.too_long"
-            raise InputError("data.too_long", self.too_long, problem, remedy)
-        if self.tokenizer is not None:
-            fields.text(self.tokenizer, "data.tokenizer")
-        has_chat = any(source.kind == "chat" for source in self.sources())
-        if self.chat_template is not None:
-            fields.text(self.chat_template, "data.chat_template")
-            if not has_chat:
-                problem = "has no effect without a chat source"
-                raise InputError("data.chat_template", self.chat_template, problem, "Remove it")
+            problem = f"with data.packing: {self.packing}"
+            self.require_default("too_long", problem=problem, remedy=remedy)
+        kinds = {source.kind for source in self.sources()}
+        if "chat" not in kinds:
+            self.require_default("chat_template", "today", problem="without a chat source")
         if self.today is not None:
             require_day(self.today, "data.today")
-            if not has_chat:
-                problem = "has no effect without a chat source"
-                raise InputError("data.today", self.today, problem, "Remove it")
-        if not 0 < self.held_out < 1:
-            problem = "must be between 0 and 1 (exclusive), so that neither part is empty"
-            remedy = "Write a fraction such as 0.05"
-            raise InputError("data.held_out", self.held_out, problem, remedy)
-        all_tokens = all(source.kind == "tokens" for source in self.sources())
-        if self.held_out != DataConfig.held_out and all_tokens:
-            problem = "has no effect on tokens, whose held-out part skippipe tokenize has selected"
+        if kinds == {"tokens"}:
+            problem = "on tokens, whose held-out part skippipe tokenize has selected"
             remedy = "Remove it, or tokenize the text again with --held-out"
-            raise InputError("data.held_out", self.held_out, problem, remedy)
+            self.require_default("held_out", problem=problem, remedy=remedy)
         self.shares()
 
     def _check_source(self, source: DocumentSource) -> None:
-        fields.text(source.kind, f"{source.field}.source", choices=SOURCES)
-        fields.text(source.text_field, f"{source.field}.text_field")
         if source.kind == "chat" and self.packing != "documents":
             problem = "must be documents for conversations"
-            raise InputError("data.packing", self.packing, problem, "Write packing: documents")
+            raise self.error("packing", problem, "Write packing: documents")
         if source.kind != "python" and source.path is None:
             remedy = "Name a file, a folder or a glob"
             raise InputError(f"{source.field}.path", None, "is missing", remedy)
@@ -298,8 +286,6 @@ class DataConfig(Section, name="data"):
             problem = "has no effect with source: python"
             remedy = "Remove it or set source: text"
             raise InputError(f"{source.field}.path", source.path, problem, remedy)
-        if source.path is not None:
-            fields.text(source.path, f"{source.field}.path")
 
     def _check_names(self) -> None:
         names: set[str] = set()
@@ -343,21 +329,13 @@ class DataConfig(Section, name="data"):
         """Return the number of sequences of each source in one cycle of the mixture."""
         if self.mixture is None:
             return (1,)
-        weights = [
-            Fraction(
-                str(fields.number(one.weight, f"data.mixture[{number}].weight", 0, above=True))
-            )
-            for number, one in enumerate(self.mixture)
-        ]
+        weights = [Fraction(str(one.weight)) for one in self.mixture]
         unit = Fraction(1, math.lcm(*(weight.denominator for weight in weights)))
         shares = [int(weight / unit) for weight in weights]
         common = math.gcd(*shares)
         if sum(shares) // common > _LONGEST_CYCLE:
-            raise InputError(
-                "data.mixture",
-                [one.weight for one in self.mixture],
-                f"proportions repeat only after {sum(shares) // common} sequences, more than "
-                f"{_LONGEST_CYCLE}",
-                "Write weights with fewer digits",
-            )
+            given = [one.weight for one in self.mixture]
+            cycle = sum(shares) // common
+            problem = f"proportions repeat only after {cycle} sequences, more than {_LONGEST_CYCLE}"
+            raise InputError("data.mixture", given, problem, "Write weights with fewer digits")
         return tuple(share // common for share in shares)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from skippipe_sched.problem.case import OPTIONAL, REQUIRED
 
-from skippipe_jax.config.choices import Choice, choices_of
+from skippipe_jax.config.choices import Choice, bounds_of
 from skippipe_jax.config.model import PRESETS
 from skippipe_jax.config.parsing import EXTENDS, to_tree
 from skippipe_jax.config.run import Config
@@ -60,7 +60,7 @@ class Section:
 def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
     """Return the section that a dataclass describes, at path `name`, and all nested ones."""
     about, descriptions = described(kind)
-    hints, choices = typing.get_type_hints(kind), choices_of(kind)
+    hints, bounds = typing.get_type_hints(kind), bounds_of(kind)
     keys = tuple(
         Key(
             name=field.name,
@@ -72,7 +72,7 @@ def sections(kind: Any = Config, name: str = "") -> Iterator[Section]:
                 else field.default_factory()
             ),
             about=descriptions[field.name],
-            choices=choices.get(field.name),
+            choices=own if isinstance(own := bounds.get(field.name), Choice) else None,
         )
         for field in dataclasses.fields(kind)
     )

@@ -122,12 +122,9 @@ class NodeConfig(Section, name="node"):
             InputError: if `tensor` does not divide the number of devices.
         """
         if devices % self.tensor or devices < self.tensor:
-            raise InputError(
-                "node.tensor",
-                self.tensor,
-                f"does not divide the {devices} devices per node on a host",
-                "Write a divisor, or set node.fsdp to a number",
-            )
+            problem = f"does not divide the {devices} devices per node on a host"
+            remedy = "Write a divisor, or set node.fsdp to a number"
+            raise self.error("tensor", problem, remedy)
         return NodeMesh(devices // self.tensor, self.tensor)
 
 
@@ -184,26 +181,15 @@ class NetworkConfig(Section, name="network"):
     def __post_init__(self):
         """Reject settings without effect."""
         super().__post_init__()
-        for name in ("emulate_compute", "jitter"):
-            if getattr(self, name) and self.mode == "real":
-                raise InputError(
-                    f"network.{name}",
-                    getattr(self, name),
-                    "has no effect with network.mode: real",
-                    "Write network.mode: emulate, or remove it",
-                )
-        gradient_dtype = self.gradient_dtype or self.activation_dtype
-        if self.gradient_rounding == "stochastic" and gradient_dtype != "int8":
-            raise InputError(
-                "network.gradient_rounding",
-                self.gradient_rounding,
-                "has no effect unless gradients are sent as int8",
-                "Write network.gradient_dtype: int8, or remove it",
-            )
-        if self.averaging == "collective" and self.averaging_dtype is not None:
-            raise InputError(
-                "network.averaging_dtype",
-                self.averaging_dtype,
-                "has no effect with network.averaging: collective",
-                "Write network.averaging: ring, or remove it",
-            )
+        if self.mode == "real":
+            remedy = "Write network.mode: emulate, or remove it"
+            problem = "with network.mode: real"
+            self.require_default("emulate_compute", "jitter", problem=problem, remedy=remedy)
+        if (self.gradient_dtype or self.activation_dtype) != "int8":
+            remedy = "Write network.gradient_dtype: int8, or remove it"
+            problem = "unless gradients are sent as int8"
+            self.require_default("gradient_rounding", problem=problem, remedy=remedy)
+        if self.averaging == "collective":
+            remedy = "Write network.averaging: ring, or remove it"
+            problem = "with network.averaging: collective"
+            self.require_default("averaging_dtype", problem=problem, remedy=remedy)

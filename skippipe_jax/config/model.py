@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skippipe_sched import fields
-from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.choices import DTYPES, Choice, Count, Positive, Section
 
@@ -225,19 +224,12 @@ class ModelConfig(Section, name="model"):
         """Reject shapes and names that do not make a model."""
         super().__post_init__()
         if self.width % self.heads or (self.width // self.heads) % 2:
-            raise InputError(
-                "model.heads",
-                self.heads,
-                f"does not split model.width {self.width} into heads of an even width",
-                "Choose heads so that width / heads is an even whole number",
-            )
+            problem = f"does not split model.width {self.width} into heads of an even width"
+            remedy = "Choose heads so that width / heads is an even whole number"
+            raise self.error("heads", problem, remedy)
         if self.heads % self.kv_heads:
-            raise InputError(
-                "model.kv_heads",
-                self.kv_heads,
-                f"does not divide model.heads = {self.heads}",
-                "Choose a divisor of model.heads",
-            )
+            problem = f"does not divide model.heads = {self.heads}"
+            raise self.error("kv_heads", problem, "Choose a divisor of model.heads")
 
     @property
     def deviation(self) -> float:
@@ -266,25 +258,14 @@ class ModelConfig(Section, name="model"):
         """
         if self.stage_layers is None:
             if self.layers % stages:
-                raise InputError(
-                    "model.layers",
-                    self.layers,
-                    f"is not a multiple of the plan's {stages} stages",
-                    "Choose a multiple, or set model.stage_layers",
-                )
+                problem = f"is not a multiple of the plan's {stages} stages"
+                remedy = "Choose a multiple, or set model.stage_layers"
+                raise self.error("layers", problem, remedy)
             return StagePartition((self.layers // stages,) * stages)
         if len(self.stage_layers) != stages or min(self.stage_layers) < 1:
-            raise InputError(
-                "model.stage_layers",
-                list(self.stage_layers),
-                f"must give one number, at least 1, for each of the plan's {stages} stages",
-                f"Write {stages} numbers",
-            )
+            problem = f"must give one number, at least 1, for each of the plan's {stages} stages"
+            raise self.error("stage_layers", problem, f"Write {stages} numbers")
         if sum(self.stage_layers) != self.layers:
-            raise InputError(
-                "model.stage_layers",
-                list(self.stage_layers),
-                f"adds up to {sum(self.stage_layers)}, but model.layers is {self.layers}",
-                "Make the two agree",
-            )
+            problem = f"adds up to {sum(self.stage_layers)}, but model.layers is {self.layers}"
+            raise self.error("stage_layers", problem, "Make the two agree")
         return StagePartition(self.stage_layers)

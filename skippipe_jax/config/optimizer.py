@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.averaging import (
     DEFAULTS,
     EXACT,
@@ -31,7 +30,6 @@ from skippipe_jax.config.choices import (
 # wait for them.
 TOTALS_LAG = 4
 Decay = Annotated[float, Real(end=1.0)]
-OUTER_OPTIMIZER_KEYS = ("rate", "momentum", "exact_steps")
 
 
 @dataclass(frozen=True)
@@ -72,19 +70,12 @@ class AveragingConfig(Section, name="averaging"):
     def __post_init__(self):
         """Reject values that the planner rejects, and keys without effect in `exact` mode."""
         super().__post_init__()
-        values = {key: getattr(self, key) for key in DEFAULTS}
         if self.is_outer:
-            parse_averaging({"mode": self.mode, **values}, "averaging")
+            parse_averaging(self.of_case["averaging"], "averaging")
         else:
-            values |= {key: getattr(self, key) for key in OUTER_OPTIMIZER_KEYS}
-            for key, value in values.items():
-                if value != getattr(AveragingConfig, key):
-                    raise InputError(
-                        f"averaging.{key}",
-                        value,
-                        "has no effect with averaging.mode: exact",
-                        "Remove it, or write averaging.mode: outer",
-                    )
+            remedy = "Remove it, or write averaging.mode: outer"
+            keys = (*DEFAULTS, "rate", "momentum", "exact_steps")
+            self.require_default(*keys, problem="with averaging.mode: exact", remedy=remedy)
 
     @property
     def is_outer(self) -> bool:
@@ -147,13 +138,10 @@ class AveragingConfig(Section, name="averaging"):
         least = min(stage_layers)
         # A stage without blocks is reported by the check of the stage partition.
         if self.is_outer and 1 <= least < self.fragments:
-            raise InputError(
-                "averaging.fragments",
-                self.fragments,
-                f"stage {stage_layers.index(least)} has {least} blocks, but needs at least one per "
-                "fragment",
-                f"Write {least} or less, or give this stage more blocks in model.stage_layers",
-            )
+            stage = stage_layers.index(least)
+            problem = f"stage {stage} has {least} blocks, but needs at least one per fragment"
+            remedy = f"Write {least} or less, or give this stage more blocks in model.stage_layers"
+            raise self.error("fragments", problem, remedy)
 
 
 SCHEDULES = Choice(("cosine", "warmup-stable-decay"))
@@ -225,26 +213,14 @@ class OptimizerConfig(Section, name="optimizer"):
     def __post_init__(self):
         """Reject values outside their ranges, and keys without effect."""
         super().__post_init__()
-        for name in ("decay_fraction", "decay_shape"):
-            value = getattr(self, name)
-            if self.schedule == "cosine" and value != getattr(OptimizerConfig, name):
-                raise InputError(
-                    f"optimizer.{name}",
-                    value,
-                    "has no effect with optimizer.schedule: cosine",
-                    "Remove it, or write schedule: warmup-stable-decay",
-                )
-        if self.name == ADAMW and self.muon_momentum != OptimizerConfig.muon_momentum:
-            raise InputError(
-                "optimizer.muon_momentum",
-                self.muon_momentum,
-                "has no effect with optimizer.name: adamw",
-                "Remove it, or write name: muon",
-            )
+        if self.schedule == "cosine":
+            remedy = "Remove it, or write schedule: warmup-stable-decay"
+            problem = "with optimizer.schedule: cosine"
+            self.require_default("decay_fraction", "decay_shape", problem=problem, remedy=remedy)
+        if self.name == ADAMW:
+            remedy = "Remove it, or write name: muon"
+            problem = "with optimizer.name: adamw"
+            self.require_default("muon_momentum", problem=problem, remedy=remedy)
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise InputError(
-                "optimizer.decay_steps",
-                self.decay_steps,
-                f"must be greater than warmup_steps = {self.warmup_steps}",
-                "Raise it, or remove it",
-            )
+            problem = f"must be greater than warmup_steps = {self.warmup_steps}"
+            raise self.error("decay_steps", problem, "Raise it, or remove it")

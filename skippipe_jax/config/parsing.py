@@ -177,22 +177,13 @@ def read_files(path: Path, named: str, overrides: Sequence[str] = ()) -> ConfigF
         set_key(merged, override)
     if len(trees) == 1:
         return ConfigFiles(merged)
-    file_of = {
-        key_path: str(file)
-        for file, content in reversed(trees.items())
-        for key_path in _value_paths(content)
-    }
-    keys = [override.partition("=")[0] for override in overrides]
-    overridden = {
-        key_path
-        for key_path in _value_paths(merged)
-        if any(f"{key_path}.".startswith(f"{k}.") for k in keys)
-    }
     origins = {
-        key_path: SET if key_path in overridden else file_of[key_path]
-        for key_path in _value_paths(merged)
+        own: str(file) for file, content in reversed(trees.items()) for own in _value_paths(content)
     }
-    return ConfigFiles(merged, origins)
+    for override in overrides:
+        key = override.partition("=")[0]
+        origins |= {own: SET for own in _value_paths(merged) if f"{own}.".startswith(f"{key}.")}
+    return ConfigFiles(merged, {own: origins[own] for own in _value_paths(merged)})
 
 
 def mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:

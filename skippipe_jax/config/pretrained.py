@@ -121,6 +121,18 @@ SUPPORTED_VALUES = {
 }
 
 
+HEADS = "num_attention_heads"
+SIZES = {
+    "vocab_size": "vocabulary_size",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    HEADS: "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn_width",
+    "max_position_embeddings": "context",
+}
+"""Our names of the sizes in config.json."""
+
 INITIALIZER_RANGE = 0.02
 """Default of transformers for a config.json without this key."""
 
@@ -173,19 +185,17 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
         if content.get(key) not in (None, value):
             raise _not_supported(path, key, content[key], value)
 
-    def integer(key: str, default: int | None = None) -> int:
-        value = content.get(key)
-        return fields.integer(default if value is None else value, f"{path}: {key}", 1)
-
-    width, heads = integer("hidden_size"), integer("num_attention_heads")
-    head_dim = content.get("head_dim")
-    if head_dim is not None and head_dim * heads != width:
-        raise InputError(
-            f"{path}: head_dim",
-            head_dim,
-            f"is not supported: only hidden_size / num_attention_heads = {width / heads:g} is",
-            "Choose a model with this head_dim",
-        )
+    default = {"num_key_value_heads": family.get("num_key_value_heads", content.get(HEADS))}
+    given = default | {key: value for key, value in content.items() if value is not None}
+    sizes: dict[str, Any] = {
+        ours: fields.integer(given.get(theirs), f"{path}: {theirs}", 1)
+        for theirs, ours in SIZES.items()
+    }
+    head_dim, width = content.get("head_dim"), sizes["width"] / sizes["heads"]
+    if head_dim not in (None, width):
+        problem = f"is not supported: only hidden_size / {HEADS} = {width:g} is"
+        remedy = "Choose a model with this head_dim"
+        raise InputError(f"{path}: head_dim", head_dim, problem, remedy)
     rope_theta, rope_scaling = _read_rope(content, path)
     tied_head = content.get("tie_word_embeddings", False)
     if not isinstance(tied_head, bool):
@@ -194,13 +204,7 @@ def read_model(folder: Path, field: str = MODEL_CONFIG) -> ModelConfig:
         )
     deviation = content.get("initializer_range", INITIALIZER_RANGE)
     return ModelConfig(
-        vocabulary_size=integer("vocab_size"),
-        width=width,
-        layers=integer("num_hidden_layers"),
-        heads=heads,
-        kv_heads=integer("num_key_value_heads", family.get("num_key_value_heads", heads)),
-        ffn_width=integer("intermediate_size"),
-        context=integer("max_position_embeddings"),
+        **sizes,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied_head=tied_head,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skippipe_sched.errors import InputError
@@ -86,12 +86,18 @@ def require_same_on_all_hosts(config: Config, of_run: Config) -> None:
             )
 
 
-def _shared_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal on all hosts, as a mapping."""
+def _without(config: Config, names: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration as a mapping, without the keys of these names."""
     tree = to_tree(config)
-    for name in DIFFERS_BY_HOST:
+    for name in names:
         *sections, key = name.split(".")
         del functools.reduce(dict.__getitem__, sections, tree)[key]
+    return tree
+
+
+def _shared_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that must be equal on all hosts, as a mapping."""
+    tree = _without(config, DIFFERS_BY_HOST)
     for source in tree["data"]["mixture"] or ():
         del source["path"]
     return tree
@@ -99,10 +105,7 @@ def _shared_settings(config: Config) -> dict[str, Any]:
 
 def identity(config: Config) -> Mapping[str, str]:
     """Return the settings that identify a run, by key."""
-    tree = to_tree(config)
-    for name in FREE_TO_CHANGE:
-        section, key = name.split(".")
-        del tree[section][key]
+    tree = _without(config, FREE_TO_CHANGE)
     return _as_texts({name: tree[name] for name in ("run_dir", *FIXED_SECTIONS)})
 
 
@@ -124,8 +127,8 @@ def _as_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Return a short digest of a JSON value, for comparison."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    """Return a short digest of a JSON value, the same on every machine; YAML dates as written."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
 def _differences(name: str, new: Any, old: Any) -> list[tuple[str, Any, Any]]:

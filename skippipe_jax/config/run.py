@@ -10,12 +10,20 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import DEFAULT_METHOD, METHODS
 from skippipe_sched.search.budget import DEFAULT_BUDGET_S
 
-from skippipe_jax.config.choices import Choice, Count, Positive, Real, Section, Seed, Whole
+from skippipe_jax.config.choices import (
+    Choice,
+    Count,
+    Positive,
+    Real,
+    Section,
+    Seed,
+    Whole,
+    require_values,
+)
 from skippipe_jax.config.cluster import (
     DISTRIBUTED,
     LAST_PORT,
@@ -52,17 +60,11 @@ class CheckpointConfig(Section, name="checkpoint"):
     copy_to: str | None = None
 
     def __post_init__(self):
-        """Reject a `keep_every` that `every` does not divide, and a `copy_to` that is not text."""
+        """Reject a `keep_every` that `every` does not divide."""
         super().__post_init__()
         if self.keep_every is not None and self.keep_every % self.every:
-            raise InputError(
-                "checkpoint.keep_every",
-                self.keep_every,
-                f"is not a multiple of checkpoint.every = {self.every}",
-                "Choose a multiple",
-            )
-        if self.copy_to is not None:
-            fields.text(self.copy_to, "checkpoint.copy_to")
+            problem = f"is not a multiple of checkpoint.every = {self.every}"
+            raise self.error("keep_every", problem, "Choose a multiple")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class PlanConfig(Section, name="plan"):
         if self.file is not None and self.case is not None:
             problem = "cannot be combined with plan.case: a plan contains its case"
             remedy = "Set plan.case=null to use the plan, or plan.file=null to plan for the case"
-            raise InputError("plan.file", self.file, problem, remedy)
+            raise self.error("file", problem, remedy)
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,12 @@ class Phase:
             evenly, all microbatches visit all stages in order.
     """
 
-    from_step: int = 0
-    path_length: int | None = None
-    max_swaps: int | None = None
-    from_share: float | None = None
-    skipping: float = 1.0
-    path_share: float | None = None
+    from_step: Annotated[int, Whole(0)] = 0
+    path_length: Count | None = None
+    max_swaps: Annotated[int, Whole(0)] | None = None
+    from_share: Annotated[float, Real(end=1.0)] | None = None
+    skipping: Annotated[float, Real(most=1.0)] = 1.0
+    path_share: Annotated[float, Real(above=True, most=1.0)] | None = None
 
     def stages_visited(self, stages: int) -> int | None:
         """Return how many of `stages` stages a path visits; None: as in the plan's case."""
@@ -182,27 +184,24 @@ class RecipeConfig(Section, name="recipe"):
         """Reject phases that are out of order, and keys without effect."""
         super().__post_init__()
         if self.preset is not None and self.phases is not None:
+            other = f"recipe.preset: {self.preset}"
             raise InputError(
                 "recipe.phases",
                 [phase.name for phase in self.phases],
-                f"cannot be combined with recipe.preset: {self.preset}, which has its own phases",
+                f"cannot be combined with {other}, which has its own phases",
                 "Remove recipe.phases, or recipe.preset",
             )
         for number, phase in enumerate(self.phases or ()):
             _require_phase(phase, f"recipe.phases[{number}]")
         for number, (before, after) in enumerate(pairwise(self.phases or ()), start=1):
             _require_order(before, after, f"recipe.phases[{number}]")
-        for name, other, is_unused in (
-            ("redraws", "redraw_every", self.redraws > 1 and self.redraw_every is None),
-            ("redraw_every", "redraws", self.redraws == 1 and self.redraw_every is not None),
+        for name, other, is_unset in (
+            ("redraws", "redraw_every", self.redraw_every is None),
+            ("redraw_every", "redraws", self.redraws == 1),
         ):
-            if is_unused:
-                raise InputError(
-                    f"recipe.{name}",
-                    getattr(self, name),
-                    f"has no effect without recipe.{other}",
-                    f"Write recipe.{other} too, or remove it",
-                )
+            if is_unset:
+                remedy = f"Write recipe.{other} too, or remove it"
+                self.require_default(name, problem=f"without recipe.{other}", remedy=remedy)
 
     def in_steps(self, steps: int) -> RecipeConfig:
         """Return the recipe with its preset expanded and its phases counted in steps.
@@ -243,32 +242,15 @@ class RecipeConfig(Section, name="recipe"):
 
 def _require_phase(phase: Phase, field: str) -> None:
     """Raise `InputError` if a phase, counted in steps or shares, is not valid."""
-    fields.number(phase.skipping, f"{field}.skipping", 0.0)
-    if phase.skipping > 1:
-        problem, remedy = "must be at most 1", "Write a fraction of at most 1"
-        raise InputError(f"{field}.skipping", phase.skipping, problem, remedy)
-    if phase.from_share is not None:
-        fields.number(phase.from_share, f"{field}.from_share", 0.0)
-        if phase.from_share >= 1:
-            problem, remedy = "must be less than 1", "Write a fraction below 1"
-            raise InputError(f"{field}.from_share", phase.from_share, problem, remedy)
-        if phase.from_step:
-            problem = "cannot be combined with from_share"
-            raise InputError(f"{field}.from_step", phase.from_step, problem, "Remove one of them")
-    if phase.path_share is not None:
-        fields.number(phase.path_share, f"{field}.path_share", 0.0, above=True)
-        if phase.path_share > 1:
-            problem, remedy = "must be at most 1", "Write a fraction of at most 1"
-            raise InputError(f"{field}.path_share", phase.path_share, problem, remedy)
-        if phase.path_length is not None:
-            problem = "cannot be combined with path_share"
-            remedy = "Remove one of them"
-            raise InputError(f"{field}.path_length", phase.path_length, problem, remedy)
-    for name, least in (("from_step", 0), ("path_length", 1), ("path_share", 0), ("max_swaps", 0)):
+    require_values(phase, field)
+    for share, name in (("from_share", "from_step"), ("path_share", "path_length")):
         value = getattr(phase, name)
-        if value is not None and name != "path_share":
-            fields.integer(value, f"{field}.{name}", least)
-        if value is not None and name != "from_step" and phase.skipping == 0:
+        if getattr(phase, share) is not None and value:
+            problem = f"cannot be combined with {share}"
+            raise InputError(f"{field}.{name}", value, problem, "Remove one of them")
+    for name in ("path_length", "path_share", "max_swaps"):
+        value = getattr(phase, name)
+        if value is not None and phase.skipping == 0:
             problem = "has no effect with skipping: 0"
             raise InputError(f"{field}.{name}", value, problem, "Remove it, or raise skipping")
 
@@ -276,21 +258,15 @@ def _require_phase(phase: Phase, field: str) -> None:
 def _require_order(before: Phase, after: Phase, field: str) -> None:
     """Raise `InputError` unless a phase begins after the one before it."""
     if (before.from_share is None) != (after.from_share is None):
-        raise InputError(
-            field,
-            after.name,
-            "does not define its start by the same key as the previous phase",
-            "Write from_share for all phases, or from_step for all",
-        )
+        problem = "does not define its start by the same key as the previous phase"
+        remedy = "Write from_share for all phases, or from_step for all"
+        raise InputError(field, after.name, problem, remedy)
     name = "from_step" if after.from_share is None else "from_share"
     earlier, later = getattr(before, name), getattr(after, name)
     if later <= earlier:
-        raise InputError(
-            f"{field}.{name}",
-            later,
-            f"must be greater than that of the previous phase, {earlier}",
-            "List the phases in the order in which they begin",
-        )
+        problem = f"must be greater than that of the previous phase, {earlier}"
+        remedy = "List the phases in the order in which they begin"
+        raise InputError(f"{field}.{name}", later, problem, remedy)
 
 
 NO_RECIPE = RecipeConfig()
@@ -353,13 +329,9 @@ class ValidationConfig(Section, name="validation"):
     def __post_init__(self):
         """Reject a `patience` without validations."""
         super().__post_init__()
-        if self.patience is not None and self.every is None:
-            raise InputError(
-                "validation.patience",
-                self.patience,
-                "has no effect without validation.every",
-                "Write validation.every too, or remove it",
-            )
+        if self.every is None:
+            remedy = "Write validation.every too, or remove it"
+            self.require_default("patience", problem="without validation.every", remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -443,45 +415,29 @@ class Config(Section, name=""):
             origin = parse_init_from(self.init_from)
             same = os.path.realpath(origin.folder) == os.path.realpath(self.run_dir)
             if origin.kind == RUN and same:
-                raise InputError(
-                    "init_from",
-                    self.init_from,
-                    "is the run itself: run_dir is the same folder",
-                    "Name another run, or another run directory: --set run_dir=...",
-                )
+                problem = "is the run itself: run_dir is the same folder"
+                remedy = "Name another run, or another run directory: --set run_dir=..."
+                raise self.error("init_from", problem, remedy)
         if "://" in self.run_dir:
-            raise InputError(
-                "run_dir",
-                self.run_dir,
-                "is not a local folder",
-                "Name a folder that all hosts share, and set checkpoint.copy_to to this URL",
-            )
+            remedy = "Name a folder that all hosts share, and set checkpoint.copy_to to this URL"
+            raise self.error("run_dir", "is not a local folder", remedy)
         if self.trace != "never" and not re.fullmatch("every [1-9][0-9]*", self.trace):
-            raise InputError(
-                "trace", self.trace, "must be never or every N", "Write, for example, every 10"
-            )
+            raise self.error("trace", "must be never or every N", "Write, for example, every 10")
         self._require_valid_with_outer()
         beyond = [step for step in self.log.profile_steps or () if step > self.train.steps]
         if beyond:
-            raise InputError(
-                "log.profile_steps",
-                beyond[0],
-                f"is greater than train.steps = {self.train.steps}",
-                "Lower it, or raise train.steps",
-            )
+            problem = f"is greater than train.steps = {self.train.steps}"
+            remedy = "Lower it, or raise train.steps"
+            raise InputError("log.profile_steps", beyond[0], problem, remedy)
         if self.data.sequence_length > self.model.context:
-            raise InputError(
-                "data.sequence_length",
-                self.data.sequence_length,
-                f"is longer than model.context = {self.model.context}",
-                "Shorten it, or raise model.context",
-            )
-
+            problem = f"is longer than model.context = {self.model.context}"
+            remedy = "Shorten it, or raise model.context"
+            raise self.data.error("sequence_length", problem, remedy)
         if self.node.mesh is not None:
             self.node.mesh.require_divides(self.model, self.data)
         unfit = self.model.unsupported_reason(self.model.attention, self.data.sequence_length)
         if unfit:
-            raise InputError("model.attention", self.model.attention, unfit, "Write auto")
+            raise self.model.error("attention", unfit, "Write auto")
 
     def _require_valid_with_outer(self) -> None:
         """Reject settings that `outer` averaging contradicts or leaves without effect."""
@@ -550,7 +506,7 @@ class Config(Section, name=""):
         ):
             if is_invalid:
                 section, key = name.split(".")
-                raise InputError(name, getattr(getattr(self, section), key), problem, remedy)
+                raise getattr(self, section).error(key, problem, remedy)
         if self.model.stage_layers is not None:
             self.averaging.require_blocks(self.model.stage_layers)
 

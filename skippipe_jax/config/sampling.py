@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from skippipe_sched import fields
-from skippipe_sched.errors import InputError
+from skippipe_jax.config.choices import (
+    NonNegative,
+    Positive,
+    Real,
+    Seed,
+    Whole,
+    bounds_of,
+    require_within,
+)
 
-MOST_PENALTY = 2.0
+Penalty = Annotated[float, Real(-2.0, most=2.0)]
+OPTIONS = ("temperature", "top_p", "seed")
+"""Keys that are options of commands, by which errors name them."""
 DEFAULT_SLOTS = 16
 """Default number of sequences that are scored or generated together."""
 
@@ -30,34 +39,20 @@ class Sampling:
             that are in the prompt or were drawn.
     """
 
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: NonNegative = 0.8
+    top_p: Annotated[float, Real(above=True, most=1.0)] = 0.95
+    seed: Seed = 0
+    top_k: Annotated[int, Whole(0)] = 0
+    min_p: Annotated[float, Real(most=1.0)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Positive = 1.0
 
     def __post_init__(self):
         """Reject values that leave nothing to draw."""
-        fields.number(self.temperature, "--temperature", 0.0)
-        fields.integer(self.seed, "--seed", 0, fields.MAX_SEED)
-        if not 0 < self.top_p <= 1:
-            problem, remedy = "must be greater than 0 and at most 1", "Write a number such as 0.95"
-            raise InputError("--top-p", self.top_p, problem, remedy)
-        fields.integer(self.top_k, "top_k", 0)
-        if not 0 <= self.min_p <= 1:
-            problem, remedy = "must be from 0 to 1", "Write a number such as 0.05"
-            raise InputError("min_p", self.min_p, problem, remedy)
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(value := getattr(self, name)) <= MOST_PENALTY:
-                raise InputError(
-                    name, value, "must be from -2 to 2", "Write a number in this range"
-                )
-        if not 0 < self.repetition_penalty < math.inf:
-            problem, remedy = "must be greater than 0", "Write a finite number; 1 has no effect"
-            raise InputError("repetition_penalty", self.repetition_penalty, problem, remedy)
+        for key, bounds in bounds_of(Sampling).items():
+            name = f"--{key.replace('_', '-')}" if key in OPTIONS else key
+            require_within(getattr(self, key), name, bounds)
 
     @property
     def has_penalties(self) -> bool:

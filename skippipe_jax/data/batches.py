@@ -99,12 +99,9 @@ def _require_a_sequence(config: DataConfig, text: str, documents: TokenizedDocum
     needed = config.sequence_length + 1 if config.packing == "windows" else 2
     size = documents.tokens.size
     if size < needed:
-        raise InputError(
-            "data.sequence_length",
-            config.sequence_length,
-            f"{text} has {size} tokens, but a sequence and its last target need {needed}",
-            "Lower it, add text, or change data.held_out",
-        )
+        problem = f"{text} has {size} tokens, but a sequence and its last target need {needed}"
+        remedy = "Lower it, add text, or change data.held_out"
+        raise config.error("sequence_length", problem, remedy)
 
 
 class TrainingBatches:
@@ -294,20 +291,19 @@ def _rows(
     if config.packing == "windows":
         if documents.learnt is not None:
             problem = f"must be documents: {source.origin[1]} contains conversations"
-            raise InputError("data.packing", "windows", problem, "Write packing: documents")
+            raise config.error("packing", problem, "Write packing: documents")
         return Windows(documents, config.sequence_length)
     pieces = _pieces(config, documents)
     if not len(pieces.starts) and not pieces.too_long:
         # A single document has been split into both parts.
         origin = source.origin[1]
         problem = f"the documents of {origin} ({part}) have no tokens to train on"
-        raise InputError(*source.origin, problem, "Add documents")
+        raise source.error(problem, "Add documents")
     if not len(pieces.starts):
         treatment = _treatment(config, documents)
         remaining = "no documents" if treatment == "drop" else "no tokens to train on"
-        raise InputError(
-            "data.sequence_length",
-            config.sequence_length,
+        raise config.error(
+            "sequence_length",
             f"all {pieces.too_long} documents of {source.origin[1]} ({part}) are longer, and "
             f"data.too_long: {treatment} leaves {remaining}",
             "Raise it, or change data.too_long",

@@ -328,7 +328,7 @@ def message_texts(document: Document, source: DocumentSource) -> str:
 
 def _conversation_error(document: Document, source: DocumentSource, problem: str) -> InputError:
     remedy = 'Write {"messages": [{"role": "user", "content": "..."}, ...]} on that line'
-    return InputError(*source.origin, f"{document.where}: {problem}", remedy)
+    return source.error(f"{document.where}: {problem}", remedy)
 
 
 def _why_unanswered(messages: Sequence[Message]) -> str:

@@ -20,7 +20,7 @@ from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.data import token_shards
 from skippipe_jax.data.chat import encode_conversation
 from skippipe_jax.data.documents import Document, local_path, read_documents
-from skippipe_jax.data.rows import LossMask, TokenizedDocuments
+from skippipe_jax.data.rows import TokenizedDocuments
 from skippipe_jax.data.tokenizer import ByteTokenizer, Tokenizer, encode_documents, token_dtype
 
 GROUP_BYTES = 1 << 20
@@ -53,7 +53,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
         return _open_tokens(source, tokenizer)
     documents = list(read_documents(source))
     if not documents:
-        raise InputError(*source.origin, "does not contain text", "Name a file or folder with text")
+        raise source.error("does not contain text", "Name a file or folder with text")
     if len(documents) == 1 and source.kind != "chat":
         parts = [[part] for part in cut_in_two(documents[0], held_out)]
     else:
@@ -65,7 +65,7 @@ def read_corpus(source: DocumentSource, tokenizer: Tokenizer, held_out: float, s
     training, evaluation = (_tokenize(part, source, tokenizer) for part in parts)
     digest = hashlib.blake2b(np.ascontiguousarray(training.tokens[:]).data, digest_size=8)
     if training.learnt is not None:
-        digest.update(training.learnt.of(0, training.tokens.size).data)
+        digest.update(training.learnt.data)
     return Corpus(training, evaluation, digest.hexdigest())
 
 
@@ -157,7 +157,7 @@ def _tokenize(
     return TokenizedDocuments(
         all_tokens,
         np.cumsum(np.concatenate(lengths)),
-        LossMask.where(np.concatenate(learnt)) if source.kind == "chat" else None,
+        np.concatenate(learnt) if source.kind == "chat" else None,
     )
 
 
@@ -218,6 +218,6 @@ def _spans(
     each = list(zip(starts.tolist(), ends.tolist(), strict=True))
     learnt = None
     if documents.learnt is not None:
-        learnt = LossMask.where(np.concatenate([documents.learnt.of(*span) for span in each]))
+        learnt = np.concatenate([documents.learnt[start:end] for start, end in each])
     tokens = np.concatenate([documents.tokens[start:end] for start, end in each])
     return TokenizedDocuments(tokens, np.cumsum(ends - starts), learnt)

@@ -50,8 +50,8 @@ class Document:
             return self.text.decode()
         except UnicodeDecodeError as error:
             problem = f"{self.where} is not UTF-8 text (byte {error.start})"
-            raise InputError(
-                *source.origin, problem, "Save it as UTF-8, or set the tokenizer to bytes"
+            raise source.error(
+                problem, "Save it as UTF-8, or set the tokenizer to bytes"
             ) from error
 
 
@@ -73,9 +73,7 @@ def read_documents(source: DocumentSource) -> Iterator[Document]:
             yield from (one for one in read(source, system, name, file) if one.text)
         except (OSError, EOFError, zlib.error) as error:
             problem = f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
-            raise InputError(
-                *source.origin, problem, "Name a file or folder that exists"
-            ) from error
+            raise source.error(problem, "Name a file or folder that exists") from error
 
 
 @functools.lru_cache(maxsize=64)  # Files are listed once per process, as text is read once.
@@ -97,7 +95,7 @@ def require_disjoint(sources: tuple[DocumentSource, ...]) -> None:
                 problem = (
                     f"{file} is in another source too, and may be held out in only one of them"
                 )
-                raise InputError(*source.origin, problem, "Name paths that do not overlap")
+                raise source.error(problem, "Name paths that do not overlap")
 
 
 def local_path(path: str) -> str:
@@ -116,10 +114,9 @@ def _files(source: DocumentSource) -> tuple[Any, list[tuple[str, str]]]:
         files = list(_local_files(root, skipped, suffixes))
     except OSError as error:
         problem = f"cannot read {error.filename}: {error.strerror}"
-        raise InputError(*source.origin, problem, "Name a file or folder that exists") from error
+        raise source.error(problem, "Name a file or folder that exists") from error
     except (ImportError, ValueError) as error:
-        raise InputError(
-            *source.origin,
+        raise source.error(
             f"cannot be opened by fsspec: {error}",
             "Correct it, or install the package that fsspec needs",
         ) from error
@@ -130,12 +127,12 @@ def _no_files_error(source: DocumentSource) -> InputError:
     remedy = "Name a single file, or a folder or glob with matching files"
     endings = [ending for ending in _SUFFIXES[_kind_of_file(source)] if ending]
     if glob.has_magic(source.path or ""):
-        return InputError(*source.origin, "does not match any file", remedy)
+        return source.error("does not match any file", remedy)
     if not endings:
-        return InputError(*source.origin, "does not contain any file", remedy)
+        return source.error("does not contain any file", remedy)
     problem = f"does not contain any file whose name ends in {', '.join(endings)}"
     remedy += f", or set another kind of source than {source.kind}"
-    return InputError(*source.origin, problem, remedy)
+    return source.error(problem, remedy)
 
 
 def _kind_of_file(source: DocumentSource) -> str:
@@ -223,12 +220,12 @@ def _parse_json(source: DocumentSource, file: str, first: int, text: bytes, reme
         if isinstance(error, json.JSONDecodeError):
             where = f"{file}, line {first + error.lineno - 1}, column {error.colno}"
             problem = error.msg
-        raise InputError(*source.origin, f"{where}: not valid JSON: {problem}", remedy) from error
+        raise source.error(f"{where}: not valid JSON: {problem}", remedy) from error
 
 
 def _document_of_object(source: DocumentSource, where: str, content: bytes, row: Any) -> Document:
     if not isinstance(row, dict):
-        raise InputError(*source.origin, f"{where}: not a JSON object", "Write one {...} per line")
+        raise source.error(f"{where}: not a JSON object", "Write one {...} per line")
     if source.kind == "chat":
         return Document(where, content, content)
     return _document_of_row(source, where, row)
@@ -250,8 +247,8 @@ def _document_of_row(source: DocumentSource, where: str, row: dict[str, Any]) ->
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
-            *source.origin, f"{where}: half of a surrogate pair is not text", "Correct that line"
+        raise source.error(
+            f"{where}: half of a surrogate pair is not text", "Correct that line"
         ) from error
     return Document(where, content, content)
 
@@ -272,8 +269,8 @@ def _read_parquet(source: DocumentSource, system: Any, name: str, file: str) -> 
                         source, f"{file}, row {number}", {source.text_field: text}
                     )
         except arrow.ArrowException as error:
-            raise InputError(
-                *source.origin, f"{file} is not a Parquet file: {error}", "Replace or remove it"
+            raise source.error(
+                f"{file} is not a Parquet file: {error}", "Replace or remove it"
             ) from error
 
 

@@ -8,56 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
-
-
-@dataclass(frozen=True, eq=False)
-class LossMask:
-    """Loss mask: disjoint spans of tokens, in order; all other tokens are not trained on.
-
-    Attributes:
-        starts: first token of each span.
-        ends: token after its last.
-    """
-
-    starts: Int64[np.ndarray, " stretch"]
-    ends: Int64[np.ndarray, " stretch"]
-
-    @classmethod
-    def where(cls, is_learnt: Bool[np.ndarray, " token"]) -> LossMask:
-        """Return the spans of the tokens for which `is_learnt` is true."""
-        switches = np.diff(is_learnt.astype(np.int8), prepend=0, append=0)
-        return cls(np.flatnonzero(switches == 1), np.flatnonzero(switches == -1))
-
-    @cached_property
-    def _totals(self) -> Int64[np.ndarray, " stretch_or_none"]:
-        """Number of tokens in the first spans, from none of them to all."""
-        return np.concatenate([[0], np.cumsum(self.ends - self.starts)])
-
-    @property
-    def count(self) -> int:
-        """Number of tokens that are trained on."""
-        return int(self._totals[-1])
-
-    def before(self, places: Integer[np.ndarray, " place"]) -> Int64[np.ndarray, " place"]:
-        """Return how many tokens before each place are trained on."""
-        begun = np.searchsorted(self.starts, places)
-        # The span that began last may end after the place.
-        ends = np.concatenate([[0], self.ends])[begun]
-        return self._totals[begun] - np.maximum(ends - places, 0)
-
-    def of(self, start: int, stop: int) -> Bool[np.ndarray, " token"]:
-        """Return which tokens from `start` to before `stop` are trained on."""
-        first, last = np.searchsorted(self.ends, start, "right"), np.searchsorted(self.starts, stop)
-        mask = np.zeros(stop - start, bool)
-        for begin, end in zip(self.starts[first:last], self.ends[first:last], strict=True):
-            mask[max(begin - start, 0) : end - start] = True
-        return mask
-
 
 # Target of a position that the loss ignores.
 IGNORED_TARGET = -1
@@ -80,30 +34,13 @@ class TokenArray(Protocol):
 class TokenizedDocuments:
     """Concatenated documents: their tokens, where each ends, and the loss mask.
 
-    `learnt` is None if all targets are trained on; only conversations have others.
+    `learnt` is true for the tokens that are trained on. It is None if all are; only conversations
+    have others.
     """
 
     tokens: TokenArray
     ends: Int64[np.ndarray, " document"]
-    learnt: LossMask | None = None
-
-
-class Rows(Protocol):
-    """Rows of which batches are made."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def fill(
-        self,
-        index: int,
-        tokens: Int32[np.ndarray, " position"],
-        targets: Int32[np.ndarray, " position"],
-        begins: Bool[np.ndarray, " position"],
-    ) -> None:
-        """Write one row into the beginnings of the arrays, which hold padding."""
-        ...
+    learnt: Bool[np.ndarray, " token"] | None = None
 
 
 class Windows:
@@ -173,8 +110,10 @@ def cut(documents: TokenizedDocuments, length: int, too_long: str) -> Pieces:
     limits = documents.ends[document]
     ends = np.minimum(starts + length, limits)
     if documents.learnt is not None:
-        before = documents.learnt.before
-        is_learnt = before(np.minimum(ends + 1, limits)) > before(starts + 1)
+        # Every second interval lies between the targets of two pieces.
+        bounds_of_targets = np.stack([starts + 1, np.minimum(ends + 1, limits)], axis=1).ravel()
+        with_end = np.append(documents.learnt, False)
+        is_learnt = np.logical_or.reduceat(with_end, bounds_of_targets)[::2]
         document, starts, ends, limits = (
             bounds[is_learnt] for bounds in (document, starts, ends, limits)
         )
@@ -210,7 +149,10 @@ class PackedDocuments:
         targets: Int32[np.ndarray, " position"],
         begins: Bool[np.ndarray, " position"],
     ) -> None:
-        """Write the documents of one row, and mark where each begins."""
+        """Write the documents of one row into the beginnings of the arrays, which hold padding.
+
+        The first token of each document is marked in `begins`.
+        """
         position = 0
         for piece in self._order[self._bounds[index] : self._bounds[index + 1]]:
             start, end, limit = (
@@ -220,11 +162,15 @@ class PackedDocuments:
             span = self._tokens[start:last]
             next_tokens = span[1:].astype(np.int32)
             if self._learnt is not None:
-                next_tokens[~self._learnt.of(start + 1, last)] = IGNORED_TARGET
+                next_tokens[~self._learnt[start + 1 : last]] = IGNORED_TARGET
             tokens[position : position + end - start] = span[: end - start]
             targets[position : position + len(next_tokens)] = next_tokens
             begins[position] = True
             position += end - start
+
+
+Rows = Windows | PackedDocuments
+"""Rows of which batches are made."""
 
 
 def pack(lengths: Integer[np.ndarray, " piece"], row_length: int) -> Int64[np.ndarray, " piece"]:

@@ -22,7 +22,7 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.data import TOKENS_INDEX
-from skippipe_jax.data.rows import LossMask, TokenizedDocuments
+from skippipe_jax.data.rows import TokenizedDocuments
 
 PARTS = ("training", "held_out")
 FORMAT, VERSION = "skippipe-tokens", 1
@@ -30,7 +30,6 @@ FORMAT, VERSION = "skippipe-tokens", 1
 BLOCK = 4096
 """Tokens of a record."""
 _SHARD = 1 << 14  # records: 128 MiB of two-byte tokens
-_HASHED = 1 << 20  # tokens whose loss mask is hashed at once
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ class PartWriter:
     ) -> None:
         """Write documents, which end at `ends`; `learnt` is given for all or for none."""
         if learnt is not None:
-            mask = LossMask.where(learnt)
-            spans = np.stack([mask.starts, mask.ends], axis=1)
+            spans = np.flatnonzero(np.diff(learnt.astype(np.int8), prepend=0, append=0))
             self._learnt = array.array("q") if self._learnt is None else self._learnt
             self._learnt.frombytes((spans + self._tokens).astype(np.int64).tobytes())
         self._ends.frombytes((ends + self._tokens).astype(np.int64).tobytes())
@@ -110,13 +108,12 @@ class PartWriter:
 
     def _close_learnt(self, bounds: array.array[int]) -> int:
         """Write the loss mask, add it to the digest, and return how many tokens are trained on."""
-        # All starts and then all ends, so that each can be searched in the mapped file.
+        # All starts, and then all ends.
         spans = np.ascontiguousarray(np.array(bounds, np.int64).reshape(-1, 2).T)
         np.save(_learnt_file(self._folder, self._part), spans)
-        learnt = LossMask(*spans)
-        for start in range(0, self._tokens, _HASHED):
-            self._digest.update(learnt.of(start, min(start + _HASHED, self._tokens)).data)
-        return learnt.count
+        learnt = _mask_of(spans, self._tokens)
+        self._digest.update(learnt.data)
+        return int(learnt.sum())
 
     def _write(self, block: Integer[np.ndarray, " token"]) -> None:
         shard, place = divmod(self._blocks, _SHARD)
@@ -203,21 +200,29 @@ def open_part(path: str, part: str, index: TokenIndex, field: str) -> TokenizedD
     try:
         ends = np.load(ends_file, mmap_mode="r")
         if part_index.learnt is not None:
-            learnt = LossMask(*np.load(learnt_file, mmap_mode="r"))
+            learnt = _mask_of(np.load(learnt_file), part_index.tokens)
         if not files:
             return TokenizedDocuments(np.empty(0, index.dtype), ends, learnt)
         tokens = ShardedTokens(files, part_index.tokens, index.dtype)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, IndexError, RuntimeError) as error:
         raise InputError(
             field, path, f"the {part} part cannot be read: {error}", "Tokenize the text again"
         ) from error
-    counts = len(ends), None if learnt is None else learnt.count
+    counts = len(ends), None if learnt is None else int(learnt.sum())
     if counts != (part_index.documents, part_index.learnt) or tokens.blocks != -(
         -part_index.tokens // BLOCK
     ):
         problem = f"the {part} part does not match {TOKENS_INDEX}: a file is truncated"
         raise InputError(field, path, problem, "Tokenize the text again")
     return TokenizedDocuments(tokens, ends, learnt)
+
+
+def _mask_of(spans: Int64[np.ndarray, "bound span"], tokens: int) -> Bool[np.ndarray, " token"]:
+    """Return the loss mask of so many tokens; `spans` are the starts and the ends of true ones."""
+    switches = np.zeros(tokens + 1, np.int8)
+    for bounds, change in zip(spans, (1, -1), strict=True):
+        switches[bounds] += change
+    return np.cumsum(switches[:-1], dtype=np.int8).view(bool)
 
 
 def _ends_file(folder: Path, part: str) -> Path:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,12 +128,11 @@ class HuggingFaceTokenizer:
         """
         package = require("tokenizers", "hf", field, str(file))
         content = fields.read_text(file, field)
+        refuse = functools.partial(InputError, field, str(file))
         try:
             self._tokenizer = package.Tokenizer.from_str(content)
         except Exception as error:  # The package raises nothing narrower.
-            raise InputError(
-                field, str(file), f"is not a tokenizer.json: {error}", "Name another file"
-            ) from error
+            raise refuse(f"is not a tokenizer.json: {error}", "Name another file") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _settings(file.parent, field)
@@ -144,15 +141,11 @@ class HuggingFaceTokenizer:
             for name, value in settings.items()
             if name.endswith("_token") and (text := _content(value)) is not None
         }
-        end = self._mark("eos_token", file, field)
+        marks = ("bos_token", "eos_token", "pad_token")
+        begin, end, padding = (self._mark(name, refuse) for name in marks)
         if end is None:
-            raise InputError(
-                field,
-                str(file),
-                "no token marks the end of a document",
-                'Write tokenizer_config.json beside it with {"eos_token": ...}',
-            )
-        begin, padding = (self._mark(name, file, field) for name in ("bos_token", "pad_token"))
+            remedy = 'Write tokenizer_config.json beside it with {"eos_token": ...}'
+            raise refuse("no token marks the end of a document", remedy)
         self.end = end
         self.begin = end if begin is None else begin
         self.padding = end if padding is None else padding
@@ -160,17 +153,13 @@ class HuggingFaceTokenizer:
         self.digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         self.chat_template = _chat_template(file.parent, settings, field)
 
-    def _mark(self, name: str, file: Path, field: str) -> int | None:
+    def _mark(self, name: str, refuse: Callable[[str, str], InputError]) -> int | None:
         text = self.special_tokens.get(name)
         if text is not None:
             token = self._tokenizer.token_to_id(text)
             if token is None:
-                raise InputError(
-                    field,
-                    str(file),
-                    f"does not contain the {name} {text!r} of the files beside it",
-                    "Copy all files of the tokenizer from the same model",
-                )
+                problem = f"does not contain the {name} {text!r} of the files beside it"
+                raise refuse(problem, "Copy all files of the tokenizer from the same model")
             return token
         tokens = map(self._tokenizer.token_to_id, _MARKS.get(name, ()))
         return next((token for token in tokens if token is not None), None)
@@ -206,19 +195,15 @@ def load_tokenizer(name: str | None, field: str = "data.tokenizer") -> Tokenizer
         return _BYTES
     file = tokenizer_file(name, field)
     settings_files = (file.parent / settings for settings in SETTINGS)
-    return _read(_Files(file, field, tuple(map(_digest, (file, *settings_files)))))
+    digests = tuple(map(_digest, (file, *settings_files)))
+    if digests not in _READ:
+        _READ[digests] = HuggingFaceTokenizer(file, field)
+    return _READ[digests]
 
 
 _BYTES = ByteTokenizer()
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Files of a tokenizer, equal if their contents are, wherever they are stored."""
-
-    file: Path = dataclasses.field(compare=False)
-    named: str = dataclasses.field(compare=False)
-    digests: tuple[bytes | None, ...]
+_READ: dict[tuple[bytes | None, ...], Tokenizer] = {}
+"""Tokenizers by the contents of their files, because to read a large vocabulary takes long."""
 
 
 def _digest(file: Path) -> bytes | None:
@@ -227,12 +212,6 @@ def _digest(file: Path) -> bytes | None:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).digest()
     except OSError:
         return None
-
-
-@functools.lru_cache(maxsize=4)
-def _read(files: _Files) -> Tokenizer:
-    """Read a tokenizer once, because a large vocabulary takes long."""
-    return HuggingFaceTokenizer(files.file, files.named)
 
 
 def tokenizer_file(name: str, field: str) -> Path:

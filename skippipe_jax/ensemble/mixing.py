@@ -19,30 +19,11 @@ LogP = Float[np.ndarray, "expert sequence position"]
 Resets = Bool[np.ndarray, "sequence position"]
 
 
-def mix(
-    log_p: LogP,
-    resets: Resets,
-    *,
-    prior: str = priors.UNIFORM,
-    how: str = posterior.POSTERIOR,
-    log_prior: Float[np.ndarray, " expert"] | None = None,
-    decay: float = priors.KEPT,
-) -> Float64[np.ndarray, "sequence position"]:
-    """Log-probability of each target under the arithmetic mixture of experts, in nats.
-
-    `log_p` and `resets` are as in `posterior.log_weights`; targets that do not count get 0 again.
-    The prior is uniform, cached in `log_prior`, or updated with `decay` from sequence to sequence.
-    `how` is one of `posterior.WEIGHTS`.
-
-    Raises:
-        InputError: for another prior or way to mix, or a cached prior that is not given.
-    """
-    log_w = weights(log_p, resets, prior=prior, how=how, log_prior=log_prior, decay=decay)
-    return weighed(log_p, log_w)
-
-
 def weighed(log_p: LogP, log_w: LogP) -> Float64[np.ndarray, "sequence position"]:
-    """Log-probability of each target where log weights are known."""
+    """Return the log-probability of each target under the mixture of experts, in nats.
+
+    `log_p` is as in `posterior.log_weights`; targets that do not count get 0 again.
+    """
     return _in_float64(arithmetic, log_p, log_w)
 
 
@@ -55,7 +36,15 @@ def weights(
     log_prior: Float[np.ndarray, " expert"] | None = None,
     decay: float = priors.KEPT,
 ) -> Float64[np.ndarray, "expert sequence position"]:
-    """Return the log weights by which `mix` mixes."""
+    """Return the log weights of the experts at each target.
+
+    `log_p` and `resets` are as in `posterior.log_weights`. The prior is uniform, cached in
+    `log_prior`, or updated with `decay` from sequence to sequence. `how` is one of
+    `posterior.WEIGHTS`.
+
+    Raises:
+        InputError: for another prior or way to mix, or a cached prior that is not given.
+    """
     fields.text(prior, "prior", priors.PRIORS)
     fields.text(how, "how", posterior.WEIGHTS)
     if prior == priors.CACHED:
@@ -73,7 +62,8 @@ def cached_log_prior(
     log_p: LogP, resets: Resets, decay: float = priors.KEPT
 ) -> Float64[np.ndarray, " expert"]:
     """Return the cached log prior that a part of a text gives, which is not then scored with it."""
-    return _in_float64(functools.partial(_cached_prior, decay=decay), log_p, resets)
+    _, log_prior = _in_float64(functools.partial(_decayed_priors, decay=decay), log_p, resets)
+    return log_prior
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -84,7 +74,6 @@ def _weights(how: str, log_p: jax.Array, log_prior: jax.Array, resets: jax.Array
 
 
 _decayed_priors = jax.jit(priors.decayed_priors)
-_cached_prior = jax.jit(priors.cached_prior)
 
 
 def _in_float64(function: Callable, *arrays: np.ndarray) -> np.ndarray:

@@ -56,12 +56,3 @@ def decayed_priors(
 
     after, priors = jax.lax.scan(pass_sequence, first, (jnp.moveaxis(log_p, 1, 0), resets))
     return priors.T, after
-
-
-def cached_prior(
-    log_p: Float[Array, "expert sequence position"],
-    resets: Bool[Array, "sequence position"],
-    decay: float = KEPT,
-) -> Float[Array, " expert"]:
-    """Return the updating log prior after all these sequences, which must not be scored with it."""
-    return decayed_priors(log_p, resets, decay)[1]

@@ -13,7 +13,15 @@ from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import MixtureConfig
-from skippipe_jax.config.choices import Choice, Count, Positive, Section, Seed, require_values
+from skippipe_jax.config.choices import (
+    Choice,
+    Count,
+    Positive,
+    Real,
+    Section,
+    Seed,
+    require_values,
+)
 from skippipe_jax.config.parsing import load_as
 from skippipe_jax.config.pretrained import SHAPES
 
@@ -108,15 +116,8 @@ class EvaluationConfig(Section, name="evaluation"):
 
     sequences: Count = 64
     prior_sequences: Count = 100
-    decay: float = 0.3
+    decay: Annotated[float, Real(above=True, end=1.0)] = 0.3
     batch_size: Count = 16
-
-    def __post_init__(self):
-        """Reject a decay outside its range."""
-        super().__post_init__()
-        if not 0 < self.decay < 1:
-            problem = "must be between 0 and 1"
-            raise InputError("evaluation.decay", self.decay, problem, "Write 0.3, for example")
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class NodesConfig(Section, name="nodes"):
         """Reject a section without a case."""
         super().__post_init__()
         if not self.case:
-            raise InputError("nodes.case", self.case, "is missing", "Set it to the path of a case")
+            raise self.error("case", "is missing", "Set it to the path of a case")
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class ExpertsConfig(Section, name=""):
                 raise InputError(f"outside[{number}]", name, "is listed twice", "List it once")
         if not self.inside:
             problem = "leaves no domain to train on"
-            raise InputError("outside", list(self.outside), problem, "Remove domains from outside")
+            raise self.error("outside", problem, "Remove domains from outside")
         if not self.sizes:
             raise InputError("sizes", None, "is missing", "Write sizes: {M: {}}, for example")
         if not self.arms:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.ensemble.mixing import cached_log_prior, mix
+from skippipe_jax.ensemble.mixing import cached_log_prior, weighed, weights
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Arm, Member
 from skippipe_jax.experts.tasks import Place, Scored
@@ -60,18 +60,11 @@ def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[s
     if len(models) == 1:
         return {CACHED: loss(log_p[0])}
     cached = cached_log_prior(stacked[FOR_PRIORS][0], stacked[FOR_PRIORS][2], decay)
-    losses = {
-        name: loss(
-            mix(
-                log_p,
-                resets,
-                **way,
-                log_prior=cached if way["prior"] == "cached" else None,
-                decay=decay,
-            )
-        )
-        for name, way in WAYS.items()
-    }
+    losses: dict[str, float] = {}
+    for name, way in WAYS.items():
+        log_prior = cached if way["prior"] == "cached" else None
+        log_w = weights(log_p, resets, **way, log_prior=log_prior, decay=decay)
+        losses[name] = loss(weighed(log_p, log_w))
     if domain in models:
         losses[OWN] = loss(log_p[list(models).index(domain)])
     return losses
@@ -168,44 +161,34 @@ def _means(config: ExpertsConfig, losses: Mapping[str, float]) -> dict[str, Any]
 
 def table(config: ExpertsConfig, arms: Mapping[str, Mapping[str, Any]]) -> str:
     """Return perplexities as text: a line for each domain, a column for each arm, then means."""
-    names = list(arms)
-    rows = [["perplexity", *names]]
+    each = list(arms.values())
+    rows = [["perplexity", *arms]]
     for domain in (*config.inside, *config.outside):
         where = " (outside)" if domain in config.outside else ""
-        rows.append([domain + where, *_row(arms, lambda arm, d=domain: arm["domains"][d])])
+        rows.append([domain + where, *_marked([arm["domains"][domain] for arm in each])])
     for mean in ("inside", "outside", "mean"):
-        rows.append([f"mean, {mean}" if mean != "mean" else "mean", *_row(arms, _key(mean))])
-    first = next(iter(arms.values()))
+        label = "mean" if mean == "mean" else f"mean, {mean}"
+        rows.append([label, *_marked([arm[mean] for arm in each])])
     for key, label in (
         ("training_flops", "training compute"),
         ("training_flops_with_seeds", "training compute with seeds"),
     ):
-        shares = [arm[key] / first[key] for arm in arms.values()]
-        rows.append([label, *(f"{share:.3f}" for share in shares)])
-    rows.append(["models evaluated", *(str(arm["models_asked"]) for arm in arms.values())])
+        rows.append([label, *(f"{arm[key] / each[0][key]:.3f}" for arm in each)])
+    rows.append(["models evaluated", *(str(arm["models_asked"]) for arm in each)])
     lines = [aligned(rows, [0]), "", "means by mixing method, inside / outside:"]
     ways = [["", *(name for name, arm in arms.items() if arm["ways"])]]
     for way in (*WAYS, OWN):
-        mixed = [arm["ways"][way] for arm in arms.values() if way in arm["ways"]]
+        mixed = [arm["ways"][way] for arm in each if way in arm["ways"]]
         ways.append(
             [way, *(f"{_figure(one['inside'])} / {_figure(one['outside'])}" for one in mixed)]
         )
     return "\n".join([*lines, aligned(ways, [0])] if len(ways[0]) > 1 else lines[:1])
 
 
-def _row(
-    arms: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float | None]
-) -> list[str]:
-    """Return the figures of all arms, with the lowest marked."""
-    figures = [read(arm) for arm in arms.values()]
-    known = [figure for figure in figures if figure is not None]
-    return [
-        _figure(figure) + ("*" if known and figure == min(known) else " ") for figure in figures
-    ]
-
-
-def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda arm: arm[name]
+def _marked(figures: Sequence[float | None]) -> list[str]:
+    """Return the figures of all arms as text, with the lowest marked."""
+    least = min((figure for figure in figures if figure is not None), default=math.nan)
+    return [_figure(figure) + ("*" if figure == least else " ") for figure in figures]
 
 
 def _figure(value: float | None) -> str:

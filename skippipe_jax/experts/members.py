@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.campaign.running import digest_of
 from skippipe_jax.config import Config, parse_config
+from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.experts.config import (
     AVERAGED,
     DENSE,

@@ -16,7 +16,7 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import load_plan
 from skippipe_sched.search.budget import Search
 
-from skippipe_jax.campaign.running import digest_of
+from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.experts.config import ExpertsConfig, NodesConfig
 from skippipe_jax.experts.members import Arm, Member, MemberFactory
 from skippipe_jax.experts.tasks import Place

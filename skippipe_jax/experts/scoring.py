@@ -9,9 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 
-from skippipe_jax.experts.tasks import DONE, asked_of, data_of
+from skippipe_jax.experts.tasks import DONE, data_of
 from skippipe_jax.inference.ensemble import averaged
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import score
@@ -21,7 +22,7 @@ from skippipe_jax.storage.files import atomic_write
 
 def score_asked(path: Path) -> int:
     """Score the domains in a specification, and write scores beside it; return the exit code."""
-    folder, asked = path.parent, asked_of(path)
+    folder, asked = path.parent, fields.load_json(path, str(path))
     read = [read_run(Path(run)) for run in asked["runs"]]
     models, configs = [model for model, _, _ in read], [config for _, config, _ in read]
     enable_compilation_cache(configs[0].compilation_cache)

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 from skippipe_sched import fields
 
-from skippipe_jax.campaign.running import Command, digest_of, thread_environment
+from skippipe_jax.campaign.running import Command, thread_environment
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
+from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import PROBE, Member, mixture_entry
 from skippipe_jax.inference.scores import Scores
@@ -202,11 +203,6 @@ class Training:
         if self.member.hosts > 1:
             return ["skippipe_jax", "launch", *options, "--hosts", str(self.member.hosts)]
         return ["skippipe_jax.train", *options]
-
-
-def asked_of(path: Path) -> dict[str, Any]:
-    """Return the specification of scores, as `Scored.scoring` wrote it."""
-    return fields.load_json(path, str(path))
 
 
 def data_of(data: DataConfig, asked: Mapping[str, Any]) -> DataConfig:

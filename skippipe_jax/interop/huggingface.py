@@ -7,6 +7,7 @@ a stage. `tensors_of_stage` says which is which, in both directions.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -32,6 +33,7 @@ from skippipe_jax.config.extras import require
 from skippipe_jax.config.pretrained import (
     FAMILIES,
     LLAMA3_ROPE,
+    SIZES,
     SUPPORTED_VALUES,
     read_model,
     require_no_window,
@@ -139,14 +141,8 @@ def config_json(
         "model_type": "llama",
         **FAMILIES["llama"],
         **{key: value for key, value in SUPPORTED_VALUES.items() if value is not None},
-        "vocab_size": model.vocabulary_size,
-        "hidden_size": model.width,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
+        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
         "head_dim": model.head_width,
-        "intermediate_size": model.ffn_width,
-        "max_position_embeddings": model.context,
         "rope_theta": model.rope_theta,
         "rope_scaling": {"rope_type": "llama3", **rope} if rope else None,
         "rms_norm_eps": model.norm_epsilon,
@@ -280,24 +276,17 @@ def open_weights(folder: Path, field: str = CONFIG) -> Weights:
         with _opened(path) as file:
             held = set(file.keys())
             for name in names:
+                refuse = functools.partial(InputError, f"{path}: {name}")
                 if name not in held:
-                    raise InputError(f"{path}: {name}", None, "is not in the file", DOWNLOAD_AGAIN)
+                    raise refuse(None, "is not in the file", DOWNLOAD_AGAIN)
                 tensor = file.get_slice(name)
                 shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if shape != expected[name]:
-                    raise InputError(
-                        f"{path}: {name}",
-                        list(shape),
-                        f"must have the shape {list(expected[name])} according to {CONFIG}",
-                        "Download config.json and the file again",
-                    )
+                    problem = f"must have the shape {list(expected[name])} according to {CONFIG}"
+                    raise refuse(list(shape), problem, "Download config.json and the file again")
                 if dtype not in DTYPES:
-                    raise InputError(
-                        f"{path}: {name}",
-                        dtype,
-                        f"must be one of {', '.join(DTYPES)}",
-                        "Choose a model that is not quantized",
-                    )
+                    problem = f"must be one of {', '.join(DTYPES)}"
+                    raise refuse(dtype, problem, "Choose a model that is not quantized")
                 dtypes.add(DTYPES[dtype])
     parameter_dtype = "bfloat16" if dtypes == {"bfloat16"} else "float32"
     return Weights(folder, replace(model, parameter_dtype=parameter_dtype), files)

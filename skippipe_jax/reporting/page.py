@@ -133,7 +133,7 @@ def conversations(run: RunDir, config: Config) -> str:
     for documents in (corpus.training for corpus in corpora):
         if documents.learnt is not None:
             count, tokens = count + len(documents.ends), tokens + documents.tokens.size
-            trained += int((documents.learnt.ends - documents.learnt.starts).sum())
+            trained += int(documents.learnt.sum())
     counts = (
         f"{count:,} for training, {tokens:,} tokens; trained on the {trained:,} "
         f"({trained / tokens:.0%}) tokens of the assistant"

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.campaign import restart_policy, running
-from skippipe_jax.campaign.running import digest_of, ordered, run_all
+from skippipe_jax.campaign.running import ordered, run_all
+from skippipe_jax.config.resume import digest as digest_of
 
 # A task's process: it notes when it begins and ends, and does between as its words say.
 WORKER = """
@@ -197,7 +198,10 @@ def test_what_found_something_in_use_tries_again(folder, capsys):
     )
 
 
-def test_what_is_in_use_for_long_is_tried_ever_less_often_and_not_for_ever(folder, capsys):
+def test_what_is_in_use_for_long_is_tried_ever_less_often_and_not_for_ever(
+    folder, capsys, monkeypatch
+):
+    monkeypatch.setattr(running, "MOST_TRIES", 6)
     with pytest.raises(InputError, match=r"run = 'a': failed.*Its last line is: error: field = 1"):
         run(folder, Worker(folder, "a", words=("exit=75",)))
     pauses = [float(line.split()[4]) for line in capsys.readouterr().out.splitlines()[1:]]

@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,50 +97,37 @@ def test_no_part_is_empty_whatever_the_order(keys, held_out, seed, random):
     assert chosen(random.sample(keys, len(keys))) == chosen(keys)
 
 
-def test_a_new_document_moves_no_other():
-    keys = [b"chapter%d" % number for number in range(400)]
-    before = held_out_of(keys, 0.1, 3)
-    after = held_out_of([*keys, b"appendix"], 0.1, 3)
-    assert before.tolist() == after[:-1].tolist()
-    assert 20 <= before.sum() <= 60
-    assert before.tolist() != held_out_of(keys, 0.1, 4).tolist()
-
-
-@pytest.mark.parametrize("kind", [ByteTokenizer, HuggingFaceTokenizer])
 def test_a_process_tokenizes_each_document_once_whatever_the_mixture(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    names, texts = ("a", "b", "c"), Counter[str]()
+    names, texts, opened = ("a", "b", "c"), Counter[str](), list[Path]()
     for name in names:
         (tmp_path / name).mkdir()
         for number in range(6):
-            (tmp_path / name / f"{number}.txt").write_text(f"{kind.__name__}{name}{number} " * 9)
-    opened: list[Path] = []
-    if kind is HuggingFaceTokenizer:
-        for folder in (tmp_path / "tokenizer", tmp_path / "run"):
-            folder.mkdir()
-            write_byte_tokenizer(folder, "--output")
-            # A process reads a tokenizer once, and other tests read theirs.
-            with (folder / "tokenizer.json").open("a") as file:
-                file.write(" " * 9)
-        begin = kind.__init__
-        monkeypatch.setattr(
-            kind,
-            "__init__",
-            lambda self, file, field: opened.append(file) or begin(self, file, field),
-        )
-    encode = kind.encode_batch
+            (tmp_path / name / f"{number}.txt").write_text(f"{name}{number} " * 9)
+    for folder in (tmp_path / "tokenizer", tmp_path / "run"):
+        folder.mkdir()
+        write_byte_tokenizer(folder, "--output")
+        # A process reads a tokenizer once, and other tests read theirs.
+        with (folder / "tokenizer.json").open("a") as file:
+            file.write(" " * 9)
+    begin, encode = HuggingFaceTokenizer.__init__, HuggingFaceTokenizer.encode_batch
 
-    def counting(self: Any, given: Any) -> Any:
-        texts.update(str(text, "ascii") if isinstance(text, bytes) else text for text in given)
+    def counting_files(self: Any, file: Path, field: str) -> None:
+        opened.append(file)
+        begin(self, file, field)
+
+    def counting_texts(self: Any, given: Any) -> Any:
+        texts.update(given)
         return encode(self, given)
 
-    monkeypatch.setattr(kind, "encode_batch", counting)
+    monkeypatch.setattr(HuggingFaceTokenizer, "__init__", counting_files)
+    monkeypatch.setattr(HuggingFaceTokenizer, "encode_batch", counting_texts)
 
     def mixed(names: Sequence[str], tokenizer: str) -> DataConfig:
         entries = tuple(MixtureConfig(path=str(tmp_path / name)) for name in names)
         given = {"sequence_length": LENGTH, "microbatch_size": 2, "held_out": 0.3}
-        named = None if kind is ByteTokenizer else str(tmp_path / tokenizer)
+        named = str(tmp_path / tokenizer)
         return DataConfig(source="mixture", mixture=entries, tokenizer=named, **given)
 
     # A run keeps the tokenizer in its own folder, and experts train on some of the domains.
@@ -153,30 +139,7 @@ def test_a_process_tokenizes_each_document_once_whatever_the_mixture(
         TrainingBatches(one)
     assert len(texts) == 18
     assert set(texts.values()) == {1}
-    assert len(opened) == (kind is HuggingFaceTokenizer)
-
-
-def test_held_out_and_training_share_no_file(tmp_path):
-    texts = {bytes([letter]) * 40 for letter in b"abcdefghij"}
-    for text in texts:
-        (tmp_path / text[:1].decode()).write_bytes(text)
-    corpus = load_corpus(text_config(tmp_path, held_out=0.3))
-    parts = [
-        {text for text in texts if text in tokens[tokens < 256].astype(np.uint8).tobytes()}
-        for tokens in (corpus.training.tokens[:], corpus.held_out.tokens[:])
-    ]
-    assert parts[0]
-    assert parts[1]
-    assert parts[0] | parts[1] == texts
-    assert not parts[0] & parts[1]
-
-
-def test_the_tail_of_a_single_file_is_held_out(tmp_path):
-    (tmp_path / "only.txt").write_bytes(b"a" * 75 + b"b" * 25)
-    corpus = load_corpus(text_config(tmp_path, held_out=0.25))
-    begin, end = ByteTokenizer.begin, ByteTokenizer.end
-    assert corpus.training.tokens[:].tolist() == [begin, *b"a" * 75, end]
-    assert corpus.held_out.tokens[:].tolist() == [begin, *b"b" * 25, end]
+    assert len(opened) == 1
 
 
 def test_a_folder_is_read_whole_but_for_hidden_and_empty_files(tmp_path):
@@ -191,15 +154,6 @@ def test_a_folder_is_read_whole_but_for_hidden_and_empty_files(tmp_path):
     begin, end = ByteTokenizer.begin, ByteTokenizer.end
     both = sorted([corpus.training.tokens[:].tolist(), corpus.held_out.tokens[:].tolist()])
     assert both == [[begin, *b"m" * 20, end], [begin, *b"\xff\xfe" * 10, end]]
-
-
-def test_fingerprint_tells_the_text(tmp_path):
-    for name, text in (("one", counters(30)), ("same", counters(30)), ("other", counters(31))):
-        (tmp_path / name).write_bytes(text)
-    one, same, other = (
-        load_corpus(text_config(tmp_path / name)).fingerprint for name in ("one", "same", "other")
-    )
-    assert one == same != other
 
 
 def test_batches_have_one_shape_and_fresh_arrays(file_config):
@@ -360,64 +314,25 @@ def chapters(folder: Path, lengths: list[int]) -> DataConfig:
     return text_config(folder, packing="documents", sequence_length=16, held_out=0.2)
 
 
-def test_packed_documents_stay_whole_and_every_token_is_a_target_once(tmp_path):
-    config = chapters(tmp_path / "text", [3, 40, 14, 15, 1, 7, 30, 12, 5, 5, 2, 16])
-    corpus = load_corpus(config)
-    batches = TrainingBatches(config)
-    rows = len(batches._rows[0])
-    once = take(TrainingBatches(replace(config, microbatch_size=1)), rows)
-    pairs = []
-    for batch in once:
-        tokens, targets, begins = (batch[key][0] for key in ("tokens", "targets", "begins"))
-        used = tokens != ByteTokenizer.padding
-        assert (targets[~used] == IGNORED_TARGET).all()
-        assert not begins[~used].any()
-        assert begins[0]
-        counted = targets != IGNORED_TARGET
-        pairs += zip(tokens[counted], targets[counted], strict=True)
-        # Before another document nothing is learnt, unless this one goes on in another row.
-        for place in np.flatnonzero(begins[1:]):
-            assert targets[place] == IGNORED_TARGET or tokens[place] != ByteTokenizer.end
-        # Nowhere does a target come from another document.
-        inner = counted[:-1] & ~begins[1:]
-        np.testing.assert_array_equal(targets[:-1][inner], tokens[1:][inner])
-    expected = []
-    start = 0
-    for end in corpus.training.ends:
-        document = corpus.training.tokens[start:end]
-        expected += pairwise(document)
-        start = end
-    assert sorted(pairs) == sorted(expected)
-
-
 def test_a_mixture_keeps_its_proportions_and_each_source_its_own_epochs(tmp_path):
-    for name, letter in (("small", b"s"), ("large", b"l")):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            (tmp_path / name / f"{number}").write_bytes(
-                b"".join(b"%c%07d" % (letter, n) for n in range(number * 50, number * 50 + 50))
-            )
-    mixture = (
-        MixtureConfig("text", str(tmp_path / "small"), weight=0.7),
-        MixtureConfig("text", str(tmp_path / "large"), weight=0.3),
-    )
+    for name in ("small", "large"):
+        text = b"".join(b"%c%07d" % (name.encode()[0], number) for number in range(50))
+        (tmp_path / name).write_bytes(text)
+    small, large = (MixtureConfig("text", str(tmp_path / name)) for name in ("small", "large"))
+    mixture = replace(small, weight=0.7), replace(large, weight=0.3)
     config = DataConfig(
-        source="mixture", mixture=mixture, sequence_length=LENGTH, microbatch_size=3
+        source="mixture", mixture=mixture, sequence_length=LENGTH, microbatch_size=3, held_out=0.5
     )
     rows = windows(take(TrainingBatches(config), 200))
-    from_small = np.array([ord("s") in row for row in rows])
-    for start in range(0, 500, 7):
-        assert from_small[start : start + 100].sum() == 70
-    small = [row for row, own in zip(rows, from_small, strict=True) if own]
-    epoch = 50
-    assert len(set(small[:epoch])) == epoch
-    assert set(small[:epoch]) == set(small[epoch : 2 * epoch])
-    assert small[:epoch] != small[epoch : 2 * epoch]
-    held_out = windows(held_out_batches(config, 100))
-    assert len(held_out) == 100
-    other = replace(config, mixture=(mixture[0], replace(mixture[1], weight=0.7)))
+    from_small = [row for row in rows if ord("s") in row]
+    assert len(from_small) == 420
+    epoch = 25
+    assert len(set(from_small[:epoch])) == epoch
+    assert set(from_small[:epoch]) == set(from_small[epoch : 2 * epoch])
+    assert from_small[:epoch] != from_small[epoch : 2 * epoch]
+    other = TrainingBatches(replace(config, mixture=(mixture[0], large))).state(1)
     with pytest.raises(InputError, match="fingerprint"):
-        TrainingBatches(config).position(TrainingBatches(other).state(1))
+        TrainingBatches(config).position(other)
 
 
 @pytest.mark.parametrize("part", ["inner", "inner/03", "inner/*"])

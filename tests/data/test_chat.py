@@ -22,7 +22,6 @@ from skippipe_jax.data.chat import (
     trains_on_answers,
 )
 from skippipe_jax.data.documents import Document
-from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -267,10 +266,12 @@ def test_a_template_that_is_named_is_followed_and_kept(
         assert same.tolist() == tokens.tolist()
 
 
-def test_a_tokenizer_without_a_template_is_warned_of_where_none_is_named(with_template: Path):
+def test_a_tokenizer_without_a_template_is_warned_of_where_none_is_named(
+    with_template: Path, monkeypatch: pytest.MonkeyPatch
+):
     tokenizer = load_tokenizer(str(with_template))
     assert not template_warning([SOURCE], tokenizer)
-    tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     [warning] = template_warning([SOURCE], tokenizer)
     assert "has no template. Set data.chat_template to plain, chatml" in warning
     assert not template_warning([replace(SOURCE, chat_template="plain")], tokenizer)
@@ -354,31 +355,6 @@ def test_the_day_is_kept_in_the_configuration():
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
-def test_training_batches_count_answers_only(tmp_path):
-    rows = [
-        [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a" * (n + 3)}]
-        for n in range(1, 25)
-    ]
-    (tmp_path / "chat.jsonl").write_text(
-        "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-    )
-    config = DataConfig(
-        "chat",
-        str(tmp_path / "chat.jsonl"),
-        packing="documents",
-        sequence_length=128,
-        microbatch_size=1,
-        held_out=0.2,
-    )
-    batches = TrainingBatches(config)
-    [corpus] = load_corpora(config)
-    counted = np.concatenate([batches[n]["targets"] for n in range(len(batches._rows[0]))])
-    counted = counted[counted != IGNORED_TARGET]
-    assert set(counted.tolist()) == {ord("a"), ByteTokenizer.end}
-    assert corpus.training.learnt is not None
-    assert len(counted) == corpus.training.learnt.count > 0
-
-
 @pytest.fixture
 def long_and_short(tmp_path) -> DataConfig:
     """Conversations of which every fourth is longer than a sequence."""
@@ -413,51 +389,48 @@ def learnt_letters(config: DataConfig) -> tuple[int, int]:
     return int(letters[0]), int(letters[1])
 
 
-def of_both(config: DataConfig, letters_of_long: int) -> tuple[int, int]:
-    """The letters that there are, if so many of each long conversation are read."""
+def parts_of(config: DataConfig) -> list[tuple[int, int]]:
+    """How many conversations are longer than a sequence, and how many there are, of both parts."""
     [corpus] = load_corpora(config)
     sizes = [np.diff(part.ends, prepend=0) for part in (corpus.training, corpus.held_out)]
-    long = [int((part > 65).sum()) for part in sizes]
-    assert min(long) > 0
-    short = [len(part) - n for part, n in zip(sizes, long, strict=True)]
-    return 8 * short[0] + letters_of_long * long[0], 8 * short[1] + letters_of_long * long[1]
+    return [(int((part > config.sequence_length + 1).sum()), len(part)) for part in sizes]
 
 
-def test_conversations_longer_than_a_sequence_are_left_out_and_counted(long_and_short):
-    config = long_and_short
-    assert learnt_letters(config) == of_both(config, 0)
-    assert learnt_letters(replace(config, too_long="drop")) == of_both(config, 0)
-    [line] = TrainingBatches(config).too_long
-    assert line.endswith("are longer than a sequence of 64 tokens, and dropped (data.too_long)")
-    [corpus] = load_corpora(config)
-    counts = [
-        (int((np.diff(part.ends, prepend=0) > 65).sum()), len(part.ends))
-        for part in (corpus.training, corpus.held_out)
-    ]
-    (long, every), (long_out, every_out) = counts
+@pytest.mark.parametrize("too_long", [None, "drop"])
+def test_conversations_longer_than_a_sequence_are_left_out_and_counted(long_and_short, too_long):
+    config = replace(long_and_short, too_long=too_long)
+    (long, every), (long_out, every_out) = parts_of(config)
+    assert min(long, long_out) > 0
+    assert learnt_letters(config) == (8 * (every - long), 8 * (every_out - long_out))
     told = f"{long} of {every} documents (training) and {long_out} of {every_out} documents (held"
-    assert line.startswith(f"{config.path}: {told} out)")
-
-
-def test_long_conversations_are_split_or_truncated_if_the_user_says_so(long_and_short):
-    split = replace(long_and_short, too_long="split")
-    assert learnt_letters(split) == of_both(split, 80)
-    [line] = TrainingBatches(split).too_long
-    assert "and split (data.too_long)" in line
-    # Before the answer there are the begin mark, <|user|>, 2 letters, <|assistant|> and 3 ends of
-    # lines; the last token that is kept has a target too.
-    truncated = replace(long_and_short, too_long="truncate")
-    assert learnt_letters(truncated) == of_both(truncated, 64 + 1 - (1 + 8 + 2 + 13 + 3))
-    [line] = TrainingBatches(truncated).too_long
-    assert line.endswith("and truncated (data.too_long)")
+    assert TrainingBatches(config).too_long == [
+        f"{config.path}: {told} out) are longer than a sequence of 64 tokens, and dropped "
+        "(data.too_long)"
+    ]
     # Nothing is said where all is as long as it may be.
-    assert not TrainingBatches(replace(long_and_short, sequence_length=128)).too_long
+    assert not TrainingBatches(replace(config, sequence_length=128)).too_long
+
+
+# Before the answer there are the begin mark, <|user|>, 2 letters, <|assistant|> and 3 ends of
+# lines; the last token that is kept has a target too.
+@pytest.mark.parametrize(
+    ("too_long", "told", "letters"),
+    [("split", "split", 80), ("truncate", "truncated", 64 + 1 - (1 + 8 + 2 + 13 + 3))],
+)
+def test_long_conversations_are_split_or_truncated_if_the_user_says_so(
+    long_and_short, too_long, told, letters
+):
+    config = replace(long_and_short, too_long=too_long)
+    expected = [8 * (every - long) + letters * long for long, every in parts_of(config)]
+    assert [*learnt_letters(config)] == expected
+    [line] = TrainingBatches(config).too_long
+    assert line.endswith(f"and {told} (data.too_long)")
 
 
 def test_conversations_that_lose_their_answers_by_being_truncated_are_counted(tmp_path):
     turns = [(f"{n:02}" * (1 if n % 4 else 30), "a" * 8) for n in range(40)]
     config = replace(conversations(tmp_path, turns), too_long="truncate")
-    assert learnt_letters(config) == of_both(config, 0)
+    assert [*learnt_letters(config)] == [8 * (every - long) for long, every in parts_of(config)]
     [line] = TrainingBatches(config).too_long
     assert line.endswith("truncated (data.too_long); 10 of them have no tokens left to train on")
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ import yaml
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import Config, DocumentSource, load_config
+from skippipe_jax.config import Config, DocumentSource, load_config, to_tree
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizing import train_bpe
 from skippipe_jax.training.trainer import Trainer
+from tests.data.test_chat import conversations
 from tests.harness.partial_models import evaluate_run
 from tests.harness.training_runs import write_config
 
@@ -74,20 +76,8 @@ def test_own_rows_and_tokenizer(tmp_path):
 
 
 def test_a_run_says_how_many_conversations_are_too_long_and_an_older_one_goes_on(tmp_path, capsys):
-    answers = ["a" * (2 if number % 4 else 40) for number in range(40)]
-    with (tmp_path / "chat.jsonl").open("w") as file:
-        for number, answer in enumerate(answers):
-            question = {"role": "user", "content": f"{number}"}
-            messages = [question, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    data = {
-        "source": "chat",
-        "path": str(tmp_path / "chat.jsonl"),
-        "packing": "documents",
-        "sequence_length": 32,
-        "microbatch_size": 2,
-        "held_out": 0.3,
-    }
+    turns = [(f"{number}", "a" * (2 if number % 4 else 40)) for number in range(40)]
+    data = to_tree(replace(conversations(tmp_path, turns), sequence_length=32))
     plan = {"method": "balanced", "case": CASE}
     file = write_config(tmp_path, plan=plan, data=data)
 

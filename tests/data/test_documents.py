@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -142,10 +143,11 @@ def test_conversations_that_are_read_as_text_are_told_of(key, tmp_path):
 
 
 def test_rows_are_held_out_by_their_own_text(tmp_path):
-    def held_out(texts: list[str]) -> set[bytes]:
+    def held_out(texts: list[str], seed: int = 0) -> set[bytes]:
         file = tmp_path / f"{len(texts)}.jsonl"
         file.write_text(lines(texts))
-        [corpus] = load_corpora(DataConfig("jsonl", str(file), sequence_length=8, held_out=0.3))
+        given: dict[str, Any] = {"sequence_length": 8, "held_out": 0.3, "shuffle_seed": seed}
+        [corpus] = load_corpora(DataConfig("jsonl", str(file), **given))
         part = corpus.held_out
         return {
             bytes(piece[1:-1].astype(np.uint8))
@@ -155,7 +157,7 @@ def test_rows_are_held_out_by_their_own_text(tmp_path):
     some, every = held_out(TEXTS[:20]), held_out(TEXTS)
     assert 0 < len(some) < 20
     assert some == every & {text.encode() for text in TEXTS[:20]}
-    assert held_out(TEXTS[::-1] * 2) == every
+    assert held_out(TEXTS[::-1] * 2) == every != held_out(TEXTS, seed=1)
 
 
 def test_files_are_told_apart_by_what_a_glob_leaves_open(tmp_path):

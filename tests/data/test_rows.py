@@ -1,4 +1,4 @@
-"""Packing fills rows well, mixtures are exact, and stretches of learnt tokens are a mask."""
+"""Packing fills rows well and loses nothing that is learnt, and mixtures are exact."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from skippipe_jax.data.rows import (
     IGNORED_TARGET,
     Interleaving,
-    LossMask,
     PackedDocuments,
     TokenizedDocuments,
     cut,
@@ -49,7 +48,7 @@ def test_rows_hold_every_document_piece_by_piece(sizes, length, data):
     if data.draw(st.booleans()):  # As in conversations: long stretches of one kind.
         switches = data.draw(st.lists(st.integers(0, int(ends[-1])), max_size=6))
         learnt = np.searchsorted(np.sort(switches), tokens, side="right") % 2 == 1
-    rows = packed(TokenizedDocuments(tokens, ends, LossMask.where(learnt)), length)
+    rows = packed(TokenizedDocuments(tokens, ends, learnt), length)
     targets_seen = []
     for index in range(len(rows)):
         row, targets = np.full(length, -7, np.int32), np.full(length, IGNORED_TARGET, np.int32)
@@ -89,7 +88,7 @@ def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
     # Five fit: the last token of a document is a target only.
     ends = np.cumsum([3, 5, 6, 13])
     learnt = np.arange(27) != 20  # so that all but one of them are learnt
-    documents = TokenizedDocuments(np.arange(27), ends, LossMask.where(learnt))
+    documents = TokenizedDocuments(np.arange(27), ends, learnt)
     spans = {
         way: list(zip(pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
         for way in ("split", "truncate", "drop")
@@ -106,29 +105,11 @@ def test_what_is_longer_than_a_row_is_split_or_truncated_or_left_out():
 
 def test_a_document_whose_beginning_has_nothing_to_learn_is_left_out_where_it_is_truncated():
     ends, tokens = np.array([6, 12]), np.arange(12)
-    pieces = cut(TokenizedDocuments(tokens, ends, LossMask.where(tokens >= 4)), 3, "truncate")
+    pieces = cut(TokenizedDocuments(tokens, ends, tokens >= 4), 3, "truncate")
     assert (pieces.starts.tolist(), pieces.too_long, pieces.left_out) == ([6], 2, 1)
     # The token after the last one that is kept is its target.
-    documents = TokenizedDocuments(tokens, ends, LossMask.where(np.isin(tokens, [3, 9])))
+    documents = TokenizedDocuments(tokens, ends, np.isin(tokens, [3, 9]))
     rows = PackedDocuments(documents, cut(documents, 3, "truncate"), 3)
     targets = np.full(3, IGNORED_TARGET, np.int32)
     rows.fill(0, np.zeros(3, np.int32), targets, np.zeros(3, bool))
     assert (len(rows), targets.tolist()) == (2, [IGNORED_TARGET, IGNORED_TARGET, 3])
-
-
-@given(st.lists(st.booleans(), max_size=40), st.data())
-def test_stretches_say_what_a_mask_says(flags, data):
-    mask = np.array(flags, bool)
-    learnt = LossMask.where(mask)
-    places = np.arange(len(mask) + 1)
-    np.testing.assert_array_equal(learnt.before(places), np.concatenate([[0], np.cumsum(mask)]))
-    assert learnt.count == mask.sum()
-    start = data.draw(st.integers(0, len(mask)))
-    stop = data.draw(st.integers(start, len(mask)))
-    np.testing.assert_array_equal(learnt.of(start, stop), mask[start:stop])
-
-
-def test_stretches_that_touch_are_as_good_as_one():
-    learnt = LossMask(np.array([1, 3, 7]), np.array([3, 4, 9]))
-    assert learnt.of(2, 8).tolist() == [True, True, False, False, False, True]
-    assert learnt.before(np.array([0, 2, 3, 4, 8, 20])).tolist() == [0, 1, 2, 3, 4, 5]

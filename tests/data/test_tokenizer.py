@@ -17,7 +17,6 @@ from skippipe_jax.data.documents import Document
 from skippipe_jax.data.rows import IGNORED_TARGET
 from skippipe_jax.data.tokenizer import (
     ByteTokenizer,
-    copy_tokenizer,
     encode_documents,
     load_tokenizer,
     token_dtype,
@@ -149,12 +148,6 @@ def test_a_name_on_the_hub_is_no_tokenizer_and_how_to_fetch_it_is_said(tmp_path)
         with pytest.raises(InputError) as caught:
             load_tokenizer(name)
         assert "hf download" not in caught.value.remedy
-
-
-def test_a_copy_is_the_same_tokenizer(trained: Path, tmp_path: Path):
-    copy_tokenizer(str(trained), tmp_path)
-    copied, original = load_tokenizer(str(tmp_path)), load_tokenizer(str(trained))
-    assert (copied.digest, copied.begin) == (original.digest, original.begin)
 
 
 def test_documents_stand_between_marks(trained):

@@ -194,8 +194,8 @@ def test_the_command_takes_conversations(chat, tmp_path, capsys):
         index = read_index(str(tmp_path / "tokens"), "data.path")
         documents = open_part(str(tmp_path / "tokens"), part, index, "data.path")
         assert documents.learnt is not None
-        learnt = documents.learnt.of(0, documents.tokens.size)
-        assert learnt.sum() == described.learnt == documents.learnt.count
+        learnt = documents.learnt
+        assert learnt.sum() == described.learnt
         assert set(documents.tokens[:][learnt].tolist()) == {*b"ab", ByteTokenizer.end}
     # What is said becomes a tokenizer too, and nothing of how it is written down.
     tokenize(tmp_path / "own", *words, "--train-bpe", "262")
@@ -322,4 +322,5 @@ def test_the_tail_of_a_single_file_is_held_out(tmp_path):
         found, expected = getattr(one, part), getattr(other, part)
         np.testing.assert_array_equal(found.tokens[:], expected.tokens)
         np.testing.assert_array_equal(found.ends, expected.ends)
+    assert one.training.tokens[:].tolist() == [256, *b"a" * 75, 257]
     assert one.held_out.tokens[:].tolist() == [256, *b"b" * 25, 257]

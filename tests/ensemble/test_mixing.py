@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.ensemble import priors
-from skippipe_jax.ensemble.mixing import cached_log_prior, mix, weights
-from skippipe_jax.ensemble.mixtures import arithmetic
-from skippipe_jax.ensemble.posterior import final_log_weights, likeliest, log_weights
+from skippipe_jax.ensemble.mixing import cached_log_prior, weighed, weights
 from tests.ensemble import by_hand
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
+
+
+def mix(log_p: np.ndarray, resets: np.ndarray, **how: Any) -> np.ndarray:
+    return weighed(log_p, weights(log_p, resets, **how))
 
 
 def drawn(
@@ -75,74 +73,6 @@ def test_no_prior_is_ever_so_small_that_its_expert_cannot_come_back():
     found = mix(log_p, np.zeros(log_p.shape[1:], bool), prior="decay")
     assert np.isfinite(found).all()
     assert found[1000, -1] == pytest.approx(-1.0)
-
-
-def test_the_functions_work_in_what_they_are_given():
-    log_p, resets = drawn(3, 2, 30, -4.0, 0.1)
-    prior = priors.uniform_prior(3)
-    log_w = log_weights(jnp.asarray(log_p), prior, jnp.asarray(resets))
-    assert log_w.dtype == jnp.float32
-    np.testing.assert_allclose(log_w, weights(log_p, resets), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(jnp.exp(log_w).sum(axis=0), 1, rtol=1e-5)
-    final = final_log_weights(jnp.asarray(log_p), prior, jnp.asarray(resets))
-    by_place = [by_hand.posteriors(log_p[:, i], np.full(3, 1 / 3), resets[i]) for i in range(2)]
-    np.testing.assert_allclose(jnp.exp(final).T, [found[-1] for found in by_place], rtol=1e-4)
-
-
-SEEDS = st.integers(0, 2**32 - 1)
-# One shape, so that few programs are compiled.
-SHAPE = (3, 4, 16)
-
-
-@st.composite
-def scored(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    least = draw(st.sampled_from([-0.01, -2.0, -80.0]))
-    return drawn(*SHAPE, least, draw(st.sampled_from([0.0, 0.1, 0.7])), draw(SEEDS))
-
-
-HOW = st.sampled_from(["posterior", "prior", "top-1"])
-
-
-@given(scored(), HOW, st.integers(1, SHAPE[2] - 1), SEEDS)
-@settings(max_examples=20)
-def test_a_reset_forgets(both: tuple, how: str, place: int, seed: int):
-    log_p, resets = both
-    resets[:, place] = True
-    other = log_p.copy()
-    other[:, :, :place] = drawn(*SHAPE, -5.0, 0.0, seed)[0][:, :, :place]
-    found, again = (mix(one, resets, how=how)[:, place:] for one in (log_p, other))
-    np.testing.assert_array_equal(found, again)
-
-
-@given(scored(), HOW, st.integers(1, SHAPE[1] - 1), SEEDS)
-@settings(max_examples=20)
-def test_a_decayed_prior_is_of_the_past_alone(both: tuple, how: str, first: int, seed: int):
-    log_p, resets = both
-    other = log_p.copy()
-    other[:, first:] = drawn(*SHAPE, -5.0, 0.0, seed)[0][:, first:]
-    both = log_p, other
-    found, again = (mix(one, resets, prior="decay", how=how)[:first] for one in both)
-    np.testing.assert_array_equal(found, again)
-    # Nor is the posterior of a token of what comes after it.
-    found, again = (weights(one, resets, prior="decay")[:, first, 0] for one in both)
-    np.testing.assert_array_equal(found, again)
-
-
-@given(st.sampled_from([0.1, 3.0, 60.0]), SEEDS)
-@settings(max_examples=20)
-def test_a_mixture_is_a_distribution(spread: float, seed: int):
-    """Every possible target is tried, of two sequences of 3 positions and 7 tokens."""
-    random = np.random.default_rng(seed)
-    logits = random.normal(scale=spread, size=(3, 2, 3, 7))
-    log_p = jnp.asarray(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
-    log_w = jnp.log(jnp.asarray(random.dirichlet(np.ones(3), (2, 3)).transpose(2, 0, 1)))
-    for own in (log_w, likeliest(log_w)):
-        found = arithmetic(log_p, own[..., None])
-        np.testing.assert_allclose(jnp.exp(found).sum(axis=-1), 1, rtol=1e-4)
-    one_by_one = [arithmetic(log_p[..., token], log_w) for token in range(7)]
-    np.testing.assert_allclose(
-        jnp.stack(one_by_one, axis=-1), arithmetic(log_p, log_w[..., None]), rtol=1e-5, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import yaml
 from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from skippipe_jax.experts import work
-from skippipe_jax.experts.config import load_experts
 from skippipe_jax.interop.huggingface import CONFIG as HF_CONFIG
 from skippipe_jax.storage.run_lock import RunLock
 from tests.commands.examples import expect_one_error
@@ -261,10 +260,3 @@ def test_text_is_written_once_by_each_program(folder: Path, experts_command: Run
     (folder / "writer.py").rename(folder / "other.py")
     work.prepare(place_in(folder, prepare="other"))
     assert (place.folder / "text" / "count").read_text() == "xx"
-
-
-def test_the_configurations_that_come_along_are_right():
-    for name in ("quick", "study"):
-        config = load_experts(Path(f"experiments/experts/{name}.yaml"))
-        assert len(config.inside) >= 6
-        assert len(config.outside) >= 3

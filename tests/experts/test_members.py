@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -219,15 +218,6 @@ def test_scores_are_known_by_all_that_they_come_from():
     assert digest(config_of(evaluation=CONFIG["evaluation"] | {"decay": 0.5}), member) == known
     assert digest(config, member, of_arm(config)["tables"]) != known
     assert digest(config_of(domains=CHANGES["text"]["domains"]), member) != known
-
-
-def test_every_key_of_a_member_counts():
-    """What two members differ in shows in their digests, but for what follows from the others."""
-    member = of_arm(config_of())["code"]
-    follows = {"kind", "domains", "size", "hosts"}
-    assert {one.name for one in fields(Member)} - follows == {"tree", "parent"}
-    assert replace(member, parent=None).digest != member.digest
-    assert replace(member, tree={**member.tree, "trace": "every 2"}).digest != member.digest
 
 
 def test_arms_of_the_quick_ensemble_have_the_same_compute():

@@ -9,27 +9,32 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.campaign.running import Task
+from skippipe_jax.campaign.running import Task, ordered
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import MixtureConfig
 from skippipe_jax.config.data import FOR_SCORES
 from skippipe_jax.experts import work
 from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.members import MemberFactory
+from skippipe_jax.experts.scoring import score_asked
 from skippipe_jax.experts.tasks import Place, Scored
 from skippipe_jax.inference.model_source import read_model
 from skippipe_jax.inference.scores import score
 from skippipe_jax.storage.run_dir import RunDir
 from tests.experts.examples import CONFIG, write_config, write_text
-from tests.harness.processes import Processes, started_processes
+from tests.harness.processes import started_processes
 
 SECTIONS: dict[str, Any] = {
     "domains": CONFIG["domains"][:3],
@@ -39,7 +44,6 @@ SECTIONS: dict[str, Any] = {
     "experts": {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 0}},
     "arms": {
         "equal": {"size": "S", "steps": 5},
-        "dense": {"kind": "dense", "size": "S", "steps": 10},
         "mean": {"kind": "averaged", "of": "equal"},
     },
 }
@@ -51,34 +55,31 @@ def write_inputs(folder: Path) -> None:
     write_config(folder, **SECTIONS)
 
 
-def start(processes: Processes, folder: Path, *arguments: str) -> None:
-    words = ("-m", "skippipe_jax", "experts", *arguments, "experts.yaml")
-    processes.start(*words, folder=folder)
-
-
 def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "experts" / work.RESULTS).read_text())
 
 
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in (folder / "experts" / "logs").glob("*"))
+def run_here(tasks: Sequence[Task], *_: Any) -> None:
+    """Run the tasks as `run_all` does, but all in this process."""
+    for task in ordered(tasks):
+        for command in () if task.is_done() else task.commands():
+            module, *words = command()
+            if module == "skippipe_jax.train":
+                assert main(["train", *words]) == 0
+            else:
+                assert score_asked(Path(words[0])) == 0
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with started_processes(tmp_path_factory.mktemp("output")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, processes: Processes) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which an ensemble has been trained undisturbed; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     write_inputs(folder)
-    start(processes, folder)
-    number = len(processes.processes) - 1
-    assert processes.exit_code(number, TIMEOUT_S) == 0, processes.outputs() + logs(folder)
-    assert "mean, outside" in processes.output(number)
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as printed:
+        patched.chdir(folder)
+        patched.setattr(work, "run_all", run_here)
+        assert main(["experts", "experts.yaml"]) == 0
+    assert "mean, outside" in printed.getvalue()
     return folder
 
 
@@ -89,37 +90,51 @@ def marks(folder: Path) -> int:
 
 
 @pytest.mark.nightly
-def test_it_gives_the_same_when_it_is_killed_and_started_again(
-    trained: Path, tmp_path: Path, processes: Processes
-):
+def test_it_gives_the_same_when_it_is_killed_and_started_again(tmp_path: Path):
     """Whoever is killed leaves trainings behind, which the next one waits for."""
-    write_inputs(tmp_path)
-    whole = marks(trained)
-    moments = sorted(random.Random(0).sample(range(1, whole), 3))
-    for moment in moments:
-        start(processes, tmp_path)
-        own = processes.processes[-1]
-        while own.poll() is None and marks(tmp_path) < moment:
-            time.sleep(0.005)
-        own.kill()
-        own.wait()
-    start(processes, tmp_path)
-    code = processes.exit_code(len(processes.processes) - 1, TIMEOUT_S)
-    told = f"killed at {moments} of {whole}\n{processes.outputs()}\n{logs(tmp_path)}"
-    assert code == 0, told
-    assert results(tmp_path) == results(trained), told
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+        write_inputs(folder)
+    with started_processes(tmp_path) as processes:
+
+        def start(folder: Path) -> None:
+            words = ("-m", "skippipe_jax", "experts", "experts.yaml")
+            processes.start(*words, folder=folder)
+
+        def finish(folder: Path) -> str:
+            start(folder)
+            code = processes.exit_code(len(processes.processes) - 1, TIMEOUT_S)
+            logs = (folder / "experts" / "logs").glob("*")
+            told = "\n".join([processes.outputs(), *(path.read_text() for path in logs)])
+            assert code == 0, told
+            return told
+
+        finish(undisturbed)
+        whole = marks(undisturbed)
+        moments = sorted(random.Random(0).sample(range(1, whole), 3))
+        for moment in moments:
+            start(disturbed)
+            own = processes.processes[-1]
+            while own.poll() is None and marks(disturbed) < moment:
+                time.sleep(0.005)
+            own.kill()
+            own.wait()
+        told = finish(disturbed)
+    assert results(disturbed) == results(undisturbed), f"killed at {moments} of {whole}\n{told}"
     assert "Traceback" not in told
-    assert marks(tmp_path) == whole
+    assert marks(disturbed) == whole
 
 
 def test_results_tell_of_every_arm_and_domain(trained: Path):
     found = results(trained)
-    assert set(found["arms"]) == {"equal", "dense", "mean"}
+    assert set(found["arms"]) == {"equal", "mean"}
     assert set(found["difficulty"]) == {"prose", "code"}
     for own in found["arms"].values():
         assert set(own["domains"]) == {"prose", "code", "tables"}
         assert own["mean"] == pytest.approx(np.mean([*own["domains"].values()]), abs=1e-4)
     assert found["arms"]["equal"]["training_flops"] > 0
+    ElementTree.parse(trained / "experts" / work.PICTURE)
     # Each has trained on its own domain alone, and so is the best one there.
     place = place_of(trained)
     [equal, *_] = MemberFactory(place.config, found["difficulty"]).arms()
@@ -129,9 +144,6 @@ def test_results_tell_of_every_arm_and_domain(trained: Path):
     }
     for domain in equal.members:
         assert min(losses, key=lambda name, d=domain: losses[name][d]) == domain
-    before, after = (found["arms"][name]["training_flops"] for name in ("equal", "dense"))
-    steps = sum(own.steps for own in equal.members.values())
-    assert before / after == pytest.approx(steps / 10)
 
 
 def place_of(folder: Path) -> Place:
@@ -139,21 +151,14 @@ def place_of(folder: Path) -> Place:
     return Place(config, folder / config.folder)
 
 
-def test_nothing_is_trained_or_scored_twice(trained: Path, processes: Processes):
-    expected, written = results(trained), files_of(trained)
-    start(processes, trained)
-    assert processes.exit_code(len(processes.processes) - 1, TIMEOUT_S) == 0
-    assert files_of(trained) == written
-    assert results(trained) == expected
+def require_done(tasks: Sequence[Task], *_: Any) -> None:
+    assert all(task.is_done() for task in tasks), "something trains"
 
 
-def files_of(folder: Path) -> dict[str, int]:
-    """When the files of runs and scores were written."""
-    return {
-        str(path): path.stat().st_mtime_ns
-        for part in ("runs", "scores", "logs")
-        for path in (folder / "experts" / part).rglob("*")
-    }
+def test_nothing_is_trained_or_scored_twice(trained: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr(work, "run_all", require_done)
+    assert work.train(place_of(trained)) == results(trained)
 
 
 @pytest.mark.parametrize("domain", ["prose", "tables"])
@@ -164,10 +169,7 @@ def test_a_changed_text_is_refused_before_anything_trains(
     shutil.copytree(trained, folder)
     monkeypatch.chdir(folder)
 
-    def run_all(tasks: Sequence[Task], *_: Any) -> None:
-        assert all(task.is_done() for task in tasks), "something trains"
-
-    monkeypatch.setattr(work, "run_all", run_all)
+    monkeypatch.setattr(work, "run_all", require_done)
     for document in (folder / "text" / domain).iterdir():
         document.write_text(document.read_text() + "?")
     with pytest.raises(InputError, match="of another text") as refused:
@@ -220,8 +222,8 @@ def test_exported_experts_say_what_they_said(trained: Path, monkeypatch: pytest.
     place = place_of(trained)
     folders = work.export(place)
     assert work.export(place) == folders
-    [equal, dense, _] = MemberFactory(place.config, results(trained)["difficulty"]).arms()
-    members = [*equal.members.values(), *dense.members.values()]
+    [equal, _] = MemberFactory(place.config, results(trained)["difficulty"]).arms()
+    members = [*equal.members.values()]
     assert {folder.name for folder in folders} == {own.name for own in members}
     for own, folder in zip(members, folders, strict=True):
         assert folder.name == own.name

@@ -257,16 +257,10 @@ def test_one_table_has_all_that_is_asked_for(evaluated: Any, printed: Any):
 
 
 def test_the_picture_has_every_subset(printed: Any, tmp_path: Path):
-    file = tmp_path / "shares.svg"
-    printed("--keep-fraction", "1,0.67,0.3", "--plot", file)
-    svg = ElementTree.parse(file).getroot()
-    dots = [dot for dot in svg.iter() if dot.tag.endswith("circle")]
-    assert [dot.get("class") for dot in dots].count("each") == 1 + 2 + 1
-    across = [float(dot.get("cx", 0)) for dot in dots if dot.get("class") == "mean"]
-    assert across == sorted(across)
-    assert len(across) == 3
-    texts = [text.text for text in svg.iter() if text.tag.endswith("title")]
-    assert any((text or "").startswith("stages 0 2: ") for text in texts)
+    printed("--keep-fraction", "1,0.67,0.3", "--plot", tmp_path / "shares.svg")
+    parts = ElementTree.parse(tmp_path / "shares.svg").iter()
+    dots = [part.get("class") for part in parts if part.tag.endswith("circle")]
+    assert (dots.count("each"), dots.count("mean")) == (1 + 2 + 1, 3)
 
 
 def test_the_text_is_found_from_another_folder_and_named(
@@ -292,12 +286,6 @@ def test_of_a_model_without_a_run_it_is_said_how_to_name_text(tmp_path: Path, co
     assert (code, err.endswith(hint)) == (0, True)
     code, _, err = command(*asked, "--set", "data.source=text", "--set", "data.path=text")
     assert (code, hint in err) == (0, False)
-
-
-def test_other_text_can_be_evaluated(evaluated: Any, tmp_path: Path):
-    (tmp_path / "digits").write_bytes(b"0123456789" * 100)
-    found = evaluated("--set", f"data.path={tmp_path / 'digits'}")
-    assert found["loss"] > evaluated()["loss"] + 1
 
 
 def test_conversations_that_are_too_long_to_be_evaluated_are_counted(

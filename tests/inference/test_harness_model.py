@@ -128,18 +128,6 @@ def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Pa
     assert len({round(nats, 3) for nats, _ in found}) == len(pairs)
 
 
-def test_the_likeliest_continuation_is_greedy(run: Path):
-    model, staged = harness(run), read_run(run)[0]
-    likeliest = {}
-    for letter in range(97, 123):
-        tokens = np.array([[256, letter]], np.int32)
-        likeliest[chr(letter)] = logits_of(staged, ALL, tokens)[0, -1].argmax()
-    letter, best = next((letter, best) for letter, best in likeliest.items() if 64 < best < 128)
-    continuations = [chr(best), chr(best - 1)]
-    found = model.loglikelihood([request("loglikelihood", letter, c) for c in continuations])
-    assert [greedy for _, greedy in found] == [True, False]
-
-
 def test_long_texts_are_read_in_windows(run: Path):
     """Every token once, the first after the begin mark, the last window with all of the context."""
     model = harness(run, batch_size=3)
@@ -172,7 +160,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     st.lists(st.tuples(WORDS, WORDS.filter(lambda text: len(text.encode()) <= 32)), max_size=9),
     st.lists(st.tuples(WORDS, SETTINGS), max_size=9),

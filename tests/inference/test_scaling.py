@@ -30,14 +30,13 @@ from skippipe_jax.inference import scaling
 from skippipe_jax.inference.evaluation import losses_by_order
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.model_source import read_run
-from skippipe_jax.inference.partial import full, kept
+from skippipe_jax.inference.partial import full
 from skippipe_jax.inference.scaling import (
     FIT,
     SHARE,
     Scale,
     create_scaling,
     fitted,
-    parse_scale,
     scales_of_run,
     training_text,
 )
@@ -120,10 +119,6 @@ def assert_alike(found: BranchScales, expected: BranchScales) -> None:
 # Which scales.
 
 
-def test_a_scale_is_a_word_or_a_number():
-    assert [parse_scale(given) for given in (SHARE, FIT, "0.7", 2)] == [SHARE, FIT, 0.7, 2.0]
-
-
 def test_shares_are_those_of_the_plan_and_more_where_fewer_run_but_never_above_1():
     shares = shares_by_hand()
     assert shares[0] == 1.0
@@ -177,20 +172,6 @@ def test_scales_that_are_known_are_found_again(monkeypatch: Any):
     found = fitted(model.scaled(changed), answered(model), STAGES)
     np.testing.assert_allclose(found.attention, attention, atol=0.12)
     np.testing.assert_allclose(found.feed_forward, feed_forward, atol=0.12)
-
-
-def test_fitted_scales_say_training_text_better(of_fit: dict[int, BranchScales]):
-    model, config, _ = read_run(Path("run"))
-    [batch] = [batch for batch, _ in zip(training_text(config.data), range(1), strict=False)]
-    for count, scales in of_fit.items():
-        orders = [way.stages for way in kept(STAGES, count / STAGES, 99, 0).variants]
-        plain, better = (
-            np.mean([one.loss(batch, order) for order in orders])
-            for one in (model, model.scaled(scales))
-        )
-        assert better < plain - 0.01
-        assert scales.attention[0] == scales.feed_forward[0] == 1.0
-    assert of_fit[STAGES] != of_fit[2]
 
 
 def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
@@ -371,20 +352,6 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     logits = model.scaled(scales).logits("ab" * 2, order)[2:4].astype(np.float64)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     assert nats == pytest.approx(logits[0, ord("a")] + logits[1, ord("b")], abs=1e-4)
-
-
-@pytest.mark.parametrize("scale", [SHARE, FIT])
-def test_the_face_scales_as_commands_do(scale: Scale, of_fit: dict[int, BranchScales]):
-    run = sp.Run(Path("run"))
-    [batch] = run.held_out_batches(2)
-    for count in (STAGES, 2):
-        order = full(count)
-        model = run.model(scale=scale, kept=count)
-        by_hand = run.model().scaled(scales_by_hand(scale, count, of_fit))
-        assert model.loss(batch, order) == pytest.approx(by_hand.loss(batch, order), rel=1e-5)
-    assert run.model(5, scale=scale).loss(batch) == pytest.approx(
-        run.model(scale=scale, kept=STAGES).loss(batch)
-    )
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from skippipe_jax.inference.domain_losses import evaluate_domains
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 from skippipe_jax.inference.staged_model import StagedModel, _scores
+from tests.harness.messages import refusal
 from tests.harness.partial_models import evaluate_run, logits_of, random_model, save_run
 
 LENGTH = 24
@@ -116,20 +117,6 @@ def test_scores_tell_which_targets_count_and_where_documents_start(config, model
     assert found.loss == pytest.approx(np.average(losses, weights=tokens), abs=1e-5)
 
 
-def test_scores_come_back_from_their_file(config, model, tmp_path):
-    found = score(model, config.data, "prose", "all", 5)
-    found.save(tmp_path / "prose.npz")
-    assert [file.name for file in tmp_path.iterdir()] == ["prose.npz"]
-    again = Scores.load(tmp_path / "prose.npz")
-    for name in ("log_probabilities", "counted", "resets"):
-        own, other = getattr(found, name), getattr(again, name)
-        assert own.dtype == other.dtype
-        np.testing.assert_array_equal(own, other)
-    for name in ("text", "tokenizer", "domain", "part"):
-        assert getattr(again, name) == getattr(found, name)
-        assert type(getattr(again, name)) is str
-
-
 @pytest.mark.parametrize("content", [b"", b"no scores", None])
 def test_what_holds_no_scores_is_refused(tmp_path, content):
     path = tmp_path / "file"
@@ -162,14 +149,12 @@ def test_scores_of_other_text_or_another_tokenizer_are_refused(config, model):
 
 
 def test_a_model_is_not_scored_on_what_it_does_not_take(config, model):
-    with pytest.raises(InputError, match="longer than the model's context of 32") as caught:
+    with refusal("data.sequence_length = ...longer than the model's context of 32"):
         score(model, replace(config.data, sequence_length=33), "prose", "all", 4)
-    assert caught.value.field == "data.sequence_length"
     other = replace(model, tokenizer_name="bytes")
     other.__dict__["_tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
-    with pytest.raises(InputError, match="is not the model's tokenizer") as caught:
+    with refusal("data.tokenizer = ...is not the model's tokenizer"):
         score(other, config.data, "prose", "all", 4)
-    assert caught.value.field == "data.tokenizer"
 
 
 def test_no_array_has_the_vocabulary_for_all_tokens(config, model, monkeypatch):
@@ -251,7 +236,6 @@ def test_a_domain_that_the_run_has_read_is_divided_as_the_run_did(run, key):
     prose, code = (str(run.parent / name) for name in ("prose", "code"))
     alone = ["data.source=text", "data.mixture=null", f"data.{key}"]
     for path in (prose, code):
-        with pytest.raises(InputError, match="that the run has trained on") as caught:
+        with refusal(f"data.{key.split('=')[0]} = ...that the run has trained on"):
             read_run(run, None, [*alone, f"data.path={path}"])
-        assert caught.value.field == f"data.{key.split('=')[0]}"
     read_run(run, None, [*alone, f"data.path={run.parent / 'elsewhere'}"])

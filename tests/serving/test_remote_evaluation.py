@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
-from skippipe_jax.data.rows import LossMask, PackedDocuments, TokenizedDocuments, cut
+from skippipe_jax.data.rows import PackedDocuments, TokenizedDocuments, cut
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.model_source import open_source, read_run
 from skippipe_jax.inference.remote_model import texts_of
@@ -159,7 +159,7 @@ def packed_rows(draw: st.DrawFn) -> Batch:
     sizes = np.array(documents)
     tokens = np.arange(sizes.sum()) + 1  # Each is another, so that all are told apart.
     learnt = np.array(draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
-    text = TokenizedDocuments(tokens, np.cumsum(sizes), LossMask.where(learnt))
+    text = TokenizedDocuments(tokens, np.cumsum(sizes), learnt)
     rows = PackedDocuments(text, cut(text, length, "split"), length)
     shape = len(rows) + draw(st.integers(0, 2)), length
     tokens, begins = np.zeros(shape, np.int32), np.zeros(shape, bool)
