@@ -1,9 +1,14 @@
 """Small cases, random cases and random paths for the planner's tests."""
 
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, permutations
 from typing import Any
 
+import numpy as np
+from hypothesis import reject
 from hypothesis import strategies as st
+from skippipe_sched.errors import InputError
+from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import CONTENTIONS, Case, parse_case
 from skippipe_sched.problem.plan import Operation, Plan, Predicted, microbatch_chain
 from skippipe_sched.timing.simulate import forecast, simulate
@@ -119,9 +124,13 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, speeds=(0.25, 0.5, 1.0, 1.5), most_replicas: int = 3, contentions=CONTENTIONS
+    draw: st.DrawFn,
+    speeds=(0.25, 0.5, 1.0, 1.5),
+    contentions=CONTENTIONS,
+    most_microbatches: int = 4,
 ) -> Case:
-    sizes = draw(st.lists(st.integers(1, most_replicas), min_size=1, max_size=5))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    sent = st.integers(1, most_microbatches)
     speed = st.sampled_from(speeds)
     if draw(st.booleans()):
         speed = st.just(speeds[0])
@@ -149,7 +158,7 @@ def cases(
         "stages": sizes,
         "path_length": draw(st.integers(1, len(sizes))),
         "microbatches_per_data_node": draw(
-            st.integers(1, 4) | st.lists(st.integers(1, 4), min_size=sizes[0], max_size=sizes[0])
+            sent | st.lists(sent, min_size=sizes[0], max_size=sizes[0])
         ),
         "memory": 1,
         "rules": draw(st.fixed_dictionaries({}, optional=rules)),
@@ -195,6 +204,40 @@ def routed_cases(draw: st.DrawFn, swaps: bool = True, contentions=CONTENTIONS):
             path = (data_node, *(draw(st.sampled_from(stages[stage])) for stage in visited))
             paths.append(path)
     return case, stages, tuple(paths)
+
+
+@st.composite
+def balanced_cases(draw: st.DrawFn, **options: Any):
+    """A case, a random placement, and random paths that keep its rules."""
+    # Slow to load, and no other test needs it.
+    from skippipe_sched.methods.dtfm_skip import random_paths
+
+    case, random = draw(cases(**options)), np.random.default_rng(draw(st.integers(0, 2**30)))
+    stages = place_in_order(case, random.permutation(len(case.nodes)).tolist())
+    try:
+        return case, stages, random_paths(case, stages, random)
+    except InputError:
+        reject()  # No paths are balanced under the case's max_jump.
+
+
+def every_placement(case: Case) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All placements; inner replicas in another order are the same one."""
+    for nodes in permutations(range(len(case.nodes))):
+        stages = place_in_order(case, nodes)
+        if all(list(stage) == sorted(stage) for stage in stages[1:]):
+            yield stages
+
+
+def replicas(ring_s: float, speeds=(1.0, 1.0), **averaging):
+    """Data nodes alone, on which an iteration takes 3.5 s, and a ring as many as are said."""
+    case = same_place(
+        [len(speeds)],
+        nodes=[{"forward_s": speed} for speed in speeds],
+        same_location={"latency_ms": 0, "bandwidth_GiB_per_s": 1},
+        stage_bytes=ring_s * 2**30 / (len(speeds) - 1) * averaging.get("fragments", 1),
+    )
+    case = outer(case, **{"fragments": 1, "dtype": "float32"} | averaging)
+    return case, in_order([len(speeds)]), tuple((node,) for node in range(len(speeds)))
 
 
 def chains_of(paths) -> list[list[Operation]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ortools.sat.python import cp_model
+from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.plan import NodePath, Operation, microbatch_chain
 from skippipe_sched.problem.rules import SHARE_TOLERANCE, fair_shares, sequence_problem
@@ -105,20 +106,8 @@ class _Model:
         self.model.minimize(self.iteration)
 
     def horizon(self) -> int:
-        """Ticks within which a best plan ends: everything that happens, one after another."""
-        case = self.case
-        slowest = max(
-            sum(ticks(case.duration(kind, node, stage)) for kind in "FLB")
-            for node, stage in product(self.nodes, self.stages)
-        )
-        hops = (case.forward_hop_s, case.backward_hop_s)
-        hop = max(ticks(float(seconds)) for hop_s in hops for seconds in hop_s.ravel())
-        averaging = max(
-            ticks(quickest_averaging_s(case, stage, nodes))
-            for stage, size in enumerate(case.stages)
-            for nodes in combinations(self.nodes, size)
-        )
-        return len(self.sender) * case.path_length * (slowest + 2 * hop) + averaging
+        """Ticks within which a best plan ends: those of another plan."""
+        return ticks(make_plan(self.case, "balanced").predicted.iteration_s)
 
     def flag(self) -> cp_model.IntVar:
         return self.model.new_bool_var("")

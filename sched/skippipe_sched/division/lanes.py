@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -117,11 +117,8 @@ class Part:
             "nodes": list(self.nodes),
             "seconds": self.seconds,
             "trainings": [
-                {
-                    "name": training.name,
-                    "steps": training.steps,
-                    "compute": training.compute,
-                    "bytes": training.bytes,
+                asdict(training)
+                | {
                     "stages": list(plan.case.stages),
                     "path_length": plan.case.path_length,
                     "iteration_s": iteration_s,

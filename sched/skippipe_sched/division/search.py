@@ -43,7 +43,7 @@ from skippipe_sched.search.annealer import (
     OPERATIONS_PER_S,
     WEIGHTS,
 )
-from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, cost_of
+from skippipe_sched.search.annealing import ChainState, Piece, anneal, chain_from, dispatched_s
 from skippipe_sched.search.arrays import Problem, candidate_of, copy, copy_of, problem_of
 from skippipe_sched.search.budget import Placement, Search
 from skippipe_sched.search.compiled import fast
@@ -277,7 +277,7 @@ class _Search:
 
         def ends(mean_weight: float) -> np.ndarray:
             costs = [
-                fast(cost_of)(problem, chain.candidate, chain.scratch, np.inf, mean_weight)
+                dispatched_s(problem, chain, mean_weight)
                 for problem, chain in zip(problems, member.chains, strict=True)
             ]
             return self.weights[:lanes] * costs
@@ -396,7 +396,7 @@ class _Chains:
     def anneal_alone(self, lane: int, cut: Cut, chain: ChainState, steps: int) -> None:
         """Anneal a lane independently of the others, on its own nodes."""
         problem = self.problem(lane, cut)
-        chain.costs[:] = fast(cost_of)(problem, chain.candidate, chain.scratch, np.inf, MEAN_WEIGHT)
+        chain.costs[:] = dispatched_s(problem, chain, MEAN_WEIGHT)
         hottest = HOTTEST * chain.costs[0]
         cooling = (COLDEST / HOTTEST) ** (1 / steps)
         fast(anneal)(problem, chain, Piece(steps, hottest, cooling, WEIGHTS, MEAN_WEIGHT))

@@ -8,7 +8,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.methods import METHODS
 from skippipe_sched.methods.routes import Routes
 from skippipe_sched.problem.case import Case
-from skippipe_sched.problem.open_case import choose
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.problem.rules import require
 from skippipe_sched.search.budget import Search
@@ -19,18 +18,30 @@ CHOICE_SHARE = 0.3
 
 
 def plan_best(cases: Sequence[Case], method: str, search: Search) -> Plan:
-    """Plan one of the `cases` that an open case may become, chosen by quick plans.
+    """Plan the best of the `cases` that an open case may become, promising ones first.
+
+    It is the one with the fewest seconds per microbatch in a quick plan, the first of equal ones. A
+    single case needs no quick plan.
 
     Raises:
-        InputError: if no case has a plan under its rules.
+        InputError: if no case has a plan under its rules, that of the most promising one.
     """
     if len(cases) == 1:
         return make_plan(cases[0], method, search)
     share = CHOICE_SHARE / len(cases)
-    quick = choose(
-        cases, lambda case: make_plan(case, method, search.part(share)).predicted.iteration_s
-    )
-    return make_plan(quick, method, search.part(1 - CHOICE_SHARE))
+    found: list[tuple[float, Case]] = []
+    refusals = []
+    for case in cases:
+        try:
+            plan = make_plan(case, method, search.part(share))
+        except InputError as refusal:
+            refusals.append(refusal)
+        else:
+            found.append((plan.predicted.iteration_s / sum(case.microbatches), case))
+    if not found:
+        raise refusals[0]
+    _, best = min(found, key=lambda judged: judged[0])
+    return make_plan(best, method, search.part(1 - CHOICE_SHARE))
 
 
 def make_plan(case: Case, method: str, search: Search | None = None) -> Plan:

@@ -2,12 +2,12 @@
 
 Such a case has ``stages: auto`` with ``stage_count: N``, or ``path_length: auto`` with
 ``skip_ratio: [low, high]``, the share of the stages that a path may skip, or both. `candidates`
-lists promising concrete cases, and `choose` picks one by quick plans.
+lists promising concrete cases; `methods.plan_best` chooses one by quick plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -76,29 +76,6 @@ def candidates(value: Any, folder: Path = Path()) -> tuple[Case, ...]:
         parse_case({**any_case.source, "stages": list(sizes), "path_length": length})
         for _, length, sizes in (sorted(balanced) + sorted(neighbours))[:MOST_CANDIDATES]
     )
-
-
-def choose(cases: Sequence[Case], judge: Callable[[Case], float]) -> Case:
-    """Choose the case with the fewest seconds per microbatch; the first of equal ones.
-
-    `judge` returns the iteration_s of a quick plan. It may refuse a case whose rules allow no plan.
-    A single case is returned without a plan.
-
-    Raises:
-        InputError: the error of `judge` for the most promising case, if it has refused every one.
-    """
-    if len(cases) == 1:
-        return cases[0]
-    seconds: dict[int, float] = {}
-    refusals = []
-    for index, case in enumerate(cases):
-        try:
-            seconds[index] = judge(case) / sum(case.microbatches)
-        except InputError as refusal:
-            refusals.append(refusal)
-    if not seconds:
-        raise refusals[0]
-    return cases[min(seconds, key=lambda index: seconds[index])]
 
 
 def _any_sizes(raw: Mapping[str, Any]) -> list[int]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from skippipe_sched.search.annealing import cost_of
-from skippipe_sched.search.arrays import set_averaging
+from skippipe_sched.search.arrays import copy, no_order, set_averaging
 from skippipe_sched.search.compiled import kernel
+from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.search.moves import below, draw_move, propose, revert, share_out, uniform
 
 # Power of the mean of the pipelines' ends: with a greater one, almost only the last end counts.
@@ -32,27 +32,20 @@ def _remaining_s(room, power_of_others, weight):
 
 @kernel
 def _put(problem, chain, slot, node):
-    """Put another node on a slot; store the replaced values in ``chain.undo``."""
-    candidate, undo = chain.candidate, chain.undo
+    """Put another node on a slot; store the candidate before in ``chain.undo``."""
+    candidate = chain.candidate
+    copy(candidate, chain.undo.before)
     stage = problem.stage_of_slot[slot]
-    undo.averaging_s[0] = candidate.averaging_s[stage]
     candidate.node_of_slot[slot] = node
     set_averaging(problem, candidate.node_of_slot, stage, candidate.averaging_s)
-    if problem.unequal:
-        undo.all_paths[:] = candidate.paths
-        undo.visits[:] = candidate.visits
-        if stage > 0:
-            share_out(problem, candidate, stage, chain.state)
+    if problem.unequal and stage > 0:
+        share_out(problem, candidate, stage, chain.state)
 
 
 @kernel
-def _put_back(problem, chain, slot, node):
-    candidate, undo = chain.candidate, chain.undo
-    candidate.node_of_slot[slot] = node
-    candidate.averaging_s[problem.stage_of_slot[slot]] = undo.averaging_s[0]
-    if problem.unequal:
-        candidate.paths[:] = undo.all_paths
-        candidate.visits[:] = undo.visits
+def _cost_s(problem, chain, limit_s, piece):
+    candidate, scratch = chain.candidate, chain.scratch
+    return evaluate(problem, candidate, no_order(), scratch, limit_s, piece.mean_weight)
 
 
 @kernel
@@ -84,9 +77,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
             made = propose(problem, chain.candidate, chain.undo, move, chain.state)
             if made:
                 limit_s = _remaining_s(room, beside, weights[place])
-                cost_s = cost_of(
-                    problem, chain.candidate, chain.scratch, limit_s, piece.mean_weight
-                )
+                cost_s = _cost_s(problem, chain, limit_s, piece)
                 if cost_s < limit_s:
                     ends[place] = cost_s * weights[place]
                     continue
@@ -106,7 +97,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
         _put(first, a, x, taken)
         beside = power_b if with_idle else 0.0
         limit_s = _remaining_s(room, beside, weights[places[0]])
-        cost_s = cost_of(first, a.candidate, a.scratch, limit_s, piece.mean_weight)
+        cost_s = _cost_s(first, a, limit_s, piece)
         kept = cost_s < limit_s
         if kept and with_idle:
             idle[y] = given
@@ -114,13 +105,13 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
             _put(second, b, y, given)
             power_now = (cost_s * weights[places[0]]) ** POWER
             limit_b_s = _remaining_s(room, power_now, weights[places[1]])
-            cost_b_s = cost_of(second, b.candidate, b.scratch, limit_b_s, piece.mean_weight)
+            cost_b_s = _cost_s(second, b, limit_b_s, piece)
             kept = cost_b_s < limit_b_s
             if kept:
                 ends[places[1]] = cost_b_s * weights[places[1]]
             else:
-                _put_back(second, b, y, taken)
+                copy(b.undo.before, b.candidate)
         if kept:
             ends[places[0]] = cost_s * weights[places[0]]
         else:
-            _put_back(first, a, x, given)
+            copy(a.undo.before, a.candidate)

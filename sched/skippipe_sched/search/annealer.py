@@ -14,7 +14,7 @@ from skippipe_sched.search.annealing import (
     Piece,
     anneal,
     chain_from,
-    cost_of,
+    dispatched_s,
     polish,
     settle,
 )
@@ -100,7 +100,7 @@ class Annealer:
     def settle(self, chain: Chain, work: float) -> None:
         """Anneal by the quick estimate, for `work` operations."""
         state = chain.state
-        start, start_s = copy_of(state.candidate), self.cost(chain, 0.0)
+        start, start_s = copy_of(state.candidate), dispatched_s(self.problem, chain.state, 0.0)
         cost = 4 * self.chain_length + self.problem.first_slot[1]
         weights = self.weights.copy()
         # A swap of nodes costs as much as all microbatches.
@@ -119,7 +119,7 @@ class Annealer:
         """Anneal by simulation, from the chain's best candidate."""
         state = chain.state
         copy(state.best, state.candidate)
-        state.costs[:] = self.cost(chain, MEAN_WEIGHT)
+        state.costs[:] = dispatched_s(self.problem, chain.state, MEAN_WEIGHT)
         hotter = chain.heat * round_.hottest * reference_s
         colder = chain.heat * round_.coldest * reference_s
         of_moves = self.weights, MEAN_WEIGHT
@@ -178,12 +178,7 @@ class Annealer:
             own = Piece(min(piece, steps - done), hottest * cooling**done, cooling, *of_moves)
             fast(kernel)(self.problem, *changed, own)
 
-    def cost(self, chain: Chain, mean_weight: float) -> float:
-        """Compute the cost of a chain's candidate [s] in the order of dispatch."""
-        rest = (chain.state.scratch, np.inf, mean_weight)
-        return fast(cost_of)(self.problem, chain.candidate, *rest)
-
     def judge(self, chain: Chain) -> None:
         """Continue from the chain's best candidate, and store its cost."""
         copy(chain.state.best, chain.candidate)
-        chain.cost_s = self.cost(chain, 0.0)
+        chain.cost_s = dispatched_s(self.problem, chain.state, 0.0)

@@ -26,7 +26,7 @@ from skippipe_sched.search.arrays import (
     sending_s,
     slot_at,
 )
-from skippipe_sched.search.compiled import kernel
+from skippipe_sched.search.compiled import fast, kernel
 from skippipe_sched.search.evaluator import evaluate, replay
 from skippipe_sched.search.moves import (
     NODES,
@@ -81,16 +81,16 @@ def chain_from(problem: Problem, candidate: Candidate, seed: int) -> ChainState:
     )
 
 
-@kernel
-def cost_of(problem, candidate, scratch, limit, mean_weight):
-    """Compute the cost of a candidate [s] with the dispatch of `simulate`."""
-    return evaluate(problem, candidate, no_order(), scratch, limit, mean_weight)
+def dispatched_s(problem: Problem, chain: ChainState, mean_weight: float) -> float:
+    """Compute the cost of a chain's candidate [s] with the dispatch of `simulate`."""
+    rest = no_order(), chain.scratch, np.inf, mean_weight
+    return fast(evaluate)(problem, chain.candidate, *rest)
 
 
 @kernel
 def anneal(problem, chain, piece):
     """Run the moves of a piece; store the best candidate in ``chain.best``."""
-    candidate, costs, state = chain.candidate, chain.costs, chain.state
+    candidate, costs, state, order = chain.candidate, chain.costs, chain.state, no_order()
     temperature = piece.temperature
     for _ in range(piece.steps):
         temperature *= piece.cooling
@@ -100,7 +100,7 @@ def anneal(problem, chain, piece):
             # The threshold is drawn first, so that a simulation can stop once the move cannot be
             # accepted.
             limit = costs[0] - temperature * math.log(1.0 - uniform(state))
-            cost = cost_of(problem, candidate, chain.scratch, limit, piece.mean_weight)
+            cost = evaluate(problem, candidate, order, chain.scratch, limit, piece.mean_weight)
             if cost < limit:
                 costs[0] = cost
                 if cost < costs[1]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
-from skippipe_sched.search.arrays import Candidate, set_averaging, visit_s
+from skippipe_sched.search.arrays import Candidate, copy, copy_of, set_averaging, visit_s
 from skippipe_sched.search.compiled import kernel
 
 NODES, REPLICAS, STAGES, SWAP, TAILS, REPLICA, STAGE = range(7)
@@ -21,28 +21,17 @@ WHOLE_STAGES_SHARE = 0.2
 
 
 class Undo(NamedTuple):
-    """Values that the last move changed."""
+    """State before the last move: of all if it moved nodes, of two microbatches otherwise."""
 
+    before: Candidate
     microbatches: np.ndarray  # 2
-    slots: np.ndarray  # 2: the first of the slots whose nodes traded places
-    length: np.ndarray  # 1: number of these slots, from each of the two
     paths: np.ndarray  # 2, length
-    averaging_s: np.ndarray  # 2
-    all_paths: np.ndarray  # microbatches, length; after a move of unequal nodes
-    visits: np.ndarray  # slots
 
 
 def undo_for(candidate: Candidate) -> Undo:
     """Allocate the buffers of a move's changes."""
-    return Undo(
-        microbatches=np.zeros(2, np.int64),
-        slots=np.zeros(2, np.int64),
-        length=np.zeros(1, np.int64),
-        paths=candidate.paths[:2].copy() if len(candidate.paths) > 1 else candidate.paths[[0, 0]],
-        averaging_s=np.zeros(2),
-        all_paths=candidate.paths.copy(),
-        visits=candidate.visits.copy(),
-    )
+    two = np.zeros(2, np.int64)
+    return Undo(copy_of(candidate), two, candidate.paths[two])
 
 
 def random_state(seed: int) -> np.ndarray:
@@ -165,22 +154,19 @@ def share_out(problem, candidate, stage, state):
 
 @kernel
 def _swap_nodes(problem, candidate, undo, state):
-    slots = candidate.node_of_slot.shape[0]
-    x, y, count = below(state, slots), below(state, slots), 1
+    nodes = candidate.node_of_slot
+    x, y, count = below(state, nodes.shape[0]), below(state, nodes.shape[0]), 1
     if x == y:
         return False
+    copy(candidate, undo.before)
     a, b = problem.stage_of_slot[x], problem.stage_of_slot[y]
-    undo.averaging_s[0], undo.averaging_s[1] = candidate.averaging_s[a], candidate.averaging_s[b]
-    if problem.unequal:
-        undo.all_paths[:] = candidate.paths
-        undo.visits[:] = candidate.visits
     if a != b and uniform(state) < WHOLE_STAGES_SHARE and _size(problem, a) == _size(problem, b):
         x, y, count = problem.first_slot[a], problem.first_slot[b], _size(problem, a)
-    undo.slots[0], undo.slots[1], undo.length[0] = x, y, count
-    _exchange_nodes(candidate, undo)
+    for i in range(count):
+        nodes[x + i], nodes[y + i] = nodes[y + i], nodes[x + i]
     if a != b:
-        set_averaging(problem, candidate.node_of_slot, a, candidate.averaging_s)
-        set_averaging(problem, candidate.node_of_slot, b, candidate.averaging_s)
+        set_averaging(problem, nodes, a, candidate.averaging_s)
+        set_averaging(problem, nodes, b, candidate.averaging_s)
     if problem.unequal:
         if a > 0:
             share_out(problem, candidate, a, state)
@@ -192,15 +178,6 @@ def _swap_nodes(problem, candidate, undo, state):
 @kernel
 def _size(problem, stage):
     return problem.first_slot[stage + 1] - problem.first_slot[stage]
-
-
-@kernel
-def _exchange_nodes(candidate, undo):
-    """Exchange the nodes of two ranges of slots; a second call restores them."""
-    nodes = candidate.node_of_slot
-    for i in range(undo.length[0]):
-        x, y = undo.slots[0] + i, undo.slots[1] + i
-        nodes[x], nodes[y] = nodes[y], nodes[x]
 
 
 @kernel
@@ -293,15 +270,8 @@ def propose(problem, candidate, undo, move, state):
 def revert(problem, candidate, undo, move, made):
     """Undo the last move; `made` is the result of `propose`."""
     if move == NODES:
-        if not made:
-            return
-        _exchange_nodes(candidate, undo)
-        for side in range(2):
-            stage = problem.stage_of_slot[undo.slots[side]]
-            candidate.averaging_s[stage] = undo.averaging_s[side]
-        if problem.unequal:
-            candidate.paths[:] = undo.all_paths
-            candidate.visits[:] = undo.visits
+        if made:
+            copy(undo.before, candidate)
         return
     a, b = undo.microbatches[0], undo.microbatches[1]
     if made and move in (REPLICA, STAGE):

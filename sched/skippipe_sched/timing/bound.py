@@ -11,24 +11,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, vstack
-from scipy.sparse.csgraph import shortest_path
+from scipy.sparse.csgraph import connected_components, shortest_path
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.node_subset import without_skipped_stages
 from skippipe_sched.problem.rules import SHARE_TOLERANCE
-from skippipe_sched.timing.averaging import Seconds, least_averaged_s, rings_of_iteration
-from skippipe_sched.timing.groups import BetweenGroups, Ring, groups_of, rings_of, round_trips
+from skippipe_sched.timing.averaging import (
+    Seconds,
+    all_reduce_bytes,
+    least_averaged_s,
+    rings_of_iteration,
+)
 from skippipe_sched.timing.one_node import NodeWork, busy_s, relaxed_busy_s
 
 OfNodes = Float[np.ndarray, " nodes"]
+BetweenGroups = Float[np.ndarray, "groups groups"]
 # Above this number of different nodes, the weaker bound is used.
 MOST_NODES_INTERLEAVED = 64
+# Round trips are listed by group of locations; the number of groups keeps the list this short.
+MOST_ROUND_TRIPS = 6_400
+MOST_GROUPS = 15
 
 
 @lru_cache(maxsize=16)  # A command needs it before, within and after a search.
@@ -48,8 +57,8 @@ def lower_bound_s(case: Case, path_length: int) -> float:
     - A node's connection as one more machine, where it is shared: it carries the hops of all
       visits, from the first forward on; for nodes that share their location with others, it is
       unknown which hops leave the location.
-    - Averaging (`rings_of`): a ring whose slowest link has bandwidth b connects nodes with two
-      neighbors each by links of b or more.
+    - Averaging (`_Bound.rings_of`): a ring whose slowest link has bandwidth b connects nodes with
+      two neighbors each by links of b or more.
 
     The data stage averages after the pipeline, an inner stage after its own last backward, and a
     node that is not a data node is in some inner stage.
@@ -116,8 +125,36 @@ class _Bound:
         return max(bounds[least], self.busiest_stage_s)
 
     def rings_of(self, replicas: int, stage_bytes: float) -> list[Ring]:
-        """List the rings of a stage by the groups of its nodes (`groups.rings_of`)."""
-        return rings_of(self.groups, replicas, stage_bytes, self.case.averaging)
+        """List rings such that each set of `replicas` nodes is inside one that is at least as fast.
+
+        The nodes of a ring whose slowest link has bandwidth b are all connected by links of at
+        least b and have two neighbors each, so they are in one component of the graph of such links
+        after nodes with fewer neighbors are repeatedly removed.
+        """
+        groups = self.groups
+        pieces: dict[bytes, Ring] = {}
+        if replicas == 1:
+            return [Ring(0.0, np.arange(len(groups.count)) == g) for g in range(len(groups.count))]
+        steps = 2 * (replicas - 1)
+        size = all_reduce_bytes(self.case.averaging, stage_bytes, replicas)
+        for bandwidth in np.unique(groups.bandwidth[groups.bandwidth > 0])[::-1]:
+            linked = groups.bandwidth >= bandwidth
+            inside = np.ones(len(groups.count), dtype=bool)
+            while True:
+                neighbours = linked @ (groups.count * inside) - np.diag(linked)
+                kept = inside & (neighbours >= min(replicas - 1, 2))
+                if (kept == inside).all():
+                    break
+                inside = kept
+            _, piece = connected_components(linked & inside & inside[:, None], directed=False)
+            for label in np.unique(piece[inside]):
+                members = inside & (piece == label)
+                if groups.count[members].sum() >= replicas and members.tobytes() not in pieces:
+                    latency = groups.latency[np.ix_(members, members)].min()
+                    seconds = steps / replicas * size / bandwidth + steps * latency
+                    seconds = float(self.rings.of_all_reduce * seconds)
+                    pieces[members.tobytes()] = Ring(seconds, members)
+        return list(pieces.values())
 
     def averaged_s(self, work_s: Seconds, ring_s: Seconds, least_s: float) -> Seconds:
         """Bound the end of a stage's averaging by its work, `work_s`, and its ring, `ring_s`.
@@ -377,3 +414,127 @@ def _others(speed: OfNodes, size: int, sign: int) -> OfNodes:
     near = order[: size - 1]
     result[near] = speed[order[:size]].sum() - speed[near]
     return result
+
+
+# Groups of nodes at near locations: the fastest round trips and rings between them.
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Nodes by location; where locations are many, by group of near ones.
+
+    `count[g]` nodes are in group g; all values between groups are the best of any pair of nodes.
+    """
+
+    of_node: Int[np.ndarray, " nodes"]
+    count: Int[np.ndarray, " groups"]
+    forward_hop_s: BetweenGroups
+    backward_hop_s: BetweenGroups
+    there_and_back_s: BetweenGroups
+    latency: BetweenGroups
+    bandwidth: BetweenGroups
+
+
+def groups_of(case: Case, path_length: int) -> Groups:
+    """Group a case's nodes, with few enough groups that their round trips can be listed."""
+    location, latency, bandwidth = (matrix.copy() for matrix in case.location_matrices)
+    forward_hop_s, backward_hop_s = (
+        latency + size / bandwidth + case.hop_overhead_s
+        for size in (case.activation_bytes, case.gradient_bytes)
+    )
+    alone = np.flatnonzero(np.bincount(location) == 1)
+    forward_hop_s[alone, alone] = backward_hop_s[alone, alone] = np.inf
+    latency[alone, alone] = np.inf
+    bandwidth[alone, alone] = 0.0
+    bandwidth = np.maximum(bandwidth, bandwidth.T)
+    there_and_back_s = forward_hop_s + backward_hop_s.T
+    group = np.arange(len(latency))
+    most = _most_groups(path_length)
+    if len(latency) > most:
+        # Slow to import, and needed here only.
+        from scipy.cluster.hierarchy import fcluster, linkage
+        from scipy.spatial.distance import squareform
+
+        distances_s = (there_and_back_s + there_and_back_s.T) / 2
+        np.fill_diagonal(distances_s, 0.0)
+        group = fcluster(linkage(squareform(distances_s), "average"), most, "maxclust") - 1
+    members = [np.flatnonzero(group == g) for g in range(group.max() + 1)]
+
+    def best(matrix: np.ndarray, choose: np.ufunc) -> np.ndarray:
+        return np.array([[choose.reduce(matrix[np.ix_(a, b)], None) for b in members]
+                         for a in members])  # fmt: skip
+
+    return Groups(
+        group[location],
+        np.bincount(group[location]),
+        best(forward_hop_s, np.minimum),
+        best(backward_hop_s, np.minimum),
+        best(there_and_back_s, np.minimum),
+        best(np.minimum(latency, latency.T), np.minimum),
+        best(bandwidth, np.maximum),
+    )
+
+
+def _most_groups(path_length: int) -> int:
+    """Return the most groups with few round trips: one for the start, a multiset for the rest."""
+    inner = path_length - 1
+    return max(
+        groups
+        for groups in range(1, MOST_GROUPS + 1)
+        if groups * math.comb(groups + inner - 1, inner) <= MOST_ROUND_TRIPS
+    )
+
+
+@dataclass(frozen=True)
+class RoundTrips:
+    """All choices of a microbatch's start group and visited groups, each in the best order."""
+
+    start: Int[np.ndarray, " trips"]
+    visits: Int[np.ndarray, "trips groups"]
+    hops_s: Float[np.ndarray, " trips"]
+
+    def least_s(self, added_s: Float[np.ndarray, " groups"]) -> Float[np.ndarray, " groups"]:
+        """Return the shortest from each group if a visit to group g takes `added_s[g]` more."""
+        least = np.full(len(added_s), np.inf)
+        np.minimum.at(least, self.start, self.hops_s + self.visits @ added_s)
+        return least
+
+
+def round_trips(
+    hop_s: BetweenGroups, count: Int[np.ndarray, " groups"], path_length: int
+) -> RoundTrips:
+    """List round trips by Held and Karp's dynamic program; a group has nodes for `count` visits."""
+    groups = np.arange(len(count))
+    start = last = groups
+    visits = np.zeros((len(groups), len(groups)), dtype=np.int64)
+    cost_s = np.zeros(len(groups))
+    for _ in range(path_length - 1):
+        left = count - visits - (start[:, None] == groups) > 0
+        state, following = np.nonzero(left)
+        cost_s = cost_s[state] + hop_s[last[state], following]
+        start, last = start[state], following
+        visits = visits[state] + (groups == following[:, None])
+        (start, last, *_), visits, cost_s = _cheapest(np.stack([start, last]), visits, cost_s)
+    if path_length > 1:
+        cost_s = cost_s + hop_s[last, start]
+    (start, *_), visits, cost_s = _cheapest(start[None], visits, cost_s)
+    return RoundTrips(start, visits, cost_s)
+
+
+def _cheapest(
+    ends: np.ndarray, visits: np.ndarray, cost_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keep the cheapest of the rows that agree in `ends` and `visits`."""
+    order = np.lexsort((cost_s, *visits.T, *ends))
+    rows = np.vstack([ends, visits.T])[:, order]
+    first = np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0))
+    kept = order[first]
+    return ends[:, kept], visits[kept], cost_s[kept]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Groups whose nodes can average among themselves in `seconds` at best."""
+
+    seconds: float
+    inside: Bool[np.ndarray, " groups"]

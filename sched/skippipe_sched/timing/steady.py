@@ -23,9 +23,10 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_sched.problem.averaging import AveragingPolicy
+from skippipe_sched.problem.plan import Predicted
 from skippipe_sched.timing.averaging import quickest_averaging_s, rings_of_iteration
 from skippipe_sched.timing.replay import Replay, Work
-from skippipe_sched.timing.timeline import Averaging, SteadyState, TimeFactors, Timeline
+from skippipe_sched.timing.timeline import Averaging, TimeFactors, Timeline
 
 # If the mean has not settled after this many cycles, or in large cases after this many operations,
 # the mean of the later half is used.
@@ -50,7 +51,7 @@ def steady_timeline(work: Work, stretch: TimeFactors | None = None) -> Timeline:
     if work.case.averaging.delay:
         run.iterate()
     longest_s = max(map(run.ring_s, run.rings), default=0.0)
-    return run.shown(SteadyState(iteration_s, pipeline_s, longest_s, late_s))
+    return run.shown(Predicted(iteration_s, pipeline_s, longest_s, None, late_s))
 
 
 def successive_s(work: Work, stretches: Iterable[TimeFactors]) -> list[float]:
@@ -183,7 +184,7 @@ class _Iterations(Replay):
                     self.has_waited |= end_s > ring.needed_s[fragment]
                     self.free_s[node], self.free_from[node] = end_s, ring.origin[fragment]
 
-    def shown(self, steady: SteadyState) -> Timeline:
+    def shown(self, steady: Predicted) -> Timeline:
         """Return the last iteration, and the rings of a cycle's last fragment, counted from 0 s."""
         rings = [(ring.stage, ring.start_s[-1], ring.end_s[-1]) for ring in self.rings]
         zero_s = min([*self.start_s, *(start_s for _, start_s, _ in rings)])

@@ -42,35 +42,20 @@ class Averaging:
     end_s: float
 
 
-@dataclass(frozen=True)
-class SteadyState:
-    """Durations of iterations without a barrier, in steady state [s].
-
-    `iteration_s` is the mean over a cycle, `pipeline_s` the same if rings took no time,
-    `averaging_s` the longest ring of a fragment, and `late_s` the most by which a ring exceeds its
-    delay: the wait of the last replica that has to apply it.
-    """
-
-    iteration_s: float
-    pipeline_s: float
-    averaging_s: float
-    late_s: float
-
-
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """Events of one iteration, each list in order of their starts.
 
-    With `steady` it is one of many equal iterations, which overlap with it: times count from the
-    first event that is shown, and its figures are those of the steady state. `free_s` is when each
-    node has ended the previous iteration; if empty, all are free from the start.
+    With `steady`, the figures of a steady state, it is one of many equal iterations, which overlap
+    with it: times count from the first event that is shown. `free_s` is when each node has ended
+    the previous iteration; if empty, all are free from the start.
     """
 
     nodes: int
     runs: tuple[Run, ...]
     transfers: tuple[Transfer, ...]
     averagings: tuple[Averaging, ...]
-    steady: SteadyState | None = None
+    steady: Predicted | None = None
     free_s: tuple[float, ...] = ()
 
     @cached_property

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,10 @@ from skippipe_sched.churn.simulation import (
     DETECTING,
     DOWN,
     REGROUPING,
+    AvailabilityTrace,
     Change,
     Costs,
+    StepSchedule,
     draw_changes,
     simulate_run,
 )
@@ -276,3 +279,84 @@ def test_a_copy_that_is_not_whole_yet_is_none():
 def test_where_the_last_step_is_that_of_the_checkpoint_going_back_costs_nothing(policy):
     record = lived([3, 1, 3], policy, [(3, 40, 1000)])
     assert (record.recoveries, record.undone) == ({"rewind": 1}, 0)
+
+
+# Faults: Poisson while a node is there, drawn by a seed, the same however many policies ask.
+
+
+@given(
+    nodes=st.integers(1, 6),
+    mtbf_s=st.sampled_from([1.0, 10.0, 1e4]),
+    repair_s=st.sampled_from([0.0, 3.0, 1e4]),
+    seed=st.integers(0, 99),
+)
+def test_a_node_is_lost_and_then_back_so_much_later(nodes, mtbf_s, repair_s, seed):
+    changes = draw_changes(nodes, mtbf_s, repair_s, 100.0, seed)
+    assert list(changes) == sorted(changes, key=lambda change: change.time_s)
+    assert all(0 <= change.time_s < 100 for change in changes)
+    for node in range(nodes):
+        own = [change for change in changes if change.node == node]
+        assert [change.is_return for change in own] == [bool(i % 2) for i in range(len(own))]
+        for lost, back in zip(own[::2], own[1::2], strict=False):
+            assert back.time_s - lost.time_s == pytest.approx(repair_s)
+    assert changes == draw_changes(nodes, mtbf_s, repair_s, 100.0, seed)
+
+
+def test_lives_are_exponential_and_half_as_long_at_half_the_time_between_faults():
+    def first_faults_s(mtbf_s):
+        changes = draw_changes(400, mtbf_s, 1e9, 1e6, seed=0)
+        return np.array([s for s, _ in sorted((c.time_s, c.node) for c in changes)])
+
+    lives_s = first_faults_s(100.0)
+    assert len(lives_s) == 400
+    # Of an exponential the mean and the standard deviation are the same.
+    assert lives_s.mean() == pytest.approx(100, rel=0.1)
+    assert lives_s.std() == pytest.approx(100, rel=0.2)
+    assert first_faults_s(50.0) == pytest.approx(lives_s / 2)
+    assert draw_changes(2, 1.0, 1.0, 10.0, 0) != draw_changes(2, 1.0, 1.0, 10.0, 1)
+
+
+def test_who_is_there_follows_the_changes():
+    hosts = AvailabilityTrace(3, (Change(1.0, 2, is_return=False), Change(4.0, 2, is_return=True)))
+    assert (hosts.present, hosts.next_s) == ({0, 1, 2}, 1.0)
+    assert hosts.apply_next().node == 2
+    assert (hosts.present, hosts.next_s) == ({0, 1}, 4.0)
+    hosts.apply_next()
+    assert (hosts.present, hosts.next_s) == ({0, 1, 2}, float("inf"))
+
+
+# When steps count, and checkpoints are whole: by formula as by going through the steps.
+
+# Eighths of a second, so that sums are exact.
+SECONDS = st.integers(0, 80).map(lambda eighths: eighths / 8)
+
+
+def gone_through(pace, end_s):
+    """The steps and the last checkpoint at the end, step by step."""
+    time_s, step, saved = pace.start_s, pace.step, None
+    while time_s + pace.iteration_s <= end_s:
+        time_s, step = time_s + pace.iteration_s, step + 1
+        if step % pace.save_every == 0:
+            time_s += pace.save_s
+            saved = step if time_s <= end_s else saved
+    return step, saved
+
+
+@given(
+    start_s=SECONDS,
+    step=st.integers(0, 9),
+    iteration_s=SECONDS.map(lambda seconds: seconds + 0.125),
+    save_every=st.integers(1, 5),
+    save_s=SECONDS,
+    watched_s=SECONDS,
+)
+def test_a_pace_is_what_going_through_the_steps_says(
+    start_s, step, iteration_s, save_every, save_s, watched_s
+):
+    pace = StepSchedule(start_s, step, iteration_s, save_every, save_s)
+    end_s = start_s + 4 * watched_s
+    found = pace.steps_by(end_s), pace.saved_by(end_s)
+    assert found == gone_through(pace, end_s)
+    free_s = pace.free_after(end_s)
+    assert free_s >= end_s
+    assert free_s in [pace.free_s(found[0]), pace.free_s(found[0] + 1)]

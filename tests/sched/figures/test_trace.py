@@ -37,6 +37,10 @@ class _Trace:
     def slices(self, *categories):
         return [e for e in self.events if e["ph"] == "X" and e["cat"] in categories]
 
+    def processes(self) -> dict[int, str]:
+        names = [e for e in self.events if e["ph"] == "M" and e["name"] == "process_name"]
+        return {event["pid"]: event["args"]["name"] for event in names}
+
     def thread(self, event) -> str:
         return self.threads[event["pid"], event["tid"]]
 
@@ -146,12 +150,7 @@ def _node(event) -> int:
 def test_stages_are_processes_and_numbers_are_nobody_elses():
     case = same_place([2, 2], microbatches_per_data_node=2)
     trace = _Trace(*planned(case, [[0, 1], [2, 3]], [[0, 2], [1, 3]] * 2))
-    processes = {
-        event["pid"]: event["args"]["name"]
-        for event in trace.events
-        if event["ph"] == "M" and event["name"] == "process_name"
-    }
-    assert processes == {1: "stage 0 · data", 2: "stage 1"}
+    assert trace.processes() == {1: "stage 0 · data", 2: "stage 1"}
     names = list(trace.threads.values())
     assert [name for name in names if name.startswith("node")] == [
         f"node {node} · here" for node in range(4)
@@ -175,28 +174,16 @@ def test_predicted_and_measured_stand_in_processes_of_their_own():
     plan, predicted = planned(case, [[0, 1], [2, 3]], [[0, 2], [1, 3]] * 2)
     slower = simulate_plan(plan, draw_time_factors(4, 2, 0.5, 0, 0))
     trace = _Trace(plan, predicted, slower)
-    names = [
-        (event["pid"], event["args"]["name"])
-        for event in trace.events
-        if event["ph"] == "M" and event["name"] == "process_name"
-    ]
-    assert names == [
-        (1, "predicted · stage 0 · data"),
-        (2, "predicted · stage 1"),
-        (3, "measured · stage 0 · data"),
-        (4, "measured · stage 1"),
-    ]
+    groups = ("predicted", "measured")
+    names = [f"{group} · stage {stage}" for group in groups for stage in ("0 · data", "1")]
+    assert trace.processes() == dict(enumerate(names, start=1))
     assert not {thread for _, thread in trace.threads} & set(range(5))
     assert len({thread for _, thread in trace.threads}) == len(trace.threads)
     for timeline, processes in ((predicted, (1, 2)), (slower, (3, 4))):
-        spans = [
-            _span(event)
-            for event in trace.slices("forward", "loss", "backward")
-            if event["pid"] in processes
-        ]
+        slices = trace.slices("forward", "loss", "backward")
+        spans = sorted(_span(event) for event in slices if event["pid"] in processes)
         expected = sorted((run.start_s, run.end_s) for run in timeline.runs)
-        assert len(spans) == len(expected)
-        for span, (start_s, end_s) in zip(sorted(spans), expected, strict=True):
+        for span, (start_s, end_s) in zip(spans, expected, strict=True):
             assert span == _microseconds(start_s, end_s)
     # An arrow stays within its group.
     ends = defaultdict(set)
@@ -205,13 +192,12 @@ def test_predicted_and_measured_stand_in_processes_of_their_own():
             ends[event["id"]].add((event["ph"], event["pid"] > 2))
     assert len(ends) == len(predicted.transfers) + len(slower.transfers)
     assert all(len(parts) == 3 and len({late for _, late in parts}) == 1 for parts in ends.values())
-    assert trace.whole["otherData"] == {
-        "method": "example",
-        "iteration_s": predicted.iteration_s,
-        "pipeline_s": predicted.pipeline_s,
-        "measured_iteration_s": slower.iteration_s,
-        "measured_pipeline_s": slower.pipeline_s,
-    }
+    figures = _figures(predicted) | {f"measured_{k}": v for k, v in _figures(slower).items()}
+    assert trace.whole["otherData"] == {"method": "example"} | figures
+
+
+def _figures(timeline: Timeline) -> dict[str, float]:
+    return {"iteration_s": timeline.iteration_s, "pipeline_s": timeline.pipeline_s}
 
 
 def test_of_many_iterations_the_trace_has_one_and_the_rings_beside_it():
@@ -226,8 +212,4 @@ def test_of_many_iterations_the_trace_has_one_and_the_rings_beside_it():
     ]
     # A quarter of the parameters, in little more than a byte each.
     assert [ring["args"]["bytes"] for ring in rings] == [2**33 / 4 / 4 * (1 + 4 / 128)] * 2
-    assert trace.whole["otherData"] == {
-        "method": "example",
-        "iteration_s": timeline.iteration_s,
-        "pipeline_s": timeline.pipeline_s,
-    }
+    assert trace.whole["otherData"] == {"method": "example"} | _figures(timeline)

@@ -15,10 +15,9 @@ from skippipe_sched.problem.rules import sequence_problem, violations
 from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 
-from tests.harness.messages import refusal
 from tests.sched.examples import cases, outer, policies, same_place
 
-# Little enough for many examples; a search that its clock ends may differ from the next.
+# Little enough for many examples.
 BUDGET_S = 0.05
 
 
@@ -60,8 +59,7 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, policy, size, seed)
         with pytest.raises(InputError, match=r"case\.rules\.max_jump"):
             make_plan(case, method, Search(seed, BUDGET_S))
         return
-    search = Search(seed, BUDGET_S)
-    plan = make_plan(case, method, search)
+    plan = make_plan(case, method, Search(seed, BUDGET_S))
     assert violations(case, plan.stages, plan.microbatches) == []
     length = len(case.stages) if "full" in method else case.path_length
     assert {len(path) for path in plan.microbatches} == {length}
@@ -79,10 +77,6 @@ def test_every_plan_keeps_what_a_plan_promises(method, case, policy, size, seed)
     assert simulate_plan(read).predicted(bound_s) == plan.predicted
     assert 0 < bound_s * (1 - 1e-9) <= plan.predicted.iteration_s
 
-    again = Search(seed, BUDGET_S)
-    same = make_plan(case, method, again).to_json() == plan.to_json()
-    assert same or search.end.cut_short or again.end.cut_short
-
 
 def test_a_full_plan_goes_to_near_replicas():
     case = parse_case(
@@ -96,33 +90,15 @@ def test_a_full_plan_goes_to_near_replicas():
     assert make_plan(case, "full", search).microbatches == ((0, 3), (1, 2))
 
 
-def balancing_case(inner: int, length: int, jump: int, microbatches: int):
-    """A data node and inner stages of one node each, of which paths visit `length`."""
-    return same_place(
-        [1] * (inner + 1),
-        path_length=length + 1,
-        microbatches_per_data_node=microbatches,
-        rules={"max_jump": jump},
-    )
-
-
-@pytest.mark.parametrize(
-    ("inner", "length", "jump"), [(3, 1, 0), (4, 2, 0), (5, 2, 1), (5, 3, 0), (5, 1, 3), (4, 3, 0)]
-)
-@pytest.mark.parametrize("method", ["balanced", "joint"])
-def test_a_jump_limit_that_leaves_no_balanced_plan_is_refused(method, inner, length, jump):
-    case = balancing_case(inner, length, jump, 30)
-    with refusal(f"case.rules.max_jump = {jump}"):
-        make_plan(case, method, Search(budget_s=BUDGET_S))
-
-
 @pytest.mark.parametrize(
     ("inner", "length", "jump", "microbatches"), [(7, 3, 1, 2), (6, 3, 1, 12), (6, 2, 2, 10)]
 )
 def test_a_balanced_plan_is_found_where_few_sets_of_stages_balance(
     inner, length, jump, microbatches
 ):
-    case = balancing_case(inner, length, jump, microbatches)
+    """Of a data node and inner stages of one node each, of which paths visit `length`."""
+    sizes = {"path_length": length + 1, "microbatches_per_data_node": microbatches}
+    case = same_place([1] * (inner + 1), **sizes, rules={"max_jump": jump})
     for seed in range(3):
         make_plan(case, "balanced", Search(seed))
 

@@ -1,7 +1,6 @@
 """The published methods: DT-FM's placement, the full pipeline, random paths, the path search."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skippipe_sched import methods
 from skippipe_sched.methods import dtfm, dtfm_skip, full, skippipe
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import stage_of_nodes
@@ -29,11 +29,9 @@ PUBLISHED = (
     (17, 2, 19),
 )
 METHODS = {
-    "full": full.routes,
-    "dtfm-skip": dtfm_skip.routes,
-    "dtfm-skip-swaps": partial(dtfm_skip.routes, swaps=True),
-    "skippipe-no-tc2": partial(skippipe.routes, meetings=False),
-    "skippipe": skippipe.routes,
+    name: method.load()
+    for name, method in methods.METHODS.items()
+    if name not in ("joint", "full-joint", "balanced")
 }
 
 
@@ -56,30 +54,23 @@ def test_a_placement_that_is_given_is_kept(paper):
         assert routes(paper, Search(budget_s=0.05, placement=PUBLISHED)).stages == PUBLISHED
 
 
-def test_each_cluster_gets_a_replica_of_every_stage_where_activations_weigh_most():
-    case = _two_clusters(activation_bytes=2**30, stage_bytes=0)
-    stages = dtfm.place(case, Search(budget_s=0.2))
-    assert [sorted(node % 2 for node in nodes) for nodes in stages] == [[0, 1]] * 3
-
-
-def test_stages_stay_in_one_cluster_where_averaging_weighs_most():
-    case = _two_clusters(activation_bytes=0, stage_bytes=2**34)
-    stages = dtfm.place(case, Search(budget_s=0.2))
-    assert sum(len({node % 2 for node in nodes}) > 1 for nodes in stages) == 1
-
-
-def _two_clusters(**changes):
-    """Six nodes, of which the even and the odd ones are near each other; three stages of two.
-
-    Three nodes a cluster: one stage at least has to span them.
-    """
-    return same_place(
+@pytest.mark.parametrize(
+    ("activation_bytes", "stage_bytes", "spanning"), [(2**30, 0, 3), (0, 2**34, 1)]
+)
+def test_stages_span_clusters_where_activations_weigh_most_and_not_where_averaging_does(
+    activation_bytes, stage_bytes, spanning
+):
+    """Three nodes a cluster, the even and the odd ones: one stage of two at least spans them."""
+    case = same_place(
         [2, 2, 2],
         locations=["east", "west"],
         links=[["east", "west", 10, 0.125]],
         same_location={"latency_ms": 1, "bandwidth_GiB_per_s": 8},
-        **changes,
+        activation_bytes=activation_bytes,
+        stage_bytes=stage_bytes,
     )
+    stages = dtfm.place(case, Search(budget_s=0.2))
+    assert sum(len({node % 2 for node in nodes}) > 1 for nodes in stages) == spanning
 
 
 def test_slow_nodes_are_spread_over_the_stages():

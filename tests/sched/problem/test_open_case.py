@@ -3,17 +3,19 @@
 import json
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.methods import make_plan
+from skippipe_sched.methods import make_plan, plan_best, planning
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.links import COLUMNS
-from skippipe_sched.problem.open_case import MOST_CANDIDATES, candidates, choose, load_cases
+from skippipe_sched.problem.open_case import MOST_CANDIDATES, candidates, load_cases
 from skippipe_sched.problem.plan import parse_plan
+from skippipe_sched.search.budget import Search
 
 from tests.harness.messages import refusal
 from tests.sched.examples import PAPER, same_place
@@ -45,15 +47,6 @@ def test_the_paper_chose_the_balanced_sizes():
         (4, 3, 3, 3, 3, 4),
         (5, 2, 3, 3, 3, 4),
     }
-
-
-def test_costly_stages_and_longer_paths_take_more_replicas():
-    data_stage, *inner = candidates(open_case(12))[0].stages
-    # Of 3.5 + 2 * 1.5 forward passes' worth of work, the data stage has about half.
-    assert (data_stage, *inner) == (6, 3, 3)
-    assert candidates(open_case(12, path_length=3))[0].stages == (4, 4, 4)
-    assert candidates(open_case(12, path_length=3, stage_cost=[1, 1, 4]))[0].stages == (3, 2, 7)
-    assert candidates(open_case(12, path_length=3, loss_ratio=6))[0].stages == (6, 3, 3)
 
 
 @st.composite
@@ -151,44 +144,32 @@ def test_a_link_table_beside_the_case_is_in_every_candidate(tmp_path):
 
 
 def test_the_case_whose_quick_plan_is_quickest_is_chosen_and_its_plan_loads():
-    def judge(case):
-        return make_plan(case, "balanced").predicted.iteration_s
-
     cases = candidates(open_case(7, path_length="auto", skip_ratio=[0, 0.4]))
-    chosen = choose(cases, judge)
-    assert judge(chosen) == min(map(judge, cases)) < max(map(judge, cases))
-    plan = make_plan(chosen, "balanced")
-    assert parse_plan(json.loads(json.dumps(plan.to_json()))).case.stages == chosen.stages
+    judged = [make_plan(case, "balanced").predicted.iteration_s for case in cases]
+    plan = plan_best(cases, "balanced", Search())
+    assert plan.predicted.iteration_s == min(judged) < max(judged)
+    assert parse_plan(json.loads(json.dumps(plan.to_json()))).case.source == plan.case.source
 
 
-def test_cases_with_more_microbatches_may_take_longer():
+def test_cases_with_more_microbatches_may_take_longer(monkeypatch):
     """With a number per data node, more data nodes do more work in an iteration."""
     small = same_place([1, 2], microbatches_per_data_node=6)
     large = same_place([2, 1], microbatches_per_data_node=6)
-    assert choose([small, large], lambda case: {1: 10.0, 2: 19.0}[case.stages[0]]) is large
-    assert choose([small, large], lambda case: {1: 10.0, 2: 21.0}[case.stages[0]]) is small
-    assert choose([small, large], lambda case: 10.0 * case.stages[0]) is small
+    for large_s, chosen in ((19.0, large), (21.0, small), (20.0, small)):
+        seconds = {small: 10.0, large: large_s}
+        quick = {case: SimpleNamespace(predicted=SimpleNamespace(iteration_s=s), case=case)
+                 for case, s in seconds.items()}  # fmt: skip
+        monkeypatch.setattr(planning, "make_plan", lambda case, *_, quick=quick: quick[case])
+        assert plan_best([small, large], "joint", Search()).case is chosen
 
 
 def test_a_refused_case_is_not_chosen_and_the_first_refusal_tells_why_none_is():
     rules = {"max_jump": 0}
     cases = candidates(open_case(6, path_length="auto", skip_ratio=[0, 0.4], rules=rules))
     assert {case.path_length for case in cases} == {2, 3}
-    judged = []
-
-    def judge(case):
-        judged.append(case.path_length)
-        return make_plan(case, "balanced").predicted.iteration_s
-
-    assert choose(cases, judge).path_length == 3
-    assert set(judged) == {2, 3}
+    assert plan_best(cases, "balanced", Search()).case.path_length == 3
     with refusal("case.rules.max_jump = 0: no paths"):
-        choose([case for case in cases if case.path_length == 2], judge)
-
-
-def test_a_single_case_is_taken_without_a_look():
-    case = same_place([1])
-    assert choose([case], lambda _: pytest.fail("judged")) is case
+        plan_best([case for case in cases if case.path_length == 2], "balanced", Search())
 
 
 # What is wrong.

@@ -88,21 +88,6 @@ def test_tc1_data_nodes_send_the_microbatches_of_the_case():
     assert broken(case, stages, [(0, 2), (1, 2)]) == {"TC1"}
 
 
-@pytest.mark.parametrize(
-    ("quick", "slow", "kept"), [(6, 2, True), (5, 3, False), (4, 4, False), (7, 1, False)]
-)
-def test_tc1_weighs_shares_by_speed(quick, slow, kept):
-    """A replica three times as quick takes three quarters of the microbatches."""
-    case = same_place(
-        [1, 2],
-        nodes=[{}, {"forward_s": 1}, {"forward_s": 3}],
-        path_length=2,
-        microbatches_per_data_node=8,
-    )
-    paths = [(0, 1)] * quick + [(0, 2)] * slow
-    assert broken(case, [[0], [1, 2]], paths) == (set() if kept else {"TC1"})
-
-
 def test_shares_of_extreme_speeds_are_numbers():
     case = same_place(
         [1, 2],

@@ -19,7 +19,7 @@ from skippipe_sched.search.budget import Search
 from skippipe_sched.search.compiled import Compilation, interpreting
 
 from tests.sched.examples import PAPER, outer
-from tests.sched.optimum import random_small_case
+from tests.sched.optimum import random_small_case, with_connections
 
 BALANCED_S = 83.5
 
@@ -54,7 +54,10 @@ def test_kernels_do_the_same_to_the_bit_compiled_or_not(change):
     assert compiled.order is not None
 
 
-@given(st.integers(0, 2**31), st.sampled_from([lambda case: case, outer]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([lambda case: case, outer, lambda case: with_connections(case, 0)]),
+)
 def test_kernels_do_the_same_on_small_cases(seed, change):
     does_the_same_compiled_or_not(change(random_small_case(seed)))
 

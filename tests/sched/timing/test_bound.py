@@ -18,7 +18,7 @@ from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.one_node import NodeWork, busy_s, relaxed_busy_s
 from skippipe_sched.timing.simulate import simulate
 
-from tests.sched.examples import PAPER, case_with, in_order, same_place
+from tests.sched.examples import PAPER, case_with, every_placement, same_place
 from tests.sched.optima import SEEDS, kept_optimum
 from tests.sched.optimum import optimum_s, random_small_case, with_connections
 
@@ -50,10 +50,7 @@ def _every_plan(case):
     length = case.path_length - 1
     sequences = list(permutations(range(1, len(case.stages)), length))
     sent = [node for node, count in enumerate(case.microbatches) for _ in range(count)]
-    for nodes in permutations(range(len(case.nodes))):
-        stages = tuple(tuple(nodes[place] for place in stage) for stage in in_order(case.stages))
-        if any(list(stage) != sorted(stage) for stage in stages[1:]):
-            continue  # Inner replicas in another order are the same placement.
+    for stages in every_placement(case):
         routes = [
             route
             for sequence in sequences

@@ -27,7 +27,7 @@ from tests.sched.examples import (
 )
 
 
-def _dispatched(case, stages, paths) -> Plan:
+def _dispatched(case, stages=((0,), (1,)), paths=((0, 1),)) -> Plan:
     return planned(case, stages, paths)[0]
 
 
@@ -43,7 +43,7 @@ def _ones(microbatches, stages) -> TimeFactors:
     ("position", "longer_s"), list(enumerate([1, 1, 0.5, 2, 2])), ids=["F0", "F1", "L", "B1", "B0"]
 )
 def test_an_operation_that_takes_twice_as_long_ends_the_chain_later_by_itself(position, longer_s):
-    plan = _dispatched(case_with(), ((0,), (1,)), ((0, 1),))
+    plan = _dispatched(case_with())
     stretch = _ones(1, 2)
     stretch.operations[0, position] = 2
     timeline = simulate_plan(plan, stretch)
@@ -54,7 +54,7 @@ def test_an_operation_that_takes_twice_as_long_ends_the_chain_later_by_itself(po
 
 @pytest.mark.parametrize("position", [1, 2, 3, 4])
 def test_a_hop_three_times_as_long_brings_the_operation_at_its_position_later(position):
-    plan = _dispatched(case_with(), ((0,), (1,)), ((0, 1),))
+    plan = _dispatched(case_with())
     stretch = _ones(1, 2)
     stretch.hops[0, position] = 3
     timeline = simulate_plan(plan, stretch)
@@ -142,7 +142,7 @@ def test_draws_are_a_prefix_of_more_draws_and_two_hundred_take_some_seconds():
     ],
 )
 def test_arguments_without_sense_are_refused(wrong, told):
-    plan = _dispatched(case_with(), ((0,), (1,)), ((0, 1),))
+    plan = _dispatched(case_with())
     with refusal(told):
         replay(plan, **({"jitter": 0.3, "draws": 2, "seed": 0} | wrong))
 
@@ -175,7 +175,7 @@ def test_iterations_of_a_run_have_a_luck_each_and_hide_some_of_it():
 
 
 def test_what_is_stretched_always_is_so_in_every_iteration():
-    plan = _dispatched(outer(case_with(), every=2, fragments=1), ((0,), (1,)), ((0, 1),))
+    plan = _dispatched(outer(case_with(), every=2, fragments=1))
     stretch = _ones(1, 2)
     stretch.operations[0, 2] = 3
     assert simulate_plan(plan, stretch).iteration_s == pytest.approx(10.5 + 2 * 0.5)

@@ -13,12 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.timing import placement_bound, placement_trips
+from skippipe_sched.timing import placement_bound
+from skippipe_sched.timing.averaging import quickest_averaging_s
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.placement_bound import placement_bound_s
 from skippipe_sched.timing.simulate import forecast
 
-from tests.sched.examples import PAPER, in_order, outer, policies, same_place
+from tests.sched.examples import PAPER, every_placement, outer, policies, same_place
 from tests.sched.optima import SEEDS, kept_optimum
 from tests.sched.optimum import optimum, random_small_case
 
@@ -72,7 +73,7 @@ def test_it_is_not_above_the_optimum_of_other_cases(seed, places, told_apart):
     optimum_s = optimum(case).iteration_s
     bound_s = bound_between(case, optimum_s)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement_trips, "MOST_DISTINGUISHED", told_apart)
+        patch.setattr(placement_bound, "MOST_DISTINGUISHED", told_apart)
         assert bound_between(case, optimum_s) <= bound_s / (1 - 2 * placement_bound.PRECISION)
 
 
@@ -107,10 +108,7 @@ def test_no_plan_that_averages_behind_iterations_beats_it(policy, data):
 def _full_plans(case):
     """Every placement and all paths through every stage in order, on any of its replicas."""
     sent = [place for place, count in enumerate(case.microbatches) for _ in range(count)]
-    for nodes in permutations(range(len(case.nodes))):
-        stages = tuple(tuple(nodes[place] for place in stage) for stage in in_order(case.stages))
-        if any(list(stage) != sorted(stage) for stage in stages):
-            continue
+    for stages in every_placement(case):
         for routes in product(product(*stages[1:]), repeat=len(sent)):
             yield stages, tuple((stages[0][n], *r) for n, r in zip(sent, routes, strict=True))
 
@@ -140,8 +138,6 @@ def test_it_lifts_the_bound_of_the_paper_case(paper):
 
 
 def test_rings_are_the_quickest_of_each_set_of_nodes(paper):
-    from skippipe_sched.timing.averaging import quickest_averaging_s
-
     search = placement_bound._Search(paper, 4)
     of_node = search.classes.of_node
     for stage in (0, 1):
@@ -165,7 +161,7 @@ def test_cheapest_trips_are_those_of_all():
     relaxation, of = search.relaxation, search.classes
     first = search.box(tuple(np.arange(len(sets.ring_s)) for sets in search.sets))
     box = replace(first, delay_s=np.array([1.0, 3.0, 0.5, 2.0]))
-    program = placement_trips._Program(relaxation, box, 12.0)
+    program = placement_bound._Program(relaxation, box, 12.0)
     rows = [
         (start, sequence, way)
         for sequence in of.sequences
@@ -174,7 +170,7 @@ def test_cheapest_trips_are_those_of_all():
     trips = relaxation.trips_of(*(np.array(part) for part in zip(*rows, strict=True)))
     equal, upper = program.rows_of(trips)
     for _ in range(5):
-        prices = placement_trips._Solution(
+        prices = placement_bound._Solution(
             0.0,
             np.zeros(0),
             np.zeros(0),

@@ -1,8 +1,7 @@
 """The simulator against a naive reference, hand-computed examples and what must always hold."""
 
-import random
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.case import load_case, parse_case
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.problem.rules import violations
-from skippipe_sched.timing import dispatch
 from skippipe_sched.timing.averaging import averaging_s, best_ring
 from skippipe_sched.timing.simulate import simulate, simulate_plan
 from skippipe_sched.timing.timeline import Averaging
@@ -21,14 +19,12 @@ from tests.harness.messages import refusal
 from tests.sched.examples import (
     PAPER,
     case_with,
-    chains_of,
     drawn_order,
-    in_order,
-    operations,
     planned,
     routed_cases,
     same_place,
 )
+from tests.sched.timing.reference import Locked, Reference
 
 PAPER_STAGES = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
 PAPER_PATHS = [[0, 14, 6, 12], [3, 15, 17, 5], [4, 7, 13, 19], [10, 1, 18, 2], [11, 8, 16, 9]]
@@ -97,62 +93,11 @@ def test_a_large_ring_keeps_off_the_slow_links():
     assert averaging_s(case, 0, found) == averaging_s(case, 0, ring)
 
 
-# The reference: start times as the least solution of what must hold, found by iteration.
+# The reference, and what holds for every timeline.
 
 
-def reference(case, paths, order):
-    """Arrival and start of every operation, or None if they wait for each other for ever."""
-    chains = chains_of(paths)
-    before = {b: a for chain in chains for a, b in pairwise(chain)}
-    after = {a: b for b, a in before.items()}
-    on_node = {b: a for node in order for a, b in pairwise(node)}
-    on_link = {}
-    if case.contention == "link":
-        for node in order:
-            last = {}
-            for operation in node:
-                target = after[operation].node if operation in after else operation.node
-                if target != operation.node:
-                    on_link[operation] = last.get(target)
-                    last[target] = operation
-    start = dict.fromkeys(operations(chains), 0.0)
-    sent = dict.fromkeys(operations(chains), 0.0)
-    arrived = dict.fromkeys(operations(chains), 0.0)
-
-    def end(operation):
-        return start[operation] + case.duration(operation.kind, operation.node, 0)
-
-    def hop(operation):
-        following = after[operation]
-        seconds = case.backward_hop_s if following.kind == "B" else case.forward_hop_s
-        return float(seconds[operation.node, following.node])
-
-    for _ in range(3 * len(start) + 2):
-        known = dict(start), dict(sent), dict(arrived)
-        for operation in start:
-            if operation in before:
-                source = before[operation]
-                same_node = source.node == operation.node
-                arrived[operation] = end(source) if same_node else sent[source] + hop(source)
-            if operation in on_node:
-                start[operation] = max(arrived[operation], end(on_node[operation]))
-            else:
-                start[operation] = arrived[operation]
-            sent[operation] = end(operation)
-            if on_link.get(operation) is not None:
-                ahead = on_link[operation]
-                sent[operation] = max(sent[operation], sent[ahead] + hop(ahead))
-        if known == (start, sent, arrived):
-            return {operation: (arrived[operation], start[operation]) for operation in start}
-    return None
-
-
-@given(
-    routed_cases(contentions=["none", "link"]),
-    st.randoms(use_true_random=False),
-    st.sampled_from([0, 0, 1, 2]),
-)
-@settings(max_examples=120)
+@given(routed_cases(), st.randoms(use_true_random=False), st.sampled_from([0, 0, 1, 2]))
+@settings(max_examples=150)
 def test_an_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chance, swaps):
     """Any order that extends the chains can run, and starts everything as early as it can."""
     case, stages, paths = example
@@ -161,93 +106,32 @@ def test_an_order_runs_as_the_reference_or_is_refused_as_it_locks(example, chanc
         for _ in range(swaps if len(node) > 1 else 0):
             place = chance.randrange(len(node) - 1)
             node[place : place + 2] = node[place + 1], node[place]
-    expected = reference(case, paths, order)
-    if expected is None:
+    reference = Reference(case, stages, paths, order)
+    try:
+        for node in range(len(case.nodes)):
+            reference.own_end(1, node)
+    except Locked:
         assert swaps
         with pytest.raises(InputError, match="these operations deadlock"):
             simulate(case, stages, paths, order)
-    else:
-        runs = simulate(case, stages, paths, order).runs
-        assert {run.operation: (run.arrived_s, run.start_s) for run in runs} == expected
-
-
-# What holds for every timeline.
-
-
-@given(routed_cases())
-@settings(max_examples=100)
-def test_what_must_hold_of_every_dispatch(example):
-    case, stages, paths = example
-    timeline = simulate(case, stages, paths)
-    runs = {run.operation: run for run in timeline.runs}
-    chains = chains_of(paths)
-    assert len(timeline.runs) == len(runs)
-    assert set(runs) == set(operations(chains))
-    transfers = {transfer.operation: transfer for transfer in timeline.transfers}
-    for run in timeline.runs:
-        operation = run.operation
-        assert run.end_s == run.start_s + case.duration(operation.kind, operation.node, 0)
-        assert run.start_s >= run.arrived_s
-    for listed in (timeline.runs, timeline.transfers, timeline.averagings):
-        assert [entry.start_s for entry in listed] == sorted(entry.start_s for entry in listed)
-    for chain in chains:
-        assert runs[chain[0]].arrived_s == 0
-        for source, target in pairwise(chain):
-            if source.node == target.node:
-                assert target not in transfers
-                assert runs[target].arrived_s == runs[source].end_s
-                continue
-            transfer = transfers.pop(target)
-            assert (transfer.source, transfer.target) == (source.node, target.node)
-            assert transfer.ready_s == runs[source].end_s
-            seconds = case.backward_hop_s if target.kind == "B" else case.forward_hop_s
-            if case.contention != "node":
-                assert transfer.end_s == transfer.start_s + seconds[source.node, target.node]
-            assert transfer.end_s == runs[target].arrived_s
-            if case.contention == "none":
-                assert transfer.start_s == transfer.ready_s
-    assert not transfers
-    for node, order in enumerate(timeline.order):
-        in_flight = 0
-        for earlier, later in pairwise(order):
-            assert runs[later].start_s >= runs[earlier].end_s
-        for operation in order:
-            in_flight += {"F": 1, "L": 0, "B": -1}[operation.kind]
-            assert 0 <= in_flight <= case.nodes[node].memory
-    if case.contention == "link":
-        links = {(t.source, t.target) for t in timeline.transfers}
-        for link in links:
-            on_link = [t for t in timeline.transfers if (t.source, t.target) == link]
-            for earlier, later in pairwise(on_link):
-                assert later.start_s == max(later.ready_s, earlier.end_s)
-                assert later.ready_s >= earlier.ready_s
+        return
+    timeline = simulate(case, stages, paths, order)
+    reference.require(1, timeline.runs, timeline.transfers)
+    assert timeline.order == tuple(map(tuple, order))
+    for sent in timeline.transfers:
+        least_s = case.hop_duration(sent.operation.kind, sent.source, sent.target)
+        assert sent.end_s - sent.ready_s >= least_s - 1e-9
     assert timeline.pipeline_s == max(run.end_s for run in timeline.runs)
+    starts = [averaging.start_s for averaging in timeline.averagings]
+    assert starts == sorted(starts)
     for averaging in timeline.averagings:
-        ends = [run.end_s for run in timeline.runs if run.operation.node in stages[averaging.stage]]
-        assert averaging.start_s >= max(ends, default=0)
-        if case.contention != "node":
-            assert averaging.start_s == max(ends, default=0)
+        nodes = stages[averaging.stage]
+        ready_s = [reference.own_end(1, node) for node in nodes]
+        if case.contention == "node" and len({case.nodes[node].location for node in nodes}) > 1:
+            results = [own for node in nodes for own in order[node] if own in reference.after]
+            ready_s += [reference.left(1, own) for own in results if reference.is_far(own)]
+        assert averaging.start_s == pytest.approx(max(ready_s))
     assert timeline.iteration_s == max(averaging.end_s for averaging in timeline.averagings)
-
-
-class _Watched(dispatch._Dispatch):
-    """Notes when what ends and arrives, by the queue of events."""
-
-    def push(self, time_s, event, operation):
-        self.times = getattr(self, "times", {})
-        self.times[event, operation] = time_s
-        super().push(time_s, event, operation)
-
-
-@given(routed_cases())
-@settings(max_examples=80)
-def test_without_a_queue_of_events_everything_happens_when_it_does_with_one_to_the_bit(example):
-    case, stages, paths = example
-    watched = _Watched(case, stages, paths)
-    timeline = simulate(case, stages, paths, watched.run())
-    replayed = {(dispatch._END, run.operation): run.end_s for run in timeline.runs}
-    replayed |= {(dispatch._ARRIVAL, run.operation): run.arrived_s for run in timeline.runs}
-    assert replayed == watched.times
 
 
 @given(routed_cases(swaps=False))
@@ -331,46 +215,6 @@ def test_with_swaps_a_forward_waits_only_where_nodes_could_lock(example):
                     microbatch = run.operation.microbatch
                     started = holds | {microbatch: holds.get(microbatch, set()) | {node}}
                     assert not _can_all_end(to_go, started, limits)
-
-
-def _naive_dispatch_locks(paths, limits, chance):
-    """Whether a dispatcher that looks at its own node's memory only gets stuck."""
-    chains = chains_of(paths)
-    free = list(limits)
-    position = [0] * len(chains)
-    while True:
-        ready = [
-            microbatch
-            for microbatch, chain in enumerate(chains)
-            if position[microbatch] < len(chain)
-            and (chain[position[microbatch]].kind != "F" or free[chain[position[microbatch]].node])
-        ]
-        if not ready:
-            return any(p < len(c) for p, c in zip(position, chains, strict=True))
-        microbatch = chance.choice(ready)
-        operation = chains[microbatch][position[microbatch]]
-        free[operation.node] -= {"F": 1, "L": 0, "B": -1}[operation.kind]
-        position[microbatch] += 1
-
-
-def test_dispatch_ends_where_a_careless_one_would_lock():
-    chance = random.Random(0)
-    locks = 0
-    for _ in range(150):
-        sizes = [chance.randint(1, 3), *(chance.randint(1, 2) for _ in range(3))]
-        case = same_place(
-            sizes, path_length=4, microbatches_per_data_node=3, memory=chance.choice([1, 1, 2])
-        )
-        stages = in_order(sizes)
-        paths = [
-            (data_node, *(chance.choice(stages[s]) for s in chance.sample([1, 2, 3], 3)))
-            for data_node in stages[0] * 3
-        ]
-        limits = [node.memory for node in case.nodes]
-        locks += _naive_dispatch_locks(paths, limits, chance)
-        timeline = simulate(case, stages, paths)
-        assert len(timeline.runs) == sum(map(len, chains_of(paths)))
-    assert locks > 30
 
 
 # Orders that cannot run.
