@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skippipe_jax.cluster.generation_queue import Counted
+from skippipe_jax.cluster.inbox import Counted
 from skippipe_jax.consensus.generations import Copies, Generation
 from skippipe_jax.errors import GenerationEnded
 

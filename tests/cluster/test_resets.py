@@ -15,15 +15,15 @@ def test_a_team_settles_things_whenever_a_connection_is_reset():
         hosts, teams, third = await meet()
 
         def settle(host: Membership, number: int) -> dict[int, Any]:
-            control_loop, index = host._control_loop, host.index
+            index = host.index
 
             def reset() -> None:
-                if (link := control_loop._mesh._links.get(1 - index)) is not None:
+                if (link := host._mesh._links.get(1 - index)) is not None:
                     link.writer.transport.abort()
 
             def make() -> int:
                 if number % 2 == index:  # Right before it is told, or right after.
-                    control_loop._loop.call_soon_threadsafe(reset)
+                    host._loop.call_soon_threadsafe(reset)
                 return index
 
             if number % 4 < 2:

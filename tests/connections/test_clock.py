@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from skippipe_jax.cluster.mailboxes import Mailboxes
+from skippipe_jax.cluster.inbox import Inbox
 from skippipe_jax.cluster.membership import Membership, Team
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock
@@ -31,10 +31,10 @@ def test_an_answer_was_given_half_a_round_trip_ago():
 
 
 def test_who_asks_a_leader_that_is_lost_meanwhile_waits_no_longer():
-    board = Mailboxes()
-    board.begin(2)
+    inbox = Inbox()
+    inbox.begin(2)
     with pytest.raises(GenerationEnded):
-        clock.offset_s(lambda _: board.begin(3), lambda: board.take(clock.key(1), 60.0, 1, 2))
+        clock.offset_s(lambda _: inbox.begin(3), lambda: inbox.take(clock.key(1), 60.0, 1, 2))
 
 
 def test_a_team_goes_by_the_clock_of_its_leader(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ import pytest
 from skippipe_sched.errors import Terminated
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.cluster.mailboxes import NOBODY
+from skippipe_jax.cluster.inbox import NOBODY
 from skippipe_jax.training import preemption
 from skippipe_jax.training.preemption import Preemption
 
