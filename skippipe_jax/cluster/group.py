@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skippipe_jax.cluster.agreement import Host
 from skippipe_jax.cluster.inbox import Counted
 from skippipe_jax.consensus.generations import Copies, Generation
 from skippipe_jax.errors import GenerationEnded
@@ -14,23 +15,19 @@ NO_GENERATION = Generation(0, (), (), 0, 0)
 """Generation of a group with fixed hosts: no host lacks a state, and no stage is lost."""
 
 
-class Group(ABC):
+class Group(Host):
     """Hosts that train together: all hosts of a run (`Membership`) or a generation (`Team`).
 
     Hosts are numbered from 0, and host 0 leads. A group with fixed hosts behaves like a generation
     in which nothing has changed.
 
     Attributes:
-        index: position of this host.
-        count: number of hosts.
         is_distributed: whether one JAX runtime has the devices of all hosts.
         timeout_s: seconds that hosts wait for each other before training.
         generation: generation of these hosts; `NO_GENERATION` for fixed hosts.
         hosts: host ids in the run, by position.
     """
 
-    index: int
-    count: int
     is_distributed: bool = False
     timeout_s: float
     generation: Generation = NO_GENERATION
@@ -59,21 +56,6 @@ class Group(ABC):
     @abstractmethod
     def here(self) -> dict[str, Any]:
         """Describe this host to the others: host id, process id, address."""
-
-    @abstractmethod
-    def put(self, key: str, value: str) -> None:
-        """Send a value to every host, replacing an earlier one; do not wait for its arrival."""
-
-    @abstractmethod
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Wait for the value of a key, remove it and return it.
-
-        With a `source`, only a value from that host is returned.
-
-        Raises:
-            PeerTimeout: names the key, the host, and the start of the wait.
-            GenerationEnded: if the generation ends first.
-        """
 
     @property
     @abstractmethod
