@@ -11,7 +11,6 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE
 from skippipe_sched.problem.open_case import load_cases
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
@@ -46,19 +45,6 @@ def test_three_hosts_measure_a_case_that_is_planned(processes: Processes, tmp_pa
         text=True,
     )
     assert planned.returncode == 0, planned.stderr
-
-
-@pytest.mark.nightly
-def test_wrong_input_of_one_host_ends_all(processes: Processes, tmp_path: Path):
-    config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
-    wrong = settings(plan="{measure: true, case: {speed: 3}}")
-    processes.start_hosts(2, *PROFILE, "--config", config, "-o", output, last=wrong)
-    assert processes.exit_codes(PATIENCE_S) == [INPUT_ERROR_EXIT_CODE, INPUT_ERROR_EXIT_CODE], (
-        processes.outputs()
-    )
-    assert "plan.case.speed" in processes.output(1)
-    assert "host 1" in processes.output(0)
-    assert not output.exists()
 
 
 @pytest.mark.nightly

@@ -295,51 +295,16 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nine_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a run of nine processes, one for each node, without interruption."""
-    return undisturbed_run(9, config, tmp_path_factory.mktemp("nine"))
-
-
-@pytest.fixture(scope="module")
-def nine_in_one_jax(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of nine processes that share one JAX."""
-    folder = tmp_path_factory.mktemp("distributed")
-    return undisturbed_run(9, config, folder, cluster__runtime="distributed")
-
-
-@pytest.fixture(scope="module")
 def four_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run of as many processes as below lose one after the other."""
     folder = tmp_path_factory.mktemp("four")
-    return undisturbed_run(HOSTS, config, folder, cluster__host_of_node=HOST_OF_NODE)
-
-
-def undisturbed_run(hosts: int, config: Path, folder: Path, **changes: Any) -> Path:
+    changes = {"cluster__host_of_node": HOST_OF_NODE}
     with started_processes(folder) as processes:
         command = (*TRAIN, *in_folder(config, folder / "run", **changes))
-        processes.start_hosts(hosts, *command, **virtual_devices(1))
-        assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
+        processes.start_hosts(HOSTS, *command, **virtual_devices(1))
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
         assert not CRASHES.search(processes.outputs()), processes.outputs()
     return folder / "run"
-
-
-@pytest.fixture(params=["one_process", "nine_processes", "nine_in_one_jax"])
-def run_dir(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(request.param)
-
-
-@pytest.mark.nightly
-def test_losses_do_not_depend_on_the_number_of_processes(
-    one_process: Path, nine_processes: Path, nine_in_one_jax: Path
-):
-    assert_same_losses(nine_processes, one_process)
-    # What travels, and in which order it is added up, is the same.
-    losses, others = (
-        [line["loss"] for line in Run(folder).metrics]
-        for folder in (nine_processes, nine_in_one_jax)
-    )
-    assert losses == others
-    assert max(errors_of_parameters(nine_processes, one_process, STEPS)) < 1e-3
 
 
 def assert_same_losses(run: Path, expected: Path) -> None:
@@ -391,9 +356,9 @@ def test_nine_processes_equal_one_with_hops_in_8_bits(config: Path, tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
-    plan = RunDir(run_dir).plan()
-    lines = Run(run_dir).metrics
+def test_every_iteration_leaves_a_line_of_metrics(four_processes: Path):
+    plan = RunDir(four_processes).plan()
+    lines = Run(four_processes).metrics
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     peaks = dict[int, int]()
     for line in lines:
