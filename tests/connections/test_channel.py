@@ -325,11 +325,3 @@ async def test_a_host_that_does_not_answer_is_called_less_and_less_often(
     calls.begin(3)  # It is being called.
     await called.wait()
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0])
-
-
-async def test_a_message_that_comes_by_two_connections_counts_once():
-    async with gathered(2) as (first, second):
-        first.mesh.send(1, "put", "once", "")
-        first.mesh._links[1].write(line([1, "put", "once", ""]))
-        await first.says(second, "then")
-        assert second.received.count((0, ["put", "once", ""])) == 1

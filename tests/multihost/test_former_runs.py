@@ -62,7 +62,6 @@ class FormerRun:
 
 
 RUNS = {
-    "copied": FormerRun(is_copied=True),
     "outer": FormerRun(
         {
             "averaging": {
@@ -89,7 +88,7 @@ RUNS = {
         },
         is_exact=False,
     ),
-    "lost_host": FormerRun(hosts=4),
+    "lost_host_and_copy": FormerRun(hosts=4, is_copied=True),
 }
 
 
