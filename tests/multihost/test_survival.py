@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import resource
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from skippipe_sched.problem.plan import load_plan
 
@@ -26,9 +23,9 @@ from skippipe_jax.storage.checkpoint import (
     open_checkpoint,
     step_name,
 )
-from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS, RunDir
+from skippipe_jax.storage.run_dir import GENERATIONS, METRICS, RunDir
 from tests.harness.ports import free_block
-from tests.harness.processes import Processes, started_processes
+from tests.harness.processes import started_processes
 from tests.harness.training_hosts import CASE, PACED, PATIENCE_S, TRAIN, TrainingHosts
 from tests.harness.training_runs import (
     arrays_of_checkpoint,
@@ -132,13 +129,10 @@ def test_a_run_outlives_a_host_and_then_its_leader(begin: Begin, undisturbed: Pa
     assert_trained_like(run.run_dir, undisturbed)
 
 
-@pytest.mark.nightly
-def test_a_host_that_is_started_again_comes_back(begin: Begin, undisturbed: Path):
-    comes_back(begin(*PACED), undisturbed)
-
-
-def comes_back(run: TrainingHosts, undisturbed: Path) -> None:
-    """Host 0 is lost, and started again."""
+@pytest.mark.slow
+def test_a_host_comes_back_whose_node_is_a_mesh(begin: Begin, undisturbed: Path):
+    """And takes its state from others, each of which has it in parts."""
+    run = begin(*PACED, *settings(node="{fsdp: 2}"), devices=2)
     run.wait_until_step(4)
     run.signal(0, signal.SIGKILL)
     run.wait_until_members(1, 2, 3)
@@ -147,12 +141,6 @@ def comes_back(run: TrainingHosts, undisturbed: Path) -> None:
     run.ends_well(0, 1, 2, 3)
     assert "host 0 rejoined at step" in run.output(0)
     assert_trained_like(run.run_dir, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_host_comes_back_whose_node_is_a_mesh(begin: Begin, undisturbed: Path):
-    """And takes its state from others, each of which has it in parts."""
-    comes_back(begin(*PACED, *settings(node="{fsdp: 2}"), devices=2), undisturbed)
 
 
 def test_a_machine_without_the_folder_joins_and_its_stage_is_saved_by_another(
@@ -408,64 +396,6 @@ def test_where_all_are_told_to_leave_the_run_ends_with_a_checkpoint(
     losses = [line["loss"] for line in sp.Run(run.run_dir).metrics]
     others = [line["loss"] for line in sp.Run(undisturbed).metrics]
     np.testing.assert_allclose(losses, others[:step], rtol=2e-5)
-
-
-@pytest.mark.nightly
-def test_ctrl_c_on_one_host_ends_the_run_and_each_host_says_who_was_interrupted(begin: Begin):
-    run = begin()
-    run.wait_until_step(3)
-    run.signal(1, signal.SIGINT)
-    codes = [run.exit_code(host) for host in range(HOSTS)]
-    signals = [signal.SIGTERM, signal.SIGINT, *[signal.SIGTERM] * (HOSTS - 2)]
-    assert codes == [128 + number for number in signals]
-    step = latest_step(run.run_dir)
-    said = f"host 1 received SIGINT: all hosts stop after step {step}. Restart with"
-    assert all(said in run.output(host) for host in range(HOSTS)), run.processes.outputs()
-
-
-@pytest.mark.nightly
-def test_of_two_hosts_that_were_launched_one_goes_on_until_the_other_is_back(
-    processes: Processes, config: Path, tmp_path: Path, undisturbed: Path
-):
-    """Each has a replica of both stages; which of them goes on the run's folder decides."""
-    run_dir = tmp_path / "run"
-    given = settings(run_dir=run_dir, cluster__host_of_node="[0,1,0,1]")
-    command = (*LAUNCH, "--config", config, "--hosts", "2", "--restart=resume", *given, *PACED)
-    processes.start(*command, **virtual_devices(1))
-    processes.wait_until(lambda: steps_done(run_dir) >= 5, PATIENCE_S)
-    [host_0] = [
-        child
-        for child in psutil.Process(processes.processes[0].pid).children()
-        if child.cmdline()[-2:] == ["--host-id", "0"]
-    ]
-    host_0.kill()
-    membership = run_dir / MEMBERSHIP
-    processes.wait_until(lambda: membership.read_text().count("\n") == 2, PATIENCE_S)
-    # Alone the other would be at the end before it is called.
-    [alone] = json.loads(membership.read_text().splitlines()[1])["members"]
-    port = int(alone["address"].rpartition(":")[2])
-    [listens] = [own.pid for own in psutil.net_connections("tcp") if listens_on(own, port)]
-    assert listens is not None
-    os.kill(listens, signal.SIGSTOP)
-    processes.wait_until(lambda: is_called(port), PATIENCE_S)
-    os.kill(listens, signal.SIGCONT)
-    assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
-    output = processes.output(0)
-    assert "\nhost 0 was killed by SIGKILL; restart in 1 s, at " in output
-    assert "[host 1] host 0 failed; 1 of 2 hosts continue from step" in output
-    assert "[host 0] host 0 rejoined at step" in output
-    assert "Traceback" not in output
-    assert_trained_like(run_dir, undisturbed)
-
-
-def listens_on(connection: Any, port: int) -> bool:
-    return connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-
-
-def is_called(port: int) -> bool:
-    """Whether somebody has connected to a port of this machine."""
-    connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any((own[2][-4:], own[3]) == (f"{port:04X}", "01") for own in connections)
 
 
 @pytest.mark.nightly

@@ -105,12 +105,6 @@ OTHER_MESHES = ((1, 1), (1, 1), (2, 2), (1, 2), (1, 2))
             *("strict", "collective", "windows"),
             id="2 hosts",
         ),
-        # The replicas of both stages that have two are on one host, which sums by collectives.
-        pytest.param(
-            *("independent", FOUR_STAGES, TIED, [0, 1, 1, 0, 0, 0], "strict", "auto", "windows"),
-            id="2 hosts, no ring",
-            marks=pytest.mark.nightly,
-        ),
         pytest.param(
             *("independent", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0]),
             *("ready-first", "ring", "documents"),
@@ -141,9 +135,7 @@ def test_every_replica_equals_the_oracle(
     )
     hosts = max(host_of_node) + 1
     with started_processes(tmp_path / "hosts") as processes:
-        # So many that no two replicas are on one, where they are summed on their own host.
-        devices = virtual_devices(3 if averaging == "auto" else 1)
-        processes.start_hosts(hosts, *WRITES_REPLICAS, "--config", path, **devices)
+        processes.start_hosts(hosts, *WRITES_REPLICAS, "--config", path, **virtual_devices(1))
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
     assert_replicas_are_saved(tmp_path, ORACLE_STEPS)
     assert_equals_the_oracle(path, tmp_path, ORACLE_STEPS)
