@@ -19,7 +19,7 @@ from skippipe_jax.connections.links import (
     LINE_BYTES,
     Link,
     TlsCodec,
-    answered,
+    open_link,
     reach,
 )
 from tests.connections.meshes import (
@@ -111,9 +111,7 @@ async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     again = await Host(1, 2, keys=here).listen()
 
     async def comes_back() -> None:
-        link = await answered("{}:{}".format(*first.address), here)
-        assert link is not None
-        await again.mesh.rejoin(link)
+        await again.mesh.rejoin(await open_link(first.address, keys=here))
 
     with pytest.raises(InputError, match=told_here):
         await comes_back()
