@@ -26,6 +26,7 @@ from skippipe_jax.connections.keys import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
 from tests.harness.ports import free_block, free_port
 from tests.harness.processes import Processes
+from tests.harness.training_runs import settings, write_config
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 # Longer than a host is silent that waits for a busy processor.
@@ -439,3 +440,23 @@ def test_another_program_on_the_port_is_not_taken_for_host_0():
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(TemporaryError, match="is not host 0 of a run"):
             enter(ClusterConfig(connect_timeout_s=5.0), address, 2, 1)
+
+
+@pytest.mark.nightly
+def test_a_host_that_answers_no_more_while_links_are_measured_is_named(
+    processes: Processes, tmp_path: Path
+):
+    config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
+    # Silence would be noticed late.
+    impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=START_S)
+    measure = ("-m", "skippipe_jax", "measure", "--config", config, "-o", output)
+    processes.start_hosts(2, *measure, *impatient)
+    # Before, JAX itself waits for the devices of all hosts.
+    processes.wait_until(lambda: "links opened" in processes.output(0), START_S)
+    processes.processes[1].send_signal(signal.SIGSTOP)
+    assert processes.exit_code(0, START_S) == LOST_HOST_EXIT_CODE, processes.outputs()
+    # Where it waits is by chance: for a message, or for a transfer.
+    late = r"timed out (after 3 s )?waiting for .* from host 1 \((network\.deadline_s = 3 s|since )"
+    assert re.search(late, processes.output(0)), processes.output(0)
+    assert "Traceback" not in processes.output(0)
+    assert not output.exists()

@@ -467,27 +467,3 @@ def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
 
 
 # The launcher, whose hosts are always started for real.
-
-
-def test_launch_stops_all_when_one_fails(config: Path, tmp_path: Path):
-    with started_processes(tmp_path) as processes:
-        command = (*LAUNCH, "--hosts", "3", "--kill-after", "2")
-        processes.start(*command, *in_folder(config, tmp_path / "run"), **virtual_devices(1))
-        launcher = psutil.Process(processes.processes[0].pid)
-        processes.wait_until(lambda: len(launcher.children()) == 3, PATIENCE_S)
-        hosts = launcher.children()
-        # So early that the others do not know of it, and would wait for it.
-        hosts[1].kill()
-        assert processes.exit_code(0, 30.0) == 128 + signal.SIGKILL, processes.output(0)
-        assert not any(host.is_running() for host in hosts)
-
-
-def test_launch_passes_on_that_the_input_is_wrong(config: Path, tmp_path: Path):
-    wrong = in_folder(config, tmp_path / "run", cluster__host_of_node="[0,0,0,0,1,1,1,1,3]")
-    with started_processes(tmp_path) as processes:
-        processes.start(*LAUNCH, "--hosts", "2", *wrong, **virtual_devices(1))
-        assert processes.exit_code(0, PATIENCE_S) == 2, processes.output(0)
-        output = processes.output(0)
-    assert "error: cluster.host_of_node = " in output
-    assert "Traceback" not in output
-    assert not (tmp_path / "run").exists()
