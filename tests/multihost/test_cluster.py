@@ -448,7 +448,7 @@ def test_a_host_that_answers_no_more_while_links_are_measured_is_named(
 ):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
     # Silence would be noticed late.
-    impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=START_S)
+    impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=2 * START_S)
     measure = ("-m", "skippipe_jax", "measure", "--config", config, "-o", output)
     processes.start_hosts(2, *measure, *impatient)
     # Before, JAX itself waits for the devices of all hosts.
