@@ -20,8 +20,6 @@ from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.storage.checkpoint import latest_step
-from skippipe_jax.storage.records import StepMetrics
-from skippipe_jax.storage.run_dir import RunDir
 from tests.harness import oracle
 from tests.harness.processes import started_processes
 from tests.harness.training_runs import (
@@ -345,27 +343,6 @@ def test_nine_processes_equal_one_with_hops_in_8_bits(config: Path, tmp_path: Pa
         assert abs(line["loss"] - other["loss"]) < 1e-3
         assert line["bytes_sent"] == other["bytes_sent"]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
-
-
-@pytest.mark.nightly
-def test_every_iteration_leaves_a_line_of_metrics(four_processes: Path):
-    plan = RunDir(four_processes).plan()
-    lines = Run(four_processes).metrics
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    peaks = dict[int, int]()
-    for line in lines:
-        assert line.keys() == {*StepMetrics.__struct_fields__}
-        assert line["tokens"] == len(plan.microbatches) * 2 * 32
-        assert min(line["tokens_per_second"], line["seconds_per_iteration"]) > 0
-        assert min(line["bytes_sent"], line["gradient_norm"], line["learning_rate"]) > 0
-        # What is in flight is of each node.
-        peaks = {int(node): peak for node, peak in line["peak_in_flight"].items()}
-        assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())
-    assert any(peak == plan.case.nodes[node].memory for node, peak in peaks.items())
-    first, *others = [line["compilations"] for line in lines]
-    assert first > 0
-    # The run has saved checkpoints in between.
-    assert others == [0] * (STEPS - 1)
 
 
 @pytest.mark.nightly
