@@ -139,7 +139,7 @@ class Membership(Group):
     @property
     def missed(self) -> frozenset[int]:
         """Hosts that are gone or silent, or whose processes are waiting to join."""
-        waiting = () if self._control is None else self._control.waiting
+        waiting = () if self._control is None else self._control.state.waiting
         return self._mesh.missed.union(waiting)
 
     def misses(self, hosts: Collection[int]) -> bool:
