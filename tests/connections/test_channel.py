@@ -146,7 +146,7 @@ async def test_what_is_sent_right_before_and_after_a_reset_comes_once_and_in_ord
     chance, resets = random.Random(2), 0
     async with gathered(3, keys=KEYS) as hosts:
         told: dict[int, list[str]] = {host: [] for host in range(3)}
-        while resets < 200:
+        while resets < 80:
             host = chance.randrange(3)
             own, other = hosts[host].mesh, chance.choice([*{0, 1, 2} - {host}])
             for _ in range(2):

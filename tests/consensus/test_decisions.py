@@ -68,7 +68,7 @@ def check(
 
 
 @pytest.mark.parametrize(("hosts", "spare"), [(2, 0), (3, 0), (4, 0), (5, 0), (2, 2), (3, 2)])
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(actions=ACTIONS, rewinds=st.booleans())
 def test_hosts_agree_whatever_is_lost(
     hosts: int, spare: int, actions: list[tuple[str, int, int]], rewinds: bool

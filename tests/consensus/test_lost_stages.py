@@ -98,7 +98,7 @@ def survive(policy: str, rounds: list[tuple[Any, set[int], int | None, int]]) ->
 
 
 @pytest.mark.parametrize("policy", [BUDDY, AVERAGE, SKIP])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rounds=st.lists(ROUND, max_size=8))
 def test_hosts_agree_on_how_a_stage_is_made_anew(
     policy: str, rounds: list[tuple[Any, set[int], int | None, int]]

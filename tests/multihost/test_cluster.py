@@ -129,10 +129,9 @@ def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_s
     command = (WORKER, "--runtime", "distributed", "--coordinator", address, "--hosts", "2")
     right = {SECRET_VARIABLE: "theSecretThatBothHostsOfThisRunHave"}
     wrong = {SECRET_VARIABLE: "theSecretThatNoHostOfThisRunHasEver"}
-    for host, secret in enumerate([right, wrong, {}]):
-        processes.start(
-            *command, *PATIENT, "--seconds", "0.5", "--host-id", str(min(host, 1)), **secret
-        )
+    command = (*command, *PATIENT, "--seconds", "0.5", "--host-id")
+    for host, secret in zip("011", [right, wrong, {}], strict=True):
+        processes.start(*command, host, **secret)
     expected = [
         f"error: {SECRET_VARIABLE} = '(not shown)': TLS handshake with {address} failed: "
         "different secret. Give all hosts of the run the same secret.\n",
