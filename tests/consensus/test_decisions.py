@@ -272,6 +272,23 @@ def test_who_came_after_a_checkpoint_knows_of_it():
     assert (last.members, last.is_rewound, last.step) == ((1, 3), True, 1)
 
 
+def test_what_was_computed_in_a_generation_counts_in_no_other():
+    """The totals of a step that is run again with others, by other paths."""
+    simulation = stepped(4)
+    for host in range(3):
+        simulation.compute(host)
+    lose_all(simulation, 3)
+    assert generations(simulation) == {2}
+    late = [held for _, _, held in simulation.computed]
+    assert [(held.number, held.step) for held in late] == [(1, 2)] * 3
+    for _ in late:
+        simulation.hear_of_computed(0)
+    run(simulation)
+    assert all(len(own.applied) == 1 for own in simulation.live.values())
+    step(simulation)
+    assert all(len(own.applied) == 2 for own in simulation.live.values())
+
+
 def test_a_host_is_taken_in_after_a_step_and_not_within_one():
     simulation = stepped(4)
     lose_all(simulation, 3)
