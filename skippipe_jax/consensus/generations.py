@@ -136,7 +136,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     """Message as a list: the name of its type, and the values of its fields."""
 
 
-class Ask(_Message):
+class Ask(_Message, frozen=True):
     """Request to members of the last generation: to promise a ballot, or to accept a generation.
 
     `generation` is None in the first case. A host that promises a ballot answers no smaller one,
@@ -148,7 +148,7 @@ class Ask(_Message):
     generation: Generation | None
 
 
-class Promise(_Message):
+class Promise(_Message, frozen=True):
     """Promise of a ballot, with the sender's standing and the last proposal that it accepted."""
 
     number: Number
@@ -157,20 +157,20 @@ class Promise(_Message):
     accepted: tuple[Ballot, Generation] | None
 
 
-class Accepted(_Message):
+class Accepted(_Message, frozen=True):
     """Acceptance of the generation that was proposed under this ballot."""
 
     number: Number
     ballot: Ballot
 
 
-class Decided(_Message):
+class Decided(_Message, frozen=True):
     """Announcement of the generation that was decided on."""
 
     generation: Generation
 
 
-class Beat(_Message):
+class Beat(_Message, frozen=True):
     """Heartbeat of the consensus, with the status of the sender.
 
     Attributes:
@@ -192,7 +192,7 @@ class Beat(_Message):
     lacks_text: bool = False
 
 
-class Contribution(_Message):
+class Contribution(_Message, frozen=True):
     """Totals for the leader, from a host that holds the averaged gradients of a step."""
 
     number: Number
@@ -200,7 +200,7 @@ class Contribution(_Message):
     totals: Sums
 
 
-class Counts(_Message):
+class Counts(_Message, frozen=True):
     """Commit of a step, with the sum of the totals of all members."""
 
     number: Number

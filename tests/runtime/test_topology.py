@@ -86,8 +86,8 @@ def test_a_ring_is_cut_smaller_where_hops_take_the_same_links(
     stages, paths = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     plan = plan_of(stages, paths, locations=["near", "far"], links=links, activation_bytes=1e5)
     # The stages have a block each, of 4 MB.
-    shape = {"width": 256, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_width": 1024}
-    config = Config(model=ModelConfig(vocabulary_size=8, **shape))
+    model = ModelConfig(vocabulary_size=8, width=256, layers=2, heads=4, kv_heads=4, ffn_width=1024)
+    config = Config(model=model)
     topology = Topology.of(config, plan, 0, host_of, devices, HopNumbers())
     assert 4 * topology.rings[1].chunk_length == pytest.approx(chunk_bytes, rel=0.1)
 
