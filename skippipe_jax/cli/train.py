@@ -148,7 +148,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
             make_plans,
             with_plan,
         )
-        from skippipe_jax.training.setup import require_text
+        from skippipe_jax.training.setup import open_text
 
     run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
     hosts = arguments.hosts or max(host_of_node or [0]) + 1
@@ -163,7 +163,7 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         if config.plan.measure:
             check_template(config, hosts)
             if hosts == 1:
-                require_text(config)
+                open_text(config)
                 open_initial_weights(config, anew=True)
             log.output("# the run measures the cluster and makes a plan when it starts")
             return

@@ -41,7 +41,6 @@ from skippipe_jax.cluster.ending import (
     log_and_exit,
     may_be_caused_by_peer,
 )
-from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.inbox import NOBODY, Counted, Inbox, named
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.status import status_of
@@ -74,6 +73,149 @@ T = TypeVar("T")
 
 ANSWERS_S = 10.0
 """Seconds that the event loop may take for a call from another thread, beyond its own waiting."""
+
+
+NO_GENERATION = Generation(0, (), (), 0, 0)
+"""Generation of a group with fixed hosts: no host lacks a state, and no stage is lost."""
+
+
+class Group:
+    """Hosts that train together: those of a generation, or all hosts of a run (`Membership`).
+
+    Hosts are numbered from 0, and host 0 leads, so that the operations of `agreement` work in a
+    generation as in a run. A group with fixed hosts behaves like a generation in which nothing has
+    changed.
+
+    Attributes:
+        index: position of this host.
+        count: number of hosts.
+        is_distributed: whether one JAX runtime has the devices of all hosts.
+        timeout_s: seconds that hosts wait for each other before training.
+        generation: generation of these hosts; `NO_GENERATION` for fixed hosts.
+        hosts: host ids in the run, by position.
+    """
+
+    index: int
+    count: int
+    is_distributed: bool = False
+    # Long, since a wait may be for a state over a slow link or an upload; the loss of a host ends
+    # the group, and with it every wait.
+    timeout_s: float = 3600.0
+    generation: Generation = NO_GENERATION
+    hosts: Sequence[int]
+
+    def __init__(self, membership: Membership, generation: Generation):
+        """Create the group of a generation's members, this host among them."""
+        leader = generation.leader
+        self.generation = generation
+        self.hosts = (leader, *(host for host in generation.members if host != leader))
+        self.count = len(self.hosts)
+        self.index = self.hosts.index(membership.index)
+        self._membership = membership
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the group ends when a host is lost, and the other hosts continue."""
+        return self.generation.number > 0
+
+    @property
+    def fresh(self) -> frozenset[int]:
+        """Hosts without a state, which they receive from others."""
+        return frozenset(map(self.hosts.index, self.generation.fresh))
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Diskless hosts, which do not reach the folder of the run."""
+        return frozenset(map(self.hosts.index, self.generation.apart))
+
+    @property
+    def holders(self) -> list[list[int]]:
+        """Hosts that hold the state of each stage; empty if all hold what they serve."""
+        return [list(map(self.hosts.index, own)) for own in self.generation.holders]
+
+    def here(self) -> dict[str, Any]:
+        """Describe this host to the others: host id, process id, address."""
+        return self._membership.here()
+
+    def put(self, key: str, value: str) -> None:
+        """Send a value to every host, replacing an earlier one; do not wait for its arrival.
+
+        Raises:
+            ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
+        """
+        self._membership.put(named(self.generation.number, key), value)
+
+    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
+        """Wait for the value of a key, remove it and return it.
+
+        With a `source`, only a value from that host is returned.
+
+        Raises:
+            PeerTimeout: names the key, the host, and the start of the wait.
+            GenerationEnded: if the generation ends first.
+        """
+        number, of_run = self.generation.number, None if source is None else self.hosts[source]
+        return self._membership.get(named(number, key), timeout_s, of_run, number)
+
+    @property
+    def address(self) -> str:
+        """IP address at which the others reach this host, and on which it listens."""
+        return self._membership.address
+
+    def transfer_addresses(self) -> dict[int, str]:
+        """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
+
+        The address for a host is the same in every generation.
+
+        Raises:
+            InputError: if there are not enough ports for all hosts.
+            TemporaryError: if a port of this host is taken.
+        """
+        of_run = self._membership.transfer_addresses(self.hosts)
+        return {place: of_run[host] for place, host in enumerate(self.hosts) if place != self.index}
+
+    def clock_offset_s(self) -> float:
+        """Return the seconds to add to this host's `time.time()` to get that of host 0.
+
+        Raises:
+            PeerTimeout: if host 0 does not answer in time.
+            GenerationEnded: if the generation ends first.
+        """
+        return self._membership.clock_offset_s(self.hosts[0], self.generation.number)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the hosts have continued as another generation."""
+        return self._membership.generation_number != self.generation.number
+
+    def require_current(self) -> None:
+        """Raise `GenerationEnded` if the generation has ended."""
+        if self.has_ended:
+            raise GenerationEnded
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """Call `then` when the group ends, from another thread."""
+        self._membership.inbox.when_ended(self.generation.number, then)
+
+    def contribute(
+        self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
+    ) -> None:
+        """Report totals and buddy checkpoints of a step, whose averaged gradients this host holds.
+
+        `counted` is called, maybe in another thread, with the totals of all hosts upon the commit.
+        """
+        number = self.generation.number
+        self._membership.inbox.expect(number, counted)
+        self._membership.control.tell(Held(number, step, tuple(totals), copies))
+
+    def saved(self, step: int) -> None:
+        """Report that the checkpoint of a step is complete."""
+        self._membership.control.tell(Saved(step))
+
+    def gone_back(self, step: int) -> Group:
+        """Report the rollback of all members to an earlier step; return the group after it."""
+        self._membership.control.tell(RolledBack(self.generation.number, step))
+        return Group(self._membership, replace(self.generation, step=step))
 
 
 class Membership(Group):
@@ -246,6 +388,11 @@ class Membership(Group):
 
     # Steps and generations.
 
+    @property
+    def has_ended(self) -> bool:
+        """False: a group with fixed hosts ends as a whole."""
+        return False
+
     def when_ended(self, then: Callable[[], None]) -> None:
         """Do nothing: a group with fixed hosts ends as a whole."""
 
@@ -261,7 +408,7 @@ class Membership(Group):
 
     def outlive(
         self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
-    ) -> Team:
+    ) -> Group:
         """Make the run elastic: begin the first generation after `step`; all hosts call this.
 
         All hosts are its members, with these `processes`, exchanged before, and a placement in the
@@ -274,21 +421,21 @@ class Membership(Group):
         self.inbox.follow(Enter(first))
         state = first_state(self.index, rules, first, step)
         self._done(self._begin_control(state, self.inbox.follow, store))
-        return Team(self, first)
+        return Group(self, first)
 
     def request_admission(self, rules: Rules, store: Store) -> None:
-        """Ask the hosts of a running job to admit this host; `next_team` waits for that."""
+        """Ask the hosts of a running job to admit this host; `next_group` waits for that."""
         self.phase = Phase.TRAINING
         state = State(self.index, self.process, rules)
         self._done(self._begin_control(state, self.inbox.follow, store))
 
-    def next_team(self, after: int, timeout_s: float) -> Team | None:
-        """Wait for this host's next team after the generation number `after`; 0 is for the first.
+    def next_group(self, after: int, timeout_s: float) -> Group | None:
+        """Wait for this host's next group after the generation number `after`; 0 is for the first.
 
         Return None if there is none within `timeout_s`.
         """
         generation = self.inbox.next(after, timeout_s)
-        return None if generation is None else Team(self, generation)
+        return None if generation is None else Group(self, generation)
 
     # The end.
 
@@ -315,13 +462,13 @@ class Membership(Group):
             barrier(self, "leave", self._config.connect_timeout_s)
             return
         while True:
-            team = Team(self, self.inbox.entered)
+            group = Group(self, self.inbox.entered)
             try:
-                return barrier(team, "leave", self._config.connect_timeout_s)
+                return barrier(group, "leave", self._config.connect_timeout_s)
             except GenerationEnded:
                 if self.generation_number == NOBODY:
                     return  # The others have reached the end without this host.
-                self.next_team(team.generation.number, self._config.connect_timeout_s)
+                self.next_group(group.generation.number, self._config.connect_timeout_s)
 
     def part(self, patience_s: float) -> None:
         """Send a farewell; end the thread when the others have left too, or after `patience_s`."""
@@ -552,83 +699,3 @@ class Membership(Group):
         if error is None or isinstance(error, OSError):
             return log.info(f"{context['message']}: {error!r}")
         exit_on_error(error, self.name, self.last_words)
-
-
-class Team(Group):
-    """Group of a generation's hosts; each host has its own JAX runtime.
-
-    The hosts are numbered from 0 like those of a run, the leader first, so that the operations of
-    `agreement` work in a team as in a run.
-    """
-
-    # Long, since a wait may be for a state over a slow link or an upload; the loss of a host ends
-    # the team, and with it every wait.
-    timeout_s = 3600.0
-
-    def __init__(self, membership: Membership, generation: Generation):
-        """Create the group of a generation's members, this host among them."""
-        leader = generation.leader
-        self.generation = generation
-        self.hosts = (leader, *(host for host in generation.members if host != leader))
-        self.count = len(self.hosts)
-        self.index = self.hosts.index(membership.index)
-        self._membership = membership
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the hosts have continued as another generation."""
-        return self._membership.generation_number != self.generation.number
-
-    def here(self) -> dict[str, Any]:
-        """Describe this host to the others."""
-        return self._membership.here()
-
-    def put(self, key: str, value: str) -> None:
-        """Send a value to every host."""
-        self._membership.put(self._named(key), value)
-
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Wait for the value of a key, remove it and return it."""
-        of_run = None if source is None else self.hosts[source]
-        return self._membership.get(self._named(key), timeout_s, of_run, self.generation.number)
-
-    def contribute(
-        self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
-    ) -> None:
-        """Report totals and buddy checkpoints of a step whose averaged gradients this host has."""
-        number = self.generation.number
-        self._membership.inbox.expect(number, counted)
-        self._membership.control.tell(Held(number, step, tuple(totals), copies))
-
-    def when_ended(self, then: Callable[[], None]) -> None:
-        """Call `then` when the team ends, from another thread."""
-        self._membership.inbox.when_ended(self.generation.number, then)
-
-    def saved(self, step: int) -> None:
-        """Report that the checkpoint of a step is complete."""
-        self._membership.control.tell(Saved(step))
-
-    def gone_back(self, step: int) -> Team:
-        """Report the rollback of all members to an earlier step; return the team after it."""
-        self._membership.control.tell(RolledBack(self.generation.number, step))
-        return Team(self._membership, replace(self.generation, step=step))
-
-    @property
-    def address(self) -> str:
-        """IP address at which the others reach this host."""
-        return self._membership.address
-
-    def transfer_addresses(self) -> dict[int, str]:
-        """Return the addresses of this host's transfer servers by other member.
-
-        The address for a host is the same in every generation; see `Membership`.
-        """
-        of_run = self._membership.transfer_addresses(self.hosts)
-        return {place: of_run[host] for place, host in enumerate(self.hosts) if place != self.index}
-
-    def clock_offset_s(self) -> float:
-        """Return the seconds to add to this host's clock to get that of the leader."""
-        return self._membership.clock_offset_s(self.hosts[0], self.generation.number)
-
-    def _named(self, key: str) -> str:
-        return named(self.generation.number, key)

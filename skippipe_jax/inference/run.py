@@ -17,7 +17,6 @@ from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.scaling import Scale, Scaling, create_scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.reporting.line_chart import Chart
-from skippipe_jax.reporting.metrics import load_metrics
 from skippipe_jax.reporting.page import curves
 from skippipe_jax.storage.checkpoint import committed_steps
 from skippipe_jax.storage.run_dir import RunDir
@@ -50,7 +49,7 @@ class Run:
         Raises:
             InputError: if the run has no such figure yet.
         """
-        charts = curves(load_metrics(self.folder)) if RunDir(self.folder).last_step() else {}
+        charts = curves(RunDir(self.folder).metrics()) if RunDir(self.folder).last_step() else {}
         if figure not in charts:
             remedy = f"Choose one of {[*charts]}" if charts else "Wait for the first step"
             raise InputError("figure", figure, "does not exist in this run", remedy)

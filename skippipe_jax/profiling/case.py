@@ -210,10 +210,7 @@ def profile_from_measured(
 
 
 def profile_of(
-    config: Config,
-    host_of: Sequence[int],
-    reports: Sequence[HostReport],
-    at: str | None = None,
+    config: Config, host_of: Sequence[int], reports: Sequence[HostReport], at: str | None = None
 ) -> Profile:
     """Make the case for the planner, and include all measurements.
 

@@ -420,10 +420,7 @@ def _run(jobs: Mapping[_LinkProbe, Callable[[_LinkProbe], None]], deadline_s: fl
 
 
 def _measure(
-    probe: _LinkProbe,
-    round_trips_s: Sequence[float],
-    activation_bytes: int,
-    transfer_s: float,
+    probe: _LinkProbe, round_trips_s: Sequence[float], activation_bytes: int, transfer_s: float
 ) -> MeasuredLink:
     """Measure a link by transfers of growing size until one takes long enough, then an activation.
 

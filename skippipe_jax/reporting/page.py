@@ -24,7 +24,6 @@ from skippipe_jax.config.parsing import CONFIG
 from skippipe_jax.models.footprint import bytes_per_link, stage_parameters
 from skippipe_jax.program.schedule import OWN, timeline_of
 from skippipe_jax.reporting.line_chart import line_chart
-from skippipe_jax.reporting.metrics import Metrics, load_metrics
 from skippipe_jax.reporting.timelines import measured_title
 from skippipe_jax.storage.recording import (
     IncompleteRecordingError,
@@ -32,11 +31,14 @@ from skippipe_jax.storage.recording import (
     measured_timeline,
     recorded_steps,
 )
+from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.storage.run_dir import RunDir
 
 REPORT = "report.html"
 """File name of the page, in the run directory."""
 BUSIEST_LINKS = 12
+# Number of last iterations over which medians of predictions and idle shares are shown.
+RECENT = 100
 # Maximum number of operations in the recordings shown; the newest is always shown.
 MOST_OPERATIONS = 2_000
 
@@ -50,12 +52,11 @@ def report(folder: Path) -> str:
         InputError: if the folder does not hold a run, or a file in it is damaged.
     """
     run = RunDir(folder)
-    config, schedule, all_metrics = run.config("RUN"), run.schedule(), load_metrics(folder)
-    steps = all_metrics.figures["step"].tolist()
-    plans = [schedule.name(step - 1) for step in steps]
-    name = plans[-1] if plans else OWN
-    plan, metrics = schedule.plans[name], all_metrics.of([other == name for other in plans])
-    last = steps[-1] if steps else 1
+    config, schedule, lines = run.config("RUN"), run.schedule(), run.metrics()
+    name, last = (schedule.name(lines[-1].step - 1), lines[-1].step) if lines else (OWN, 1)
+    plan = schedule.plans[name]
+    own = [line for line in lines if schedule.name(line.step - 1) == name]
+    recent = [line for line in lines[-RECENT:] if schedule.name(line.step - 1) == name]
     predicted, sent = timeline_of(plan, config.averaging, last), bytes_per_link(config, plan, last)
     recorded = recorded_steps(folder)
     shown = [
@@ -81,13 +82,16 @@ def report(folder: Path) -> str:
         ),
         plan=plan,
         generations=run.generations(),
+        measured_seconds=_seconds_by_generation(lines),
         recoveries=run.recoveries(),
         locations=len({node.location for node in plan.case.nodes}),
         visited=sorted({len(path) for path in plan.microbatches}),
-        metrics=metrics,
-        all_metrics=all_metrics,
-        held_out=_held_out(all_metrics),
-        curves=[*curves(all_metrics).values()] if steps else [],
+        lines=own,
+        settled=_settled(own),
+        emulated=sum(line.network == "emulate" for line in own),
+        predicted_seconds=_predicted_seconds(recent),
+        held_out=_held_out(lines),
+        curves=[*curves(lines).values()] if lines else [],
         newest=newest,
         timelines=gantt_series(plan, {"predicted": predicted} | _titled(measured, newest)),
         others=len(others),
@@ -100,7 +104,7 @@ def report(folder: Path) -> str:
             for flow in links
         ],
         num_hidden=num_hidden,
-        idle=_idle_shares(newest_timeline, metrics, predicted.nodes),
+        idle=_idle_shares(newest_timeline, recent, predicted.nodes),
         expected_idle=_idle_of(predicted),
     )
 
@@ -182,30 +186,32 @@ def load_timelines(
     return timelines, notes
 
 
-def curves(metrics: Metrics) -> dict[str, str]:
+def curves(lines: Sequence[StepMetrics]) -> dict[str, str]:
     """Draw the loss, the validation loss if there is one, and seconds per iteration, as SVGs.
 
-    There must be at least one iteration.
+    There must be at least one iteration. Losses that are not finite are left out.
     """
-    figures, predicted = metrics.figures, metrics.predicted_seconds
+    steps = np.array([line.step for line in lines])
+    predicted = _predicted_seconds(lines[-RECENT:])
     # Compiling iterations are much slower; do not scale the axis to them.
-    top = float(np.quantile(metrics.settled["seconds"], 0.99)) * 1.25
+    settled = [line.seconds_per_iteration for line in _settled(lines)]
+    top = float(np.quantile(settled, 0.99)) * 1.25
     mark = None
     if predicted is not None:
         top = max(top, 1.15 * predicted)
         mark = (f"predicted {seconds_text(predicted)}", predicted)
     losses = {
-        "loss": ("Loss", figures["loss"]),
-        "validation_loss": ("Validation loss", figures["held_out"]),
+        "loss": ("Loss", [line.loss for line in lines]),
+        "validation_loss": ("Validation loss", [line.validation_loss for line in lines]),
     }
-    charts = {
-        name: _loss_curve(title, figures["step"][known], values[known])
-        for name, (title, values) in losses.items()
-        if (known := np.isfinite(values)).any()
-    }
-    charts["seconds"] = line_chart(
-        "Seconds per iteration", "", figures["step"], figures["seconds"], (0.0, top), mark
-    )
+    charts: dict[str, str] = {}
+    for name, (title, found) in losses.items():
+        values = np.array(found, float)  # None becomes NaN.
+        known = np.isfinite(values)
+        if known.any():
+            charts[name] = _loss_curve(title, steps[known], values[known])
+    seconds = np.array([line.seconds_per_iteration for line in lines])
+    charts["seconds"] = line_chart("Seconds per iteration", "", steps, seconds, (0.0, top), mark)
     return charts
 
 
@@ -226,14 +232,33 @@ def _busiest_links(plan: Plan, timeline: Timeline) -> tuple[Sequence[Flow[int]],
     return shown[:BUSIEST_LINKS], len(links) - len(shown)
 
 
-def _held_out(metrics: Metrics) -> tuple[int, float, float] | None:
+def _held_out(lines: Sequence[StepMetrics]) -> tuple[int, float, float] | None:
     """Return the step and value of the lowest validation loss, and the last one, or None."""
-    figures = metrics.figures
-    known = figures[np.isfinite(figures["held_out"])]
-    if not known.size:
-        return None
-    best = known[np.argmin(known["held_out"])]
-    return int(best["step"]), float(best["held_out"]), float(known["held_out"][-1])
+    found = [(line.validation_loss, line.step) for line in lines]
+    losses = [(loss, step) for loss, step in found if isinstance(loss, float)]
+    return (min(losses)[1], min(losses)[0], losses[-1][0]) if losses else None
+
+
+def _settled(lines: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
+    """Return the iterations that represent the speed: those without compilation, if any."""
+    return [line for line in lines if not line.compilations] or lines
+
+
+def _seconds_by_generation(lines: Sequence[StepMetrics]) -> dict[int | None, float]:
+    """Return the median seconds of the settled iterations of each generation of hosts."""
+    of: dict[int | None, list[StepMetrics]] = {}
+    for line in lines:
+        of.setdefault(line.generation, []).append(line)
+    return {
+        generation: float(np.median([line.seconds_per_iteration for line in _settled(own)]))
+        for generation, own in of.items()
+    }
+
+
+def _predicted_seconds(lines: Sequence[StepMetrics]) -> float | None:
+    """Return the median of the plan's seconds per iteration, or None."""
+    seconds = [line.predicted_seconds for line in lines if line.predicted_seconds]
+    return float(np.median(seconds)) if seconds else None
 
 
 def _titled(measured: Mapping[int, Timeline], *steps: int | None) -> dict[str, Timeline]:
@@ -241,12 +266,13 @@ def _titled(measured: Mapping[int, Timeline], *steps: int | None) -> dict[str, T
 
 
 def _idle_shares(
-    newest: Timeline | None, metrics: Metrics, nodes: int
+    newest: Timeline | None, recent: Sequence[StepMetrics], nodes: int
 ) -> tuple[str, Float[np.ndarray, " nodes"]] | None:
     """Return the source of the idle times, and the share of an iteration that each node idles."""
-    noted = metrics.idle_share(nodes)
-    if noted is not None:
-        return f"median of the last {noted[0]} iterations", noted[1]
+    # Skip iterations under another plan, with another number of nodes.
+    shares = [n.idle_share for n in recent if n.idle_share and len(n.idle_share) == nodes]
+    if shares:
+        return f"median of the last {len(shares)} iterations", np.median(shares, axis=0)
     return None if newest is None else ("newest recorded iteration", _idle_of(newest))
 
 

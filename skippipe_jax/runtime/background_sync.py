@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop, Then, seconds_since

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.stage_functions import functions_of_run

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging
 
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.program.compiler import Compute
 from skippipe_jax.runtime.buddies import BuddyCheckpoints
 from skippipe_jax.runtime.emulation import Emulation

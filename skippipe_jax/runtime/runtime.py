@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from skippipe_jax.cluster.agreement import gather
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY
 from skippipe_jax.connections.threads import DaemonThreads

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config.cluster import AVERAGE
 from skippipe_jax.consensus.generations import RebuiltStage
 from skippipe_jax.program.hops import Hop, HopNumbers

@@ -10,7 +10,7 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.program.hops import Hop, HopNumbers

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.connections.addresses import join_address, parse_address, require_free
 from skippipe_jax.connections.severing import sever
 from skippipe_jax.program.hops import Hop

@@ -141,11 +141,6 @@ def _is_of_blocks(name: str) -> bool:
     return "blocks" in name.split("/")
 
 
-def _entry(name: str) -> str:
-    """Return the top-level entry of the tree to which an array belongs."""
-    return name.split("/")[0]
-
-
 def _rows_of_saved_stages(
     saved_layers: Sequence[int], stage_layers: Sequence[int], stage: int
 ) -> list[tuple[int, slice]]:
@@ -179,12 +174,12 @@ def _read_saved(
         else leaf
         for name, leaf in wanted.items()
     }
-    entries = {_entry(name) for name in wanted}
+    entries = {name.split("/")[0] for name in wanted}
     with ArrayFiles(checkpoint.folder / stage_name(stage)) as files:
         comparable = {
             name: leaf
             for name, leaf in files.described().items()
-            if _entry(name) in entries
+            if name.split("/")[0] in entries
             and (name in wanted or _is_of_blocks(name) or both_data_stages)
         }
         _require_same(files.folder, comparable, expected)

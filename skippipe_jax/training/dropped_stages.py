@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import Generation

@@ -17,8 +17,7 @@ import numpy as np
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0, gather
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
 from skippipe_jax.data.batches import Batch, ReadAhead
@@ -39,10 +38,9 @@ from skippipe_jax.training.callbacks.profiler import profile_step
 from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
 from skippipe_jax.training.callbacks.status import StatusUpdates
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
-from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.dropped_stages import dropped_stage_states
 from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
-from skippipe_jax.training.metrics import MetricsCollector
+from skippipe_jax.training.metrics import CompilationCounter, MetricsCollector
 from skippipe_jax.training.preemption import Preemption
 from skippipe_jax.training.setup import (
     COPYING_S,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,12 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0, gather, hear, tell
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config, DataConfig, StagePartition, require_same_run
 from skippipe_jax.config.data import BYTES, TOKENIZER_FOLDER
 from skippipe_jax.config.model import PLATFORM_OF
 from skippipe_jax.config.resume import digest, settings
-from skippipe_jax.data.batches import (
-    Batch,
-    TrainingBatches,
-    check_vocabulary,
-    load_corpora,
-    tokenizer_of,
-)
+from skippipe_jax.data.batches import Batch, TrainingBatches, check_vocabulary, tokenizer_of
 from skippipe_jax.data.chat import template_warning
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.models.attention import implementation_of, kernel_fault
@@ -116,8 +109,8 @@ class HostSetup:
         self, agreed: SessionPlan, transfers: Transfers, checkpoint: Checkpoint | None = None
     ) -> RunSetup:
         """Return this setup together with the results of the exchange of reports."""
-        own = {field.name: getattr(self, field.name) for field in fields(HostSetup)}
-        return RunSetup(**own, agreed=agreed, transfers=transfers, checkpoint=checkpoint)
+        agreement = {"agreed": agreed, "transfers": transfers, "checkpoint": checkpoint}
+        return RunSetup(**vars(self) | agreement)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +264,7 @@ def _measure_cluster(
     """Measure the cluster, together with all hosts; only host 0 returns a profile."""
     if host.count == 1:
         # Report wrong inputs before spending time on measuring.
-        require_text(config)
+        open_text(config)
         open_weights()
     nodes = check_template(config, host.count).count(host.index)
     _give_threads(config, host, nodes, None)
@@ -296,7 +289,8 @@ def _open_inputs(
     _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
-    data, held_out = _open_text(config, plan, programs[OWN])
+    serves_data = not {*plan.stages[0]}.isdisjoint(programs[OWN].nodes)
+    data, held_out = open_text(config, serves_data=serves_data)
     config.model.stage_partition(len(plan.stages))
     if not host.is_distributed:
         _require_attention(config)
@@ -428,9 +422,10 @@ def setup_rejoining_host(config: Config, host: Membership) -> HostSetup:
         return setup
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
+    serves_data = not {*setup.plan.stages[0]}.isdisjoint(programs[OWN].nodes)
     data, held_out = None, ()
     with suppress(InputError):  # A host that gets a data node tries again, with a warning.
-        data, held_out = _open_text(config, setup.plan, programs[OWN])
+        data, held_out = open_text(config, serves_data=serves_data)
     return replace(setup, programs=programs, data=data, held_out=held_out)
 
 
@@ -632,26 +627,17 @@ def _digest_of_plans(schedule: Schedule) -> str:
     return digest({name: plan.to_json() for name, plan in sorted(schedule.plans.items())})
 
 
-def _open_text(
-    config: Config, plan: Plan, program: Program
+def open_text(
+    config: Config, *, serves_data: bool = True
 ) -> tuple[TrainingBatches | None, tuple[Batch, ...]]:
-    """Open the training and the held-out text; None and () if this host serves no data node."""
-    text = with_run_tokenizer(config)
-    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(text)))
-    if not set(plan.stages[0]) & set(program.nodes):
-        return None, ()
-    return TrainingBatches(text), read_held_out(config, text)
-
-
-def require_text(config: Config) -> None:
-    """Read the text, as a host with a data node does.
+    """Open the training and the held-out text; None and () for a host that serves no data node.
 
     Raises:
         InputError: if it cannot be used.
     """
-    data = with_run_tokenizer(config)
-    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(data)))
-    load_corpora(data)
+    text = with_run_tokenizer(config)
+    check_vocabulary(config.model.vocabulary_size, load_tokenizer(tokenizer_of(text)))
+    return (TrainingBatches(text), read_held_out(config, text)) if serves_data else (None, ())
 
 
 def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
@@ -659,8 +645,7 @@ def try_open_text(config: Config, setup: HostSetup) -> HostSetup:
     if setup.data is not None:
         return setup
     try:
-        text = with_run_tokenizer(config)
-        data, held_out = TrainingBatches(text), read_held_out(config, text)
+        data, held_out = open_text(config)
     except InputError as error:
         log.warning(f"this host cannot read the training text: {error}")
         return setup

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from skippipe_jax import log
 from skippipe_jax.cluster.ending import Phase
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.errors import GenerationEnded, HostLeft
 from skippipe_jax.program.schedule import Schedule
@@ -26,8 +25,8 @@ from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.prometheus import PrometheusExporter
-from skippipe_jax.training.compilations import CompilationCounter
 from skippipe_jax.training.elastic.runner import ElasticRunner
+from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.planning import with_plan
 from skippipe_jax.training.preemption import STOPPING, Preemption
 from skippipe_jax.training.session import RunContext, Session, SessionStart, first_state

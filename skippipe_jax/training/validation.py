@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from skippipe_jax.cluster.agreement import hear, tell
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime

@@ -12,7 +12,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.joining import joined
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import parse_address
@@ -71,7 +71,7 @@ def end(host: Membership) -> None:
     host._thread.join()
 
 
-async def meet() -> tuple[list[Membership], list[Team], Host]:
+async def meet() -> tuple[list[Membership], list[Group], Host]:
     """Two hosts of a run of three that outlives its hosts, and the connections of the third."""
     STORED.clear()
     address = ("127.0.0.1", free_port())
@@ -104,7 +104,7 @@ def test_whoever_is_no_member_ends_nobody(
             third.mesh.broadcast(*message)
             await asyncio.sleep(0)
         third.end()
-        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation.number, 60.0))
+        teams = await on_all(hosts, lambda host: host.next_group(teams[0].generation.number, 60.0))
         assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
         # It comes back, and finds that its input was wrong.
         again, links = Host(2, 3), list[Link]()
@@ -165,7 +165,7 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
     async def live() -> None:
         hosts, teams, third = await meet()
         third.end()
-        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation.number, 60.0))
+        teams = await on_all(hosts, lambda host: host.next_group(teams[0].generation.number, 60.0))
 
         def join() -> None:
             address = hosts[1].control_address
@@ -173,7 +173,7 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
             with joined(*given, is_joiner=is_joiner) as host:
                 joiners.append(host)
                 host.request_admission(RULES, store)
-                assert host.next_team(0, 60.0) is not None
+                assert host.next_group(0, 60.0) is not None
                 raise InputError("data.path", "text", "is another here", "Mend that")
 
         joining = asyncio.create_task(asyncio.to_thread(join))
@@ -229,7 +229,7 @@ def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_mor
         third.end()
         await entering
         assert again.is_outside
-        teams = await on_all(hosts, lambda host: host.next_team(teams[0].generation.number, 60.0))
+        teams = await on_all(hosts, lambda host: host.next_group(teams[0].generation.number, 60.0))
         assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
         await on_all([*hosts, again], lambda host: host.part(10.0))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import shutil
@@ -24,64 +26,62 @@ from tests.commands.examples import CASE, Command
 OWN = skippipe.COMMANDS.keys() - planner.COMMANDS.keys() - {"completion"}
 # What takes seconds to load, and what no command loads that computes nothing.
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numba"}
+# Modules that compute nothing, and what they may not load beside that. One process loads them one
+# after the other.
+LIGHT = {
+    # Until a configuration is read.
+    "skippipe_jax.config": {"scipy", "numpy", "jaxtyping", "yaml"},
+    "skippipe_jax.storage.checkpoint": {"scipy", "numpy", "fsspec"},
+    "skippipe_jax.connections.addresses": {"scipy", "fsspec"},
+    "skippipe_jax.program": {"scipy", "fsspec"},
+    "skippipe_jax.storage.run_dir": {"fsspec"},
+    "skippipe_jax.program.compiler": {"fsspec"},
+    "skippipe_jax.program.schedule": {"fsspec"},
+}
+IMPORTS = """
+import importlib, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    print(*sys.modules)
+"""
 # Runs the commands of its arguments, which + separates, and says which packages were loaded.
 IN_TURN = """
-import contextlib, importlib, itertools, sys
-module, *words = sys.argv[1:]
-for plus, group in itertools.groupby(words, lambda word: word == "+"):
+import contextlib, itertools, sys
+from skippipe_jax.cli.main import main
+for plus, group in itertools.groupby(sys.argv[1:], lambda word: word == "+"):
     if not plus:
-        sys.argv = [module, *group]
         with contextlib.suppress(SystemExit):
-            importlib.import_module(module).main()
-if not words:
-    importlib.import_module(module)
-print(*sorted(name for name in sys.modules if "." not in name), sep="\\n")
+            main([*group])
+print(*sys.modules)
 """
 
 
-def loaded(module: str, *words: str) -> set[str]:
-    """The packages that a new process has loaded after these commands of a module."""
-    done = subprocess.run(
-        [sys.executable, "-c", IN_TURN, module, *words],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    return set(done.stdout.splitlines())
+def printed(program: str, *words: str) -> list[str]:
+    """The lines that a new process prints."""
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("module", "others"),
-    [
-        ("skippipe_sched", {"scipy"}),
-        ("skippipe_jax", {"scipy"}),
-        ("skippipe_jax.program", {"scipy"}),
-        ("skippipe_jax.program.compiler", set()),
-        ("skippipe_jax.program.schedule", set()),
-        # Until a configuration is read.
-        ("skippipe_jax.config", {"scipy", "numpy", "jaxtyping", "yaml"}),
-        ("skippipe_jax.connections.addresses", {"fsspec"}),
-        ("skippipe_jax.storage.run_dir", {"fsspec"}),
-        ("skippipe_jax.storage.checkpoint", {"scipy", "numpy"}),
-    ],
-)
-def test_modules_that_compute_nothing_are_light(module: str, others: set[str]):
-    assert not loaded(module) & (HEAVY | others)
+def loaded(*words: str) -> set[str]:
+    """The modules that a new process has loaded after these commands."""
+    return set(printed(IN_TURN, *words)[-1].split())
+
+
+def test_modules_that_compute_nothing_are_light():
+    for (module, others), modules in zip(LIGHT.items(), printed(IMPORTS, *LIGHT), strict=True):
+        assert not {*modules.split()} & (HEAVY | others), module
 
 
 def test_commands_that_compute_nothing_are_light(folder: Path):
+    (folder / "wrong.yaml").write_text("trian: {steps: 3}")
     helps = [[name, "--help", "+"] for name in skippipe.COMMANDS]
     wrong = ["launch", "--config", "config.yaml", "--hosts", "2", "--set", "train.stepz=3", "+"]
+    wrong += ["train", "--config", "wrong.yaml", "+"]
     shown = ["config", "show", "--config", "config.yaml"]
-    words = ["--help", "+", *itertools.chain(*helps), *wrong, *shown]
-    found = loaded("skippipe_jax.cli.main", *words)
+    found = loaded("--help", "+", *itertools.chain(*helps), *wrong, *shown)
     assert not found & (HEAVY | {"scipy"})
     assert "yaml" in found  # It did run.
-    (folder / "wrong.yaml").write_text("trian: {steps: 3}")
-    assert not loaded("skippipe_jax.cli.main", "train", "--config", "wrong.yaml") & (
-        HEAVY | {"scipy"}
-    )
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,12 @@ def test_paths_that_were_positional_arguments_still_may_be(command: Command, tmp
         assert command(*words, nowhere, option, nowhere).err.startswith(f"error: {option} = ")
 
 
-def test_a_plan_is_drawn_without_what_searches(folder: Path):
+def test_a_plan_is_drawn_without_what_searches_and_a_report_is_written_without_jax(
+    folder: Path, run: Path
+):
     make_plan(parse_case(CASE), "balanced").save(folder / "plan.json")
-    found = loaded("skippipe_jax.cli.main", "plot", "plan.json", "-o", "plan.svg")
+    found = loaded("plot", "plan.json", "-o", "plan.svg", "+", "report", str(run))
     assert (folder / "plan.svg").is_file()
-    assert not found & (HEAVY | {"scipy"})
-
-
-def test_a_report_is_written_without_jax(run: Path):
-    found = loaded("skippipe_jax.cli.main", "report", str(run))
     assert (run / "report.html").is_file()
     assert not found & HEAVY
 
@@ -206,12 +203,6 @@ def test_a_device_that_another_process_uses_is_told_of(
     assert command("--version").out.endswith("not available: the TPU is in use by process 7\n")
 
 
-@pytest.mark.parametrize("words", [["-m", "skippipe_jax.train"], ["-m", "skippipe_jax", "train"]])
-def test_training_starts_as_a_module_too(words: list[str]):
-    done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)
-    assert done.stdout.startswith("usage: skippipe train ")
-
-
 def test_a_command_runs_under_the_one_name(folder: Path, command: Command):
     shown = command("estimate-memory", "--config", "config.yaml")
     assert shown.code == 0
@@ -245,8 +236,9 @@ def scripts() -> dict[str, str]:
     """What lets each shell complete."""
     found = {}
     for shell in skippipe.SHELLS:
-        words = [sys.executable, "-m", "skippipe_jax", "completion", shell]
-        found[shell] = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        with contextlib.redirect_stdout(io.StringIO()) as script:
+            assert skippipe.main(["completion", shell]) == 0
+        found[shell] = script.getvalue()
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, load_config
 from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training.callbacks.base import Callback, RunView
@@ -112,10 +112,10 @@ class ThreadMembership(Membership):
     def part(self, patience_s: float) -> None:
         """There is nothing to part from."""
 
-    def next_team(self, after: int, timeout_s: float) -> Team | None:
-        team = super().next_team(after, timeout_s)
+    def next_group(self, after: int, timeout_s: float) -> Group | None:
+        group = super().next_group(after, timeout_s)
         self.depth, self.puts = 0, []
-        return team
+        return group
 
     def put(self, key: str, value: str) -> None:
         self.puts.append(key)

@@ -40,7 +40,7 @@ from skippipe_jax.inference.decoding import _logits as next_logits
 from skippipe_jax.inference.partial import Order, kept, parse_stage_order
 from skippipe_jax.inference.staged_model import StagedModel, _apply, _logits, _loss, _scores
 from skippipe_jax.inference.token_sampling import sample
-from skippipe_jax.training.compilations import CompilationCounter
+from skippipe_jax.training.metrics import CompilationCounter
 from tests.harness.messages import expect_error
 from tests.harness.partial_models import logits_of, random_model, save_run
 from tests.inference.conftest import Command

@@ -39,7 +39,7 @@ from skippipe_jax.models.llama import DataStage, stage_shapes
 from skippipe_jax.program.schedule import OWN, Schedule, stage_shares
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
-from skippipe_jax.training.compilations import CompilationCounter
+from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
 from tests.harness.messages import expect_error
 from tests.harness.partial_models import evaluate_run, random_model, save_checkpoint, save_run

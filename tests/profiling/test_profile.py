@@ -1,24 +1,27 @@
-"""Cases from what was measured: what is fitted, what a template may say, and the command alone."""
+"""Cases from what was measured: of links, of stages; what a template may say; the command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.problem.open_case import candidates, load_cases
 
+from skippipe_jax.cli.main import main
 from skippipe_jax.config import Config, parse_config
 from skippipe_jax.models.planned_case import configured_cases
+from skippipe_jax.profiling import cluster, links
 from skippipe_jax.profiling.case import (
     HostReport,
     case_of,
@@ -29,12 +32,7 @@ from skippipe_jax.profiling.case import (
     read_measured,
 )
 from skippipe_jax.profiling.devices import available_bytes
-from skippipe_jax.profiling.links import (
-    MeasuredLink,
-    SimultaneousTransfer,
-    measure_copy,
-    rounds,
-)
+from skippipe_jax.profiling.links import MeasuredLink, SimultaneousTransfer, measure_copy, rounds
 from skippipe_jax.profiling.stages import (
     BACKWARD,
     FORWARD,
@@ -48,14 +46,7 @@ from skippipe_jax.runtime.spread import single
 from skippipe_jax.training.planning import make_plan
 from tests.harness.training_runs import write_config
 
-MODEL = {
-    "width": 16,
-    "layers": 4,
-    "heads": 2,
-    "kv_heads": 1,
-    "ffn_width": 24,
-    "context": 32,
-}
+MODEL = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 DATA = {"sequence_length": 32, "microbatch_size": 2}
 
 
@@ -404,37 +395,37 @@ def test_of_a_complete_case_what_cannot_be_measured_is_kept(form: str, tmp_path:
 # The command.
 
 
-def profile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "skippipe_jax", "measure", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Measures in this process, and in a moment; returns the exit code."""
+    monkeypatch.setattr(cluster, "STAGE_S", 0.05)
+    return lambda *words: main(["measure", *map(str, words)])
 
 
-def test_one_host_alone_needs_no_links(tmp_path: Path):
+def test_one_host_alone_needs_no_links(
+    tmp_path: Path, measured: Callable[..., int], capfd: pytest.CaptureFixture[str]
+):
     config, output = write_config(tmp_path, plan="auto"), tmp_path / "new" / "case.yaml"
-    done = profile("--config", config, "-o", output)
-    assert done.returncode == 0, done.stderr
+    assert measured("--config", config, "-o", output) == 0
     [case] = load_cases(output)
     assert len(case.nodes) == 1
     assert case.nodes[0].forward_s > 0
     assert case.nodes[0].memory == sum(case.microbatches)
     assert (case.nodes[0].memory_bytes or 0) > 2**20
-    measured = json.loads((tmp_path / "new" / "case.measured.json").read_text())
-    assert measured["hosts"][0]["timings"]
-    assert "forward" in done.stdout
+    figures = json.loads((tmp_path / "new" / "case.measured.json").read_text())
+    assert figures["hosts"][0]["timings"]
+    assert "forward" in capfd.readouterr().out
     head = output.read_text().splitlines()[:3]
     assert all(line.startswith("# ") for line in head)
     assert '"width": 16' in head[2]
 
 
 @pytest.mark.nightly
-def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
+def test_nodes_on_devices_of_one_process_have_one_location(
+    tmp_path: Path, measured: Callable[..., int]
+):
     config = write_config(tmp_path, plan="auto", cluster={"host_of_node": [0, 0, 0, 0]})
-    done = profile("--config", config, "-o", tmp_path / "case.yaml")
-    assert done.returncode == 0, done.stderr
+    assert measured("--config", config, "-o", tmp_path / "case.yaml") == 0
     case = yaml.safe_load((tmp_path / "case.yaml").read_text())
     assert {node["location"] for node in case["nodes"]} == {"host 0"}
     assert len(case["nodes"]) == 4
@@ -446,14 +437,127 @@ def test_nodes_on_devices_of_one_process_have_one_location(tmp_path: Path):
     ("plan", "output", "problem"),
     [
         (to_measure(speed=3), "case.yaml", "plan.case.speed"),
-        pytest.param("auto", ".", "--output", marks=pytest.mark.nightly),
-        pytest.param("auto", "text/case.yaml", "--output", marks=pytest.mark.nightly),
+        ("auto", ".", "--output"),
+        ("auto", "text/case.yaml", "--output"),
     ],
 )
-def test_bad_input_is_said_before_measuring(tmp_path: Path, plan: Any, output: str, problem: str):
+def test_bad_input_is_said_before_measuring(
+    plan: Any,
+    output: str,
+    problem: str,
+    tmp_path: Path,
+    measured: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+):
     config = write_config(tmp_path, plan=plan)
-    done = profile("--config", config, "-o", tmp_path / output)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {problem}")
-    assert "Traceback" not in done.stderr
-    assert "compiling" not in done.stdout
+    assert measured("--config", config, "-o", tmp_path / output) == 2
+    told = capfd.readouterr()
+    assert told.err.startswith(f"error: {problem}")
+    assert "compiling" not in told.out
+
+
+# What is made of transfers over one link, and of simultaneous ones over a connection.
+
+
+# Seconds of a link of 52 kB/s, on which some bytes pass at once after a rest.
+AN_ACTIVATION, ITS_SECONDS = 101376, 1.927
+
+
+class Way:
+    """That link; `late_s` is how late the host notices the first marker before an activation."""
+
+    other, host = 1, 0
+
+    def __init__(self, late_s: float = 0.0):
+        self.late_s = late_s
+
+    def ask(self, size: int) -> tuple[float, float]:
+        quick = 8192 / 0.143 if size == links.SMALLEST_BYTES else 59.26e3
+        if size != AN_ACTIVATION:
+            return 0.0, size / quick
+        late_s, self.late_s = self.late_s, 0.0
+        return late_s, ITS_SECONDS - late_s
+
+
+def test_small_transfers_that_agree_do_not_say_how_quick_a_link_is():
+    way = cast(Any, Way())
+    link = links._measure(way, [0.0], AN_ACTIVATION, links.TRANSFER_S)
+    assert link.bandwidth == pytest.approx(AN_ACTIVATION / ITS_SECONDS)
+    assert link.overhead_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_activation_whose_marker_was_noticed_late_is_sent_again():
+    way = cast(Any, Way(late_s=0.6))
+    link = links._measure(way, [0.0], AN_ACTIVATION, links.TRANSFER_S)
+    assert link.bandwidth == pytest.approx(AN_ACTIVATION / ITS_SECONDS)
+    assert link.overhead_s == pytest.approx(0.0, abs=1e-9)
+
+
+NETWORKS = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(lambda own: [*map(str, own)])
+
+
+@given(NETWORKS, st.integers(0, 2**32 - 1))
+def test_a_connection_is_tested_by_its_fastest_links_to_distinct_networks(
+    networks: list[str], seed: int
+):
+    bandwidth = np.random.default_rng(seed).uniform(1e6, 4e6, 2 * (len(networks),))
+    tests = links.connection_tests(bandwidth, networks)
+    is_tested = len(set(networks)) > 2
+    expected = [(host, sends) for host in range(len(networks)) for sends in (False, True)]
+    assert sorted((test.tested, test.sends) for test in tests) == (expected if is_tested else [])
+    for test in tests:
+        names = [networks[host] for host in (test.tested, *test.partners)]
+        assert len(set(names)) == len(names) == 1 + min(3, len(set(networks)) - 1)
+        rates = bandwidth[test.tested] if test.sends else bandwidth[:, test.tested]
+        slowest = min(rates[partner] for partner in test.partners)
+        for other, network in enumerate(networks):
+            assert rates[other] <= slowest or network in names
+        assert all(test.tested == pair[not test.sends] for pair in test.pairs)
+
+
+def test_a_much_faster_link_and_much_slower_ones_are_left_out_of_a_test():
+    bandwidth = np.full((5, 5), 1e5)
+    bandwidth[0] = [0, 1e9, 1e8, 2e7, 8e6]
+    networks = [*"abcde"]
+    [sends] = [
+        test for test in links.connection_tests(bandwidth, networks) if test[::2] == (0, True)
+    ]
+    assert sends.partners == (3, 4)
+    bandwidth[0, 4] = 1e6
+    tests = links.connection_tests(bandwidth, networks)
+    assert not any(test[::2] == (0, True) for test in tests)
+
+
+def test_transfers_of_links_with_different_rates_end_together():
+    bandwidth = np.array([[0, 1e6, 4e6], [0, 0, 0], [0, 0, 0]])
+    test = links.ConnectionTest(0, (1, 2), sends=True)
+    sizes = links.transfer_sizes(test, bandwidth, 0.5)
+    assert sizes == {(0, 1): 500_000, (0, 2): 2_000_000}
+    sizes = links.transfer_sizes(test, 1000 * bandwidth, 0.5)
+    assert sizes == {(0, 1): links.LARGEST_BYTES // 4, (0, 2): links.LARGEST_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "received_s", "expected"),
+    [
+        # Of two repetitions the faster one counts, and in it the slower transfer.
+        ((1.1, 1.2), (1.0, 1.0), [np.inf, np.inf]),
+        ((5.0, 1.2), (5.0, 1.1), [np.inf, np.inf]),
+        ((3.1, 2.5), (2.0, 2.4), [5e6 / 2.5, np.inf]),
+    ],
+)
+def test_links_that_are_slower_together_share_a_connection(
+    sent_s: tuple[float, float], received_s: tuple[float, float], expected: list[float]
+):
+    measured = [
+        links.MeasuredLink(source, target, 0.0, rate, None, [], [])
+        for source, target, rate in [(0, 1, 1e6), (0, 2, 4e6), (1, 0, 2e6), (2, 0, 2e6)]
+    ]
+    transfers = [
+        links.SimultaneousTransfer(0, 1, 0, 1_000_000, sent_s),
+        links.SimultaneousTransfer(0, 2, 0, 4_000_000, received_s),
+        links.SimultaneousTransfer(1, 0, 0, 2_000_000, (1.0, 1.0)),
+        links.SimultaneousTransfer(2, 0, 0, 2_000_000, (1.0, 1.1)),
+    ]
+    rates = links.connection_rates(measured, transfers, 3)
+    np.testing.assert_allclose(rates, [expected, [np.inf] * 2, [np.inf] * 2])

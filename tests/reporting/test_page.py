@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,11 @@ def start_run(folder: Path, plan: Plan = PLAN) -> Path:
     config = {"run_dir": str(folder), "model": {"layers": 3}, "train": {"steps": 500}}
     RunDir(folder).create(parse_config(config), Schedule(RecipeConfig(), {OWN: plan}))
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return start_run(tmp_path / "run")
 
 
 def test_a_run_keeps_its_plans_until_others_are_ready(tmp_path: Path):
@@ -162,8 +169,7 @@ def test_the_page_holds_the_figures_of_the_run(tmp_path):
     assert f"evaluate --run '{folder}'" in figures["Validation loss"]
 
 
-def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_what_an_old_run_did_not_note_is_left_out(folder):
     write_metrics(folder, 5)
     page = report(folder)
     figures, text = figures_of(page), text_of(parsed(page))
@@ -173,16 +179,14 @@ def test_what_an_old_run_did_not_note_is_left_out(tmp_path):
     assert len(pictures(parsed(page), "chart")) == 2
 
 
-def test_a_run_that_has_just_started_says_so(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_a_run_that_has_just_started_says_so(folder):
     root = parsed(report(folder))
     assert "No iteration is complete yet." in text_of(root)
     assert not pictures(root, "chart")
     assert len(pictures(root, "gantt")) == len(pictures(root, "flows")) == 1
 
 
-def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_left_out(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_left_out(folder):
     for step in range(1, 7):
         held_out = 4.0 - step / 10 if step % 2 == 0 else None
         loss = None if step == 3 else 5.0
@@ -198,8 +202,7 @@ def test_held_out_losses_are_a_curve_of_their_own_and_losses_that_are_none_are_l
 @pytest.mark.parametrize(
     ("lines", "words"), [(3, "network:"), (2, "network in 2 of 3 iterations:")]
 )
-def test_an_emulated_network_is_said_at_the_top(tmp_path, lines, words):
-    folder = start_run(tmp_path / "run")
+def test_an_emulated_network_is_said_at_the_top(folder, lines, words):
     for step in range(1, 4):
         network = "emulate" if step > 3 - lines else "real"
         append_record(folder / METRICS, metrics_line(step, network=network))
@@ -208,8 +211,7 @@ def test_an_emulated_network_is_said_at_the_top(tmp_path, lines, words):
     assert text_of(notice).startswith(f"Emulated {words}")
 
 
-def test_the_newest_recording_stands_below_the_prediction_and_others_are_folded(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_the_newest_recording_stands_below_the_prediction_and_others_are_folded(folder):
     write_metrics(folder, 30)
     record(folder, 10)
     record(folder, 20)
@@ -225,8 +227,7 @@ def test_the_newest_recording_stands_below_the_prediction_and_others_are_folded(
     assert "Busiest links, in the newest recorded iteration" in text_of(root)
 
 
-def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_a_recording_in_part_is_noted_and_another_shown(folder):
     write_metrics(folder, 20)
     record(folder, 10)
     record(folder, 20)
@@ -237,8 +238,7 @@ def test_a_recording_in_part_is_noted_and_another_shown(tmp_path):
     assert re.search(r"Not shown: timelines/00000020 .* of nodes 3, 4 are missing\.", text)
 
 
-def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(folder):
     write_metrics(folder, 20)
     record(folder, 10)
     recording.save_recorded_plan(folder, 20, PLAN)
@@ -249,8 +249,7 @@ def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(tmp_path):
     assert "1 recorded iterations used other plans." in text
 
 
-def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monkeypatch):
-    folder = start_run(tmp_path / "run")
+def test_of_many_recordings_some_are_shown_the_newest_among_them(folder, monkeypatch):
     write_metrics(folder, 1)
     for step in range(1, 21):
         record(folder, step)
@@ -263,8 +262,7 @@ def test_of_many_recordings_some_are_shown_the_newest_among_them(tmp_path, monke
     assert list(load_timelines(folder, PLAN, recording.recorded_steps(folder))[0]) == [20]
 
 
-def test_links_are_listed_with_what_went_over_them(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_links_are_listed_with_what_went_over_them(folder):
     write_metrics(folder, 3)
     root = parsed(report(folder))
     [table] = [t for t in root.iter("table") if t.get("class") is None]
@@ -304,9 +302,8 @@ def test_links_within_a_location_are_left_out_beside_others(tmp_path, locations)
         assert "not shown" not in text_of(root)
 
 
-def test_the_table_of_hosts_breaks_its_lines_and_scrolls(tmp_path):
-    """It is wider than the page otherwise; `test_page_in_browser` measures it."""
-    folder = start_run(tmp_path / "run")
+def test_the_table_of_hosts_breaks_its_lines_and_scrolls(folder):
+    """It is wider than the page otherwise; `test_nothing_is_cut_off` measures it."""
     write_metrics(folder, 3)
     for number in (1, 2):
         members = [{"host": 0, "address": "a:1"}]
@@ -316,9 +313,8 @@ def test_the_table_of_hosts_breaks_its_lines_and_scrolls(tmp_path):
     assert wide.get("class") == "wide"
 
 
-def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp_path, monkeypatch):
+def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(folder, monkeypatch):
     monkeypatch.setattr(page_of_run, "BUSIEST_LINKS", 100)
-    folder = start_run(tmp_path / "run")
     write_metrics(folder, 10)
     runs = simulate_plan(PLAN).runs
     averagings = tuple(Averaging(stage, 30.0, 30.001) for stage in range(3))
@@ -331,8 +327,7 @@ def test_a_ring_that_was_quicker_than_planned_is_busy_no_longer_than_it_took(tmp
     assert busy_s == sorted(busy_s, reverse=True)
 
 
-def test_idle_nodes_are_bars_by_stage(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_idle_nodes_are_bars_by_stage(folder):
     before_a_move = metrics_line(1, idle_share=[0.9] * 7)
     append_record(folder / METRICS, before_a_move)
     for step, share in ((2, None), (3, 0.1), (4, 0.3), (5, 0.7)):
@@ -353,8 +348,7 @@ def test_idle_nodes_are_bars_by_stage(tmp_path):
         assert mark.get("style") == f"left:{idle:.1f}%"
 
 
-def test_idle_shares_come_from_a_recording_where_none_was_noted(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_idle_shares_come_from_a_recording_where_none_was_noted(folder):
     write_metrics(folder, 10)
     timeline = record(folder, 10)
     root = parsed(report(folder))
@@ -363,8 +357,7 @@ def test_idle_shares_come_from_a_recording_where_none_was_noted(tmp_path):
     assert shares[-5:] == [f"{share:.0%}" for share in idle]
 
 
-def test_hosts_that_were_lost_stand_with_the_cause(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_hosts_that_were_lost_stand_with_the_cause(folder):
     for step in range(1, 11):
         line = metrics_line(step, generation=1 + (step > 8), compilations=int(step in (1, 9)))
         append_record(folder / METRICS, line)
@@ -419,15 +412,13 @@ def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
     assert configuration.text == (folder / "config.yaml").read_text()
 
 
-def test_a_long_run_stays_small(tmp_path):
-    folder = start_run(tmp_path / "run")
+def test_a_long_run_stays_small(folder):
     line = json.dumps(metrics_line(2, predicted_seconds=4.0, idle_share=[0.5] * 5)) + "\n"
     (folder / "metrics.jsonl").write_text(line * 20_000)
     assert len(report(folder)) < 200_000
 
 
-def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
-    folder = start_run(tmp_path / "run")
+def test_the_command_writes_where_it_is_told(tmp_path, folder, monkeypatch, capsys):
     write_metrics(folder, 2)
     assert run_main(folder) == 0
     assert capsys.readouterr().out == f"report written to {folder / 'report.html'}\n"
@@ -435,48 +426,18 @@ def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "page.html").read_text() == (folder / "report.html").read_text()
 
 
-GOOD = json.dumps(metrics_line(1))
-
-
-def test_a_run_without_metrics_is_refused(tmp_path, capsys):
-    folder = start_run(tmp_path / "run")
+def test_a_run_without_metrics_is_refused(folder, capsys):
     (folder / "metrics.jsonl").unlink()
     assert run_main(folder) == 2
     assert capsys.readouterr().err.startswith("error: metrics.jsonl = ")
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        ("{", ""),
-        ("[]", ""),
-        ("\udcff", ""),
-        ('{"step": 1}', "loss"),
-        (GOOD.replace("5.0", '"low"'), "loss"),
-        (GOOD.replace("60.0", "0.0"), "seconds_per_iteration"),
-        (json.dumps(metrics_line(1, predicted_seconds=-1)), "predicted_seconds"),
-        (json.dumps(metrics_line(1, idle_share=["x"])), "idle_share"),
-    ],
-)
-def test_a_damaged_line_of_metrics_is_named_and_left_out(tmp_path, capsys, line, field):
-    folder = start_run(tmp_path / "run")
-    path = folder / "metrics.jsonl"
-    path.write_text(f"{GOOD}\n{line}\n", encoding="utf-8", errors="surrogateescape")
-    assert run_main(folder) == 0
-    error = capsys.readouterr().err
-    assert error.startswith("warning: ")
-    assert "metrics.jsonl, line 2" in error
-    assert field in error
-    assert (folder / "report.html").exists()
-
-
 def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
-    tmp_path, monkeypatch, capsys
+    tmp_path, folder, monkeypatch, capsys
 ):
     assert run_main(tmp_path) == 2
     assert "does not contain a run" in capsys.readouterr().err
-    folder = start_run(tmp_path / "run")
     record(folder, 10)
     recording.recording_path(folder, 10, 1).write_text('{"runs": [["F", 0')
     assert run_main(folder) == 2
@@ -488,8 +449,7 @@ def test_a_folder_without_a_run_and_damaged_recordings_end_with_code_2(
     assert "--output = " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_recording_of_another_plan_ends_with_code_2(tmp_path, monkeypatch, capsys):
-    folder = start_run(tmp_path / "run")
+def test_a_recording_of_another_plan_ends_with_code_2(folder, monkeypatch, capsys):
     record(folder, 10)
     small_plan(PATHS[::-1]).save(folder / "plan.json")
     assert run_main(folder) == 2
@@ -521,3 +481,60 @@ def test_the_page_tells_of_conversations_and_of_what_is_learnt_of_them(tmp_path:
     read_corpus.cache_clear()
     assert "<dt>Conversations</dt><dd>text not found</dd>" in report(folder)
     assert "<dt>Conversations</dt>" not in report(start_run(tmp_path / "text"))
+
+
+# The page of a run in a browser: nothing is cut off in narrow and in wide windows.
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+# Writes into the page what stands past its right edge, how wide the page is and could be shown, and
+# the same of the table of hosts, which scrolls where it must.
+MEASURE = """<script>
+const cut = [...document.body.querySelectorAll("h1,h2,h3,p,dt,dd,th,td,svg,figure,pre,summary")]
+  .filter(e => !e.closest(".wide") && e.getClientRects().length
+    && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1);
+document.body.innerHTML = JSON.stringify({
+  page: [document.documentElement.scrollWidth, document.documentElement.clientWidth],
+  cut: cut.map(e => e.tagName + ": " + e.textContent.trim().slice(0, 60)),
+  hosts: [...document.querySelectorAll(".wide:has(> .wraps)")].map(
+    e => [e.scrollWidth, e.clientWidth]),
+});
+document.body.setAttribute("data-measured", "yes");
+</script></body>"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [500, 1024, 1600])
+def test_nothing_is_cut_off(tmp_path: Path, width: int):
+    folder = start_run(tmp_path / "run")
+    write_metrics(folder, 10, validation_loss=2.5, idle_share=[0.5] * 5)
+    record(folder, 10)
+    for number in range(1, 5):
+        members = [{"host": host, "address": "a:1"} for host in range(8)]
+        told = Generation(
+            number, tuple(range(8)), (7,) * 8, 0, 5, is_rewound=number > 1, cause="host 3 was lost"
+        )
+        RunDir(folder).append_generation(told, PLAN, members)
+    page = tmp_path / "page.html"
+    page.write_text(report(folder).replace("</body>", MEASURE))
+    assert CHROMIUM is not None
+    shown = subprocess.run(
+        [
+            *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *("--no-first-run", "--disable-background-networking", "--disable-extensions"),
+            *(f"--window-size={width},1200", f"--user-data-dir={tmp_path / 'browser'}"),
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    [measured] = re.findall(r'<body data-measured="yes">(.*)</body>', shown, re.DOTALL)
+    found = json.loads(measured)
+    assert found["page"][0] <= found["page"][1]
+    assert not found["cut"]
+    [(needed, there)] = found["hosts"]
+    assert needed <= there or width < 1000

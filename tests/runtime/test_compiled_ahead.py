@@ -21,7 +21,7 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.runtime.compiled_ahead import compile_ahead
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.spread import single
-from skippipe_jax.training.compilations import CompilationCounter
+from skippipe_jax.training.metrics import CompilationCounter
 from skippipe_jax.training.trainer import Trainer
 from tests.harness.one_host import open_alone
 from tests.harness.training_runs import SMALL_CASE, write_config

@@ -24,7 +24,7 @@ from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.model import open_engine
-from skippipe_jax.training.compilations import CompilationCounter
+from skippipe_jax.training.metrics import CompilationCounter
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, expect_one_error
 from tests.harness.partial_models import logits_of, save_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -139,7 +140,6 @@ def test_only_stages_with_the_blocks_that_are_wanted_are_read(tmp_path):
             lambda p: p | {"blocks": p["blocks"] | {"v": p["blocks"]["w"]}},
             "blocks/v = 'no array of",
         ),
-        (lambda p: p | {"blocks": {"w": p["blocks"]["w"]}}, r"blocks/norm/scale = 'float32\[3, 4"),
         (lambda p: {"blocks": p["blocks"]}, r"parameters/embedding = 'float32\[7, 4\]'"),
         (lambda p: p | {"blocks": jax.tree.map(lambda x: x[..., :2], p["blocks"])}, r"\[3, 2\]"),
     ],
@@ -166,12 +166,11 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("change", [truncate, damage, os.remove])
-def test_every_damaged_file_is_named(run_dir, change):
+def test_every_damaged_file_is_named(run_dir):
     folder = run_dir / "checkpoints" / "00000020"
     files = [f for f in folder.rglob("*") if f.is_file() and f.name != "COMMITTED"]
     assert len(files) > 10
-    for path in files:
+    for path, change in zip(files, itertools.cycle([truncate, damage, os.remove])):
         intact = path.read_bytes()
         change(path)
         with pytest.raises(InputError, match="previous checkpoint: step 10") as caught:

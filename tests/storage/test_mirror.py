@@ -101,16 +101,15 @@ def test_the_copy_is_the_run_folder(tmp_path: Path, url: str):
 def test_files_that_the_run_no_longer_has_are_not_fetched(tmp_path: Path, url: str):
     """Such as the plans of another recipe, under which the run goes on."""
     run_dir = make_run(tmp_path / "run")
-    for name in ("from_2", "plan_draw_000", "plan_draw_001"):
-        (run_dir / "plans").mkdir(exist_ok=True)
-        (run_dir / "plans" / f"{name}.json").write_text(name)
+    plans = run_dir / "plans"
+    plans.mkdir()
+    for name in ("from_2", "plan_draw_000"):
+        (plans / f"{name}.json").write_text(name)
     write(run_dir, url, 1)
-    assert files_at(url) == files_in(run_dir)
-    for name in ("from_2", "plan_draw_001"):
-        (run_dir / "plans" / f"{name}.json").unlink()
+    (plans / "from_2.json").unlink()
     write(run_dir, url, 2)
     assert files_at(url) == files_in(run_dir)
-    shutil.rmtree(run_dir / "plans")
+    shutil.rmtree(plans)
     write(run_dir, url, 3)
     Mirror(url).prepare(tmp_path / "found", resume=True)
     assert not (tmp_path / "found" / "plans").exists()
@@ -137,34 +136,21 @@ def test_a_run_whose_folder_is_gone_is_fetched(
     assert files_at(url) == files_in(found)
 
 
-def test_what_is_kept_for_good_stays_in_the_copy_of_a_run_that_was_fetched(
+def test_the_best_checkpoint_is_fetched_too_and_what_is_kept_for_good_stays_in_the_copy(
     tmp_path: Path, url: str
 ):
-    write(make_run(tmp_path / "run"), url, 1, 2, 3, 4, 5, keep_every=2)
-    found = tmp_path / "found"
-    Mirror(url).prepare(found, resume=True)
-    assert committed_steps(found) == [5]
-    write(found, url, 6, 7, keep_every=2)
-    assert committed_steps(found) == [6, 7]
-    assert Mirror(url).steps() == [2, 4, 6, 7]
-
-
-def test_the_best_checkpoint_is_fetched_too_and_kept(tmp_path: Path, url: str):
-    run_dir = make_run(tmp_path / "run")
-    (run_dir / "metrics.jsonl").write_text("")
-
     def save_validated(run_dir: Path, losses: dict[int, float]) -> None:
-        checkpoints = writer(run_dir, Mirror(url))
-        for step, loss in losses.items():
-            save(checkpoints, step, validation_loss=loss)
-        checkpoints.close()
+        with closing(writer(run_dir, Mirror(url), keep_every=4)) as checkpoints:
+            for step, loss in losses.items():
+                save(checkpoints, step, validation_loss=loss)
 
-    save_validated(run_dir, {1: 3.0, 2: 1.0, 3: 4.0, 4: 5.0, 5: 6.0})
+    save_validated(make_run(tmp_path / "run"), {1: 3.0, 2: 1.0, 3: 4.0, 4: 5.0, 5: 6.0, 6: 7.0})
     found = tmp_path / "found"
     Mirror(url).prepare(found, resume=True)
-    assert committed_steps(found) == [2, 5]
-    save_validated(found, {6: 7.0, 7: 8.0})
-    assert committed_steps(found) == Mirror(url).steps() == [2, 6, 7]
+    assert committed_steps(found) == [2, 6]
+    save_validated(found, {7: 8.0, 9: 9.0})
+    assert committed_steps(found) == [2, 7, 9]
+    assert Mirror(url).steps() == [2, 4, 7, 9]
     assert json.loads((found / BEST).read_text())["step"] == 2
 
 
@@ -341,6 +327,8 @@ def test_the_copy_of_another_run(tmp_path: Path, url: str):
     assert "has a checkpoint of step 5" in refused(url, tmp_path / "new", resume=False).problem
     shutil.rmtree(run_dir / "checkpoints")
     assert "has not reached" in refused(url, run_dir, resume=True).problem
+    nothing = refused(f"{url}/nothing", tmp_path / "new", resume=True)
+    assert "has no checkpoint" in nothing.problem
 
 
 @pytest.mark.parametrize("where", ["", "/copy", "/checkpoints/../copy/"])
@@ -349,10 +337,6 @@ def test_a_copy_in_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for resume in (False, True):
         assert "is inside run" in refused(f"run{where}", Path("run"), resume=resume).problem
     Mirror("run2").prepare(Path("run"), resume=False)
-
-
-def test_nothing_to_fetch(tmp_path: Path, url: str):
-    assert "has no checkpoint" in refused(url, tmp_path / "run", resume=True).problem
 
 
 @pytest.mark.parametrize(

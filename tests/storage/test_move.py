@@ -23,19 +23,16 @@ from skippipe_jax.storage.run_dir import PLAN, RunDir
 from skippipe_jax.training.planning import plan_of
 from tests.harness import oracle
 from tests.harness.partial_models import evaluate_run
-from tests.harness.processes import started_processes
 from tests.harness.training_runs import (
     Arrays,
     arrays_of_checkpoint,
     by_name,
     settings,
     train_alone,
-    virtual_devices,
     write_config,
 )
 
 MOVE, STEPS = 10, 20
-PATIENCE_S = 120.0
 CASE = {
     "locations": ["Belgium", "Iowa", "Oregon"],
     "links": "gcp12",
@@ -194,22 +191,6 @@ def test_what_a_moved_run_has_read_is_an_epoch(moved: Moved):
         row.tobytes() for number in range(total, 2 * total) for row in batches[number]["tokens"]
     ]
     assert sorted(again) == sorted(rows)
-
-
-@pytest.mark.nightly
-def test_two_hosts_go_on_from_the_copy_of_a_run_of_one(moved: Moved, tmp_path: Path):
-    run, copy = tmp_path / "run", tmp_path / "copy"
-    shutil.copytree(moved.run, copy)
-    with started_processes(tmp_path / "hosts") as processes:
-        processes.start_hosts(
-            2,
-            *("-m", "skippipe_jax.train", "--config", moved.config, "--resume"),
-            *arguments(run, STEPS, AFTER, checkpoint__copy_to=f"file://{copy}"),
-            **virtual_devices(1),
-        )
-        assert processes.exit_codes(PATIENCE_S) == [0, 0], processes.outputs()
-    assert_as_the_oracle(run, moved)
-    assert_as_the_oracle(copy, moved)
 
 
 def test_the_same_cut_in_other_words_changes_nothing(

@@ -75,6 +75,11 @@ def small_plan(**changes: Any) -> Plan:
     return planned(case_with(**given | changes), [[0], [1, 2]], [[0, 1], [0, 2]])
 
 
+@pytest.fixture
+def plan() -> Plan:
+    return small_plan()
+
+
 def save_all(folder: Path, plan: Plan, step: int = 7) -> Timeline:
     """Record a stretched iteration, every node a host of its own."""
     timeline = stretched(plan, step)
@@ -147,8 +152,7 @@ def test_each_node_runs_what_takes_no_time_in_the_order_of_the_plan(tmp_path):
     assert measured_timeline(tmp_path, plan, 7).order == plan.order
 
 
-def test_a_stage_averages_from_the_latest_start_to_the_latest_end_that_was_seen(tmp_path):
-    plan = small_plan()
+def test_a_stage_averages_from_the_latest_start_to_the_latest_end_that_was_seen(tmp_path, plan):
     recordings = pieces(plan, stretched(plan), range(3))
     for host, start_s, end_s in ((1, 50.0, 62.0), (2, 51.0, 61.0)):
         seen = (Averaging(1, NOW_S + start_s, NOW_S + end_s),)
@@ -159,8 +163,7 @@ def test_a_stage_averages_from_the_latest_start_to_the_latest_end_that_was_seen(
     assert times(averagings[1]) == pytest.approx((51.0, 62.0), abs=ROUNDING_S)
 
 
-def test_a_stage_of_which_no_averaging_was_seen_ends_with_its_last_operation(tmp_path):
-    plan = small_plan()
+def test_a_stage_of_which_no_averaging_was_seen_ends_with_its_last_operation(tmp_path, plan):
     for host, recording in pieces(plan, stretched(plan), range(3)).items():
         replace(recording, averagings=()).save(tmp_path, 7, host)
     measured = measured_timeline(tmp_path, plan, 7)
@@ -170,8 +173,7 @@ def test_a_stage_of_which_no_averaging_was_seen_ends_with_its_last_operation(tmp
         assert times(averagings[stage]) == (last_s, last_s)
 
 
-def test_nothing_arrives_before_it_is_sent_where_clocks_differ(tmp_path):
-    plan = small_plan()
+def test_nothing_arrives_before_it_is_sent_where_clocks_differ(tmp_path, plan):
     recordings = pieces(plan, stretched(plan), range(3))
     # Host 1 is 10 s behind: what it receives seems to arrive before it was sent.
     behind = tuple(
@@ -189,8 +191,7 @@ def test_nothing_arrives_before_it_is_sent_where_clocks_differ(tmp_path):
     assert to_host_1.ready_s == to_host_1.end_s
 
 
-def test_a_missing_host_is_named_by_its_nodes(tmp_path):
-    plan = small_plan()
+def test_a_missing_host_is_named_by_its_nodes(tmp_path, plan):
     save_all(tmp_path, plan)
     recording_path(tmp_path, 7, 1).unlink()
     with pytest.raises(IncompleteRecordingError, match=r"step 7 .* of nodes 1") as error:
@@ -218,8 +219,7 @@ RUN = ["F", 0, 1, 1.0, 1.0, 2.0]
         ({"runs": [], "averagings": [[1, 2.0, 1.0]]}, ".averagings[0]"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, content, field):
-    plan = small_plan()
+def test_a_damaged_file_is_named(tmp_path, plan, content, field):
     save_all(tmp_path, plan)
     text = content if isinstance(content, str) else json.dumps(content)
     recording_path(tmp_path, 7, 1).write_text(text)
@@ -229,8 +229,7 @@ def test_a_damaged_file_is_named(tmp_path, content, field):
     assert error.value.field == f"timelines/00000007/host_1.json{field}"
 
 
-def test_recordings_of_two_runs_are_refused(tmp_path):
-    plan = small_plan()
+def test_recordings_of_two_runs_are_refused(tmp_path, plan):
     save_all(tmp_path, plan)
     path = recording_path(tmp_path, 7, 1)
     path.with_name("host_3.json").write_text(path.read_text())
@@ -238,8 +237,7 @@ def test_recordings_of_two_runs_are_refused(tmp_path):
         measured_timeline(tmp_path, plan, 7)
 
 
-def test_a_resumed_run_forgets_what_it_will_record_again(tmp_path):
-    plan = small_plan()
+def test_a_resumed_run_forgets_what_it_will_record_again(tmp_path, plan):
     for step in (10, 20, 30, 123456789):
         save_all(tmp_path, plan, step)
     assert recorded_steps(tmp_path) == [10, 20, 30, 123456789]
@@ -248,8 +246,7 @@ def test_a_resumed_run_forgets_what_it_will_record_again(tmp_path):
     measured_timeline(tmp_path, plan, 20)
 
 
-def test_the_plan_of_hosts_that_were_left_goes_with_what_they_recorded(tmp_path):
-    plan = small_plan()
+def test_the_plan_of_hosts_that_were_left_goes_with_what_they_recorded(tmp_path, plan):
     save_recorded_plan(tmp_path, 10, plan)
     assert recorded_steps(tmp_path) == []  # Nobody has, yet: the host may be lost.
     kept = load_recorded_plan(tmp_path, 10)

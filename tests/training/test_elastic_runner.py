@@ -1,4 +1,4 @@
-"""What a host has to go on with when others are lost, whatever it held before."""
+"""A host among others that are lost or join: what it decides, and what it has to go on with."""
 
 from __future__ import annotations
 
@@ -13,39 +13,219 @@ import pytest
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
-from skippipe_jax.cluster.group import Group
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
 from skippipe_jax.connections import waiting
 from skippipe_jax.consensus.generations import Abandoned, Generation, Tick
-from skippipe_jax.errors import GenerationEnded, PeerTimeout
+from skippipe_jax.errors import GenerationEnded, HostLeft, PeerTimeout
 from skippipe_jax.storage.checkpoint import Checkpoint, CommitRecord
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.elastic import coordinator, runner
 from skippipe_jax.training.elastic.coordinator import (
+    RECONNECTS_AFTER_S,
+    Action,
+    AwaitGeneration,
+    Cause,
+    Confirming,
     Entered,
+    Event,
+    Failed,
+    HostPolicy,
     Opening,
+    OpenSession,
     Origin,
+    Raise,
     Signal,
+    State,
     StateSource,
+    Stop,
+    Stopped,
     Suspended,
+    Training,
+    WatchMembers,
+    advance,
+    await_first,
 )
 from skippipe_jax.training.elastic.runner import ElasticRunner
-from skippipe_jax.training.report import GenerationReport, SessionPlan, plan_session
+from skippipe_jax.training.report import GenerationReport
 from skippipe_jax.training.session import HeldState
 from skippipe_jax.training.setup import HostSetup
 from tests.harness.step_metrics import metrics_of
 
 OWN, STEP = 1, 20
+POLICY = HostPolicy(OWN, 60.0, 20.0, "rewind", replicas_diverge=False)
+
+
+def generation(number: int, **fields: Any) -> Generation:
+    return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=STEP, **fields)
+
+
+def source(origin: Origin, step: int = STEP) -> StateSource:
+    return StateSource(step, origin)
+
+
+SECOND = generation(2)
+HELD, SAVED, THEIRS = map(source, Origin)
+OPENING, TRAINING = Opening(SECOND, HELD), Training(SECOND)
+AWAITS, ABANDONS = AwaitGeneration(2, 60.0), AwaitGeneration(2, 60.0, abandons=True)
+LOOKS, RETRIES = (Confirming(TRAINING, reconnects=again) for again in (False, True))
+OPEN_RETRIES = Confirming(OPENING, reconnects=True)
+FRESH = generation(3, fresh=(OWN,))
+BEGINNING = Opening(FRESH, THEIRS)
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "following", "action"),
+    [
+        (Suspended(1, None), Entered(SECOND, STEP), OPENING, OpenSession(SECOND, HELD)),
+        (Suspended(2, None), Entered(FRESH, STEP), BEGINNING, OpenSession(FRESH, THEIRS)),
+        (Suspended(1, HELD), Entered(SECOND), OPENING, OpenSession(SECOND, HELD)),
+        (OPENING, Signal.OPENED, TRAINING, None),
+        (OPENING, Signal.ROLLED_BACK, Opening(SECOND, SAVED), None),
+        (BEGINNING, Signal.ROLLED_BACK, BEGINNING, None),
+        (OPENING, Signal.ENDED, Suspended(2, HELD), AWAITS),
+        (TRAINING, Signal.ENDED, Suspended(2, None), AWAITS),
+        (OPENING, Failed(Cause.OWN), OPENING, Raise()),
+        (TRAINING, Failed(Cause.OWN), TRAINING, Raise()),
+        (TRAINING, Failed(Cause.SILENCE), LOOKS, WatchMembers(0.0)),
+        (TRAINING, Failed(Cause.CHECKPOINT), LOOKS, WatchMembers(20.0)),
+        (TRAINING, Failed(Cause.TRANSFER), RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
+        (OPENING, Failed(Cause.TRANSFER), OPEN_RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
+        (LOOKS, Signal.ENDED, Suspended(2, None), AWAITS),
+        (LOOKS, Signal.MISSED, Suspended(2, None), ABANDONS),
+        (LOOKS, Signal.TIME_OVER, TRAINING, Raise()),
+        (RETRIES, Signal.ENDED, Suspended(2, None), AWAITS),
+        (RETRIES, Signal.MISSED, Suspended(2, None), ABANDONS),
+        (RETRIES, Signal.TIME_OVER, Suspended(2, None, has_reconnected=True), ABANDONS),
+        (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, has_reconnected=True), ABANDONS),
+    ],
+)
+def test_states_follow_each_other(
+    state: State, event: Event, following: State, action: Action | None
+):
+    assert advance(state, event, POLICY) == (following, action)
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "error", "text"),
+    [
+        (Suspended(0, THEIRS), Signal.TIME_OVER, PeerTimeout, "not admitted to the run within"),
+        (Suspended(2, None), Signal.TIME_OVER, PeerTimeout, "no majority of hosts within"),
+        (Suspended(2, None), Signal.LEFT, HostLeft, "continue without this host"),
+        (Suspended(2, HELD), Signal.LEFT, HostLeft, "continue without this host"),
+    ],
+)
+def test_a_host_stops(state: State, event: Event, error: type[Exception], text: str):
+    following, action = advance(state, event, POLICY)
+    assert following == Stopped()
+    assert isinstance(action, Stop)
+    assert isinstance(action.error, error)
+    assert text in str(action.error)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_transfers_that_fail_again_before_a_step_has_been_made_are_this_hosts_own_error(
+    is_open: bool, has_stepped: bool
+):
+    state, _ = advance(RETRIES if is_open else OPEN_RETRIES, Signal.TIME_OVER, POLICY)
+    state, _ = advance(state, Entered(generation(3), STEP if is_open else None), POLICY)
+    opened, _ = advance(state, Signal.OPENED, POLICY)
+    state, action = advance(opened, Failed(Cause.TRANSFER, has_stepped), POLICY)
+    assert action == WatchMembers(RECONNECTS_AFTER_S if has_stepped else 20.0)
+    state, action = advance(state, Signal.TIME_OVER, POLICY)
+    if has_stepped:
+        assert state == Suspended(3, None, has_reconnected=True)
+    else:
+        assert (state, action) == (opened, Raise())
+
+
+def test_what_cannot_come_is_an_error():
+    for state, event in [
+        (Stopped(), Signal.ENDED),
+        (TRAINING, Signal.OPENED),
+        (TRAINING, Entered(SECOND)),
+    ]:
+        with pytest.raises(ValueError, match="is not possible in state"):
+            advance(state, event, POLICY)
+
+
+def test_who_comes_waits_with_nothing():
+    state, action = await_first(POLICY)
+    assert action == AwaitGeneration(0, 60.0)
+    _, action = advance(state, Entered(FRESH), POLICY)
+    assert action == OpenSession(FRESH, source(Origin.PEERS, 0))
+
+
+REWOUND = generation(3, is_rewound=True)
+APART = generation(3, is_rewound=True, fresh=(OWN,), apart=(OWN,))
+
+
+@pytest.mark.parametrize(
+    ("entered", "held", "chosen"),
+    [
+        (generation(3), HELD, HELD),
+        (generation(3, fresh=(OWN,)), source(Origin.OWN, 24), source(Origin.PEERS, 24)),
+        (generation(3, fresh=(OWN,)), SAVED, THEIRS),
+        (REWOUND, source(Origin.OWN, 24), source(Origin.CHECKPOINT, 24)),
+        (REWOUND, THEIRS, SAVED),
+        # It was to read a checkpoint, and that generation ended before it had: so it still is.
+        (generation(3), source(Origin.CHECKPOINT, 24), source(Origin.CHECKPOINT, 24)),
+        # Who reaches no folder reads no checkpoint.
+        (APART, HELD, THEIRS),
+    ],
+)
+def test_a_host_goes_on_with_what_its_generation_has_for_it(
+    entered: Generation, held: StateSource, chosen: StateSource
+):
+    _, action = advance(Suspended(2, held), Entered(entered), POLICY)
+    assert action == OpenSession(entered, chosen)
+
+
+@pytest.mark.parametrize("diverge", [False, True])
+@pytest.mark.parametrize("step", [STEP - 1, STEP + 2])
+def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool):
+    policy = HostPolicy(OWN, 60.0, 20.0, "rewind", replicas_diverge=diverge)
+    _, action = advance(Suspended(2, source(Origin.OWN, step)), Entered(generation(3)), policy)
+    if diverge and step > STEP:
+        assert action == OpenSession(generation(3), source(Origin.OWN, step))
+    else:
+        assert isinstance(action, Stop)
+        assert f"local state is at step {step}, the run at step 20" in str(action.error)
+
+
+def test_nobody_goes_on_with_nothing():
+    _, action = advance(Suspended(2, THEIRS), Entered(generation(3)), POLICY)
+    assert isinstance(action, Stop)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"apart": (0, OWN, 2)}, "host 3 was lost; only diskless hosts remain"),
+        ({}, "a stage is lost and cannot be .*recovery.lost_stage = rewind"),
+    ],
+)
+def test_the_last_generation_says_why_the_run_ends(fields: dict[str, Any], text: str):
+    last = generation(3, is_last=True, cause="host 3 was lost", **fields)
+    _, action = advance(Suspended(2, HELD), Entered(last), POLICY)
+    assert isinstance(action, Stop)
+    with pytest.raises(PeerTimeout, match=text):
+        raise action.error
+
+
+# What a host has to go on with when others are lost, whatever it held before.
+
+
 KEPT: Any = {(0, None): "a state"}
 GOES_BACK = HeldState(STEP, 0, {}, restores_checkpoint=True)
 NOTHING = HeldState(STEP, 0, {})
 
 
 class Openings(ElasticRunner):
-    """Opens no session: all teams end meanwhile, but for the last of some generations."""
+    """Opens no session: all groups end meanwhile, but for the last of some generations."""
 
     def __init__(self, folder: Path, *generations: Generation):
         host = Membership(ClusterConfig(heartbeat_timeout_s=0.01), OWN, 3)
@@ -62,18 +242,18 @@ class Openings(ElasticRunner):
         unused: Any = None
         setup = HostSetup(schedule=unused, host_of=(0, OWN, 2), programs={})
         super().__init__(run, setup)
-        self.teams = [Team(host, generation) for generation in generations]
+        self.groups = [Group(host, generation) for generation in generations]
         self.held: list[HeldState] = []
         self.error: Exception = GenerationEnded()
 
-    def _open(self, team: Team, state: HeldState, since_s: float) -> Any:
+    def _open(self, group: Group, state: HeldState, since_s: float) -> Any:
         self.held.append(state)
-        if self.teams:
+        if self.groups:
             raise self.error
 
     def _await(self, after: int, seconds: float) -> Entered:
-        self._team = self.teams.pop(0)
-        return Entered(self._team.generation)
+        self._group = self.groups.pop(0)
+        return Entered(self._group.generation)
 
     def after(self, state: HeldState) -> list[HeldState]:
         """What the host has in each generation, if it had this before."""
@@ -92,17 +272,13 @@ def no_other_places(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "elastic_rules", lambda *_: rules)
 
 
-def generation(number: int, **fields: Any) -> Generation:
-    return Generation(number, (0, OWN, 2), (0, 0, 0), leader=0, step=STEP, **fields)
-
-
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
     """The checkpoint that all hosts find, to which they go back: its last, if it is changed."""
     saved = [Checkpoint(tmp_path, CommitRecord(step=STEP, stage_layers=(1,), files={}))]
     monkeypatch.setattr(runner, "parts_to_restore", lambda *_: lambda checkpoint: {"stage_0"})
     monkeypatch.setattr(runner, "load_data_state", lambda saved: {"microbatches": saved.step * 4})
-    monkeypatch.setattr(runner, "from_host_0", lambda team, name, make, timeout_s: make())
+    monkeypatch.setattr(runner, "from_host_0", lambda group, name, make, timeout_s: make())
     monkeypatch.setattr(Membership, "control", SimpleNamespace(tell=lambda *told: None))
 
     def rewind(*_: Any, parts: Any, **__: Any) -> tuple[int, Checkpoint | None]:
@@ -112,19 +288,14 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Checkpoint]:
     return saved
 
 
-def gone_back(openings: Openings, team: Generation, state: HeldState) -> HeldState:
-    """What a host has that had this, after what its team goes on from."""
+def gone_back(openings: Openings, group: Generation, state: HeldState) -> HeldState:
+    """What a host has that had this, after what its group goes on from."""
     setup: Any = SimpleNamespace(mirror=None)
-    openings._state = Opening(team, StateSource(state.step, Origin.OWN))
-    given = Team(openings._membership, team), setup, replace(state, step=team.step)
+    openings._state = Opening(group, StateSource(state.step, Origin.OWN))
+    given = Group(openings._membership, group), setup, replace(state, step=group.step)
     after, state = openings._roll_back(*given)
     assert after.generation.step == state.step
     return state
-
-
-def test_a_host_goes_on_with_what_it_has(tmp_path: Path):
-    before = HeldState(STEP, 88, KEPT)
-    assert Openings(tmp_path, generation(2), generation(3)).after(before) == [before, before]
 
 
 def test_who_goes_back_to_a_checkpoint_does_so_although_its_team_ends_meanwhile(
@@ -166,47 +337,15 @@ def test_who_went_back_further_reads_that_checkpoint_although_its_team_ends_mean
     found.append(Checkpoint(tmp_path, CommitRecord(step=STEP - 10, stage_layers=(1,), files={})))
 
     class GoesBack(Openings):
-        def _open(self, team: Team, state: HeldState, since_s: float) -> Any:
-            if len(self.teams) == 1:
+        def _open(self, group: Group, state: HeldState, since_s: float) -> Any:
+            if len(self.groups) == 1:
                 setup: Any = SimpleNamespace(mirror=None)
-                self._roll_back(team, setup, replace(state, restores_checkpoint=True))
-            return super()._open(team, state, since_s)
+                self._roll_back(group, setup, replace(state, restores_checkpoint=True))
+            return super()._open(group, state, since_s)
 
     openings = GoesBack(tmp_path, generation(2), replace(generation(3), step=STEP - 10))
     before = HeldState(STEP, 88, KEPT)
     assert openings.after(before) == [before, GOES_BACK]
-
-
-@pytest.mark.parametrize("fresh", [(OWN,), (0,)], ids=["this host", "another"])
-def test_what_a_lost_stage_cost_is_known_to_hosts_that_were_not_there(
-    fresh: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Any of them may lead when the first step is made after it."""
-    for name, stub in (("_write", lambda *_: None), ("_replanned", lambda self, session: session)):
-        monkeypatch.setattr(ElasticRunner, name, stub)
-    monkeypatch.setattr(
-        runner, "open_servers", lambda *_: SimpleNamespace(connect=print, endpoint={})
-    )
-    monkeypatch.setattr(runner, "setup_for_group", lambda _, setup, *__: setup)
-    monkeypatch.setattr(runner, "Session", lambda *_: SimpleNamespace())
-    theirs = {"step_before": 24, "loss_before": 2.25}
-
-    def exchange(group: Group, own: GenerationReport, timeout_s: float) -> SessionPlan:
-        other = GenerationReport(recovery=None if 0 in fresh else theirs)
-        return plan_session(group.generation, [other, own])
-
-    monkeypatch.setattr(runner, "exchange_reports", exchange)
-    monkeypatch.setattr(Team, "here", lambda _: {})
-    monkeypatch.setattr(Team, "has_ended", False)
-    openings: Any = Openings(tmp_path)
-    openings.metrics_tail.lines.append(metrics_of(24, 2.5))
-    openings._config.recovery = SimpleNamespace(lost_stage="rewind")
-    lost = Generation(2, (0, OWN), (0, 0), 0, 20, is_rewound=True, lost=(1,), fresh=fresh)
-    ElasticRunner._open(openings, Team(openings._membership, lost), HeldState(24, 0), 0.0)
-    told = openings.recoveries.pending()
-    assert told is not None
-    known = 2.25 if OWN in fresh else 2.5
-    assert (told["step_before"], told["loss_before"]) == (24, known)
 
 
 def test_whoever_leads_keeps_the_folder_from_other_trainings(
@@ -217,10 +356,10 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     host = openings._membership
     follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
     setup: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(reports=[]))
-    openings._write(Team(host, follows), setup)
+    openings._write(Group(host, follows), setup)
     with RunLock(tmp_path) as other:
         other.acquire()
-    openings._write(Team(host, leads), setup)
+    openings._write(Group(host, leads), setup)
     with RunLock(tmp_path) as other, pytest.raises(TemporaryError, match="another training"):
         other.acquire()
     openings.close()
@@ -249,7 +388,7 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
 ):
     checkpoint: Any = SimpleNamespace(step=STEP)
     openings = Openings(tmp_path, generation(2))
-    first = Team(openings._membership, generation(1))
+    first = Group(openings._membership, generation(1))
     monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
     error: Exception = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
 
@@ -270,23 +409,29 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
         openings.open(setup)
 
 
+@pytest.mark.parametrize(
+    "error", [GenerationEnded(), jax.errors.JaxRuntimeError("INTERNAL: socket closed")]
+)
 def test_what_fails_because_a_host_dies_is_done_again_with_those_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path
 ):
     before = HeldState(STEP, 88, KEPT)
     openings = Openings(tmp_path, generation(2), generation(3))
-    openings.error = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
+    openings.error = error
     assert openings.after(before) == [before, before]
+
+
+def test_an_error_that_no_other_host_has_caused_is_raised(tmp_path: Path):
     openings = Openings(tmp_path, generation(2), generation(3))
     openings.error = ValueError("is no fault of another host")
     with pytest.raises(ValueError, match="no fault"):
-        openings.after(before)
+        openings.after(HeldState(STEP, 88, KEPT))
 
 
 def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Team, "has_ended", False)
+    monkeypatch.setattr(Group, "has_ended", False)
     monkeypatch.setattr(Membership, "misses", lambda *given: False)
     monkeypatch.setattr(coordinator, "RECONNECTS_AFTER_S", 0.0)
     told: list[Any] = []
@@ -313,14 +458,14 @@ def test_a_host_that_waits_for_long_says_for_whom(
     said = threading.Event()
     monkeypatch.setattr(waiting.log, "info", lambda line: (print(line), said.set()))
 
-    def next_team(*_: object) -> None:
+    def next_group(*_: object) -> None:
         assert said.wait(30.0)
         said.clear()
 
-    monkeypatch.setattr(Membership, "next_team", next_team)
+    monkeypatch.setattr(Membership, "next_group", next_group)
     openings: Any = Openings(tmp_path)
     openings._run.preemption = SimpleNamespace(has_left=lambda: False)
-    openings._team = Team(openings._membership, generation(2))
+    openings._group = Group(openings._membership, generation(2))
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
     first, second = capsys.readouterr().out.splitlines()

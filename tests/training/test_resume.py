@@ -1,28 +1,31 @@
-"""A run that was stopped or cut in two goes on bit for bit as if it had not been."""
+"""A run that was stopped by a signal goes on bit for bit as if it had not been."""
 
 from __future__ import annotations
 
+import random
 import signal
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from skippipe_jax.config import Config, load_config
 from skippipe_jax.storage.checkpoint import latest_step
+from skippipe_jax.storage.run_dir import RunDir
 from tests.harness.processes import Processes, started_processes
 from tests.harness.training_runs import (
     SMALL_CASE,
     assert_same_run,
     settings,
     steps_done,
+    train_alone,
     virtual_devices,
     write_config,
 )
 
 # So many that a run is still on its way when something happens to it.
 STEPS = 40
-PATIENCE_S = 120.0
+PATIENCE_S = 180.0
 CASE = SMALL_CASE | {
     "nodes": 5,
     "locations": ["Belgium", "Iowa", "Oregon"],
@@ -31,10 +34,12 @@ CASE = SMALL_CASE | {
 }
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(
-        tmp_path_factory.mktemp("config"),
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
+)
+def test_a_run_that_was_told_to_stop_goes_on(number: signal.Signals, tmp_path: Path):
+    path = write_config(
+        tmp_path,
         plan={"case": CASE, "method": "balanced"},
         model={"width": 32, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_width": 48, "context": 64},
         # Between two checkpoints, and before one, there is something to lose.
@@ -42,69 +47,73 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train={"steps": STEPS},
     )
 
+    def load(folder: Path) -> Config:
+        return load_config(path, settings(run_dir=folder)[1::2])
 
-class Run:
-    """A run folder, and the processes that train in it one after the other."""
-
-    def __init__(self, config: Path, processes: Processes):
-        self.config = config
-        self.processes = processes
-        self.folder = processes.folder / "run"
-
-    def start(self, *arguments: str, **changes: Any) -> int:
-        """Begin to train; returns the number of the process."""
-        self.processes.start(
-            *("-m", "skippipe_jax.train", "--config", self.config, *arguments),
-            *settings(run_dir=self.folder, **changes),
-            **virtual_devices(2),
-        )
-        return len(self.processes.processes) - 1
-
-    def train(self, *arguments: str, **changes: Any) -> tuple[int, str]:
-        """Train, and return the exit code and what was printed."""
-        number = self.start(*arguments, **changes)
-        return self.processes.exit_code(number, PATIENCE_S), self.processes.output(number)
-
-
-@pytest.fixture
-def run(config: Path, tmp_path: Path) -> Iterator[Run]:
-    with started_processes(tmp_path) as processes:
-        yield Run(config, processes)
-
-
-@pytest.fixture(scope="module")
-def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that trained to its end without interruption."""
-    with started_processes(tmp_path_factory.mktemp("finished")) as processes:
-        run = Run(config, processes)
-        code, output = run.train()
-        assert code == 0, output
-        yield run
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
-)
-def test_a_run_that_was_told_to_stop_goes_on(run: Run, finished: Run, number: signal.Signals):
-    run.processes.really = True
-    run.start()
-    run.processes.wait_until(lambda: steps_done(run.folder) >= 9, PATIENCE_S)
-    run.processes.processes[0].send_signal(number)
-    code, output = run.processes.exit_code(0, PATIENCE_S), run.processes.output(0)
-
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    with started_processes(tmp_path, really=True) as processes:
+        processes.start("-m", "skippipe_jax.train", "--config", path, *settings(run_dir=run))
+        processes.wait_until(lambda: steps_done(run) >= 9, PATIENCE_S)
+        processes.processes[0].send_signal(number)
+        code, output = processes.exit_code(0, PATIENCE_S), processes.output(0)
     assert code == 128 + number, output
-    step = latest_step(run.folder)
-    assert step == steps_done(run.folder)
+    step = latest_step(run)
+    assert step == steps_done(run)
     assert f"stopped by {number.name} after step {step}. " in output
-    assert f"--resume; last checkpoint: step {step} in {run.folder}." in output
+    assert f"--resume; last checkpoint: step {step} in {run}." in output
     assert "Traceback" not in output
-    run.processes.really = False
-    assert run.train("--resume")[0] == 0
-    assert_same_run(run.folder, finished.folder, STEPS)
+    train_alone(load(run), resume=True)
+    train_alone(load(whole))
+    assert_same_run(run, whole, STEPS)
 
 
-def test_a_run_in_two_parts_is_one_run(run: Run, finished: Run):
-    assert run.train(train__steps=STEPS // 2)[0] == 0
-    assert latest_step(run.folder) == STEPS // 2
-    assert run.train("--resume", train__steps=STEPS)[0] == 0
-    assert_same_run(run.folder, finished.folder, STEPS)
+# Killed at any moment, a run goes on from a whole checkpoint, to the same bits.
+
+
+KILLS = 20
+# So many that no process comes to the end before it is killed.
+KILLED_STEPS = 400
+
+
+@pytest.mark.nightly
+def test_killed_at_twenty_random_moments(tmp_path: Path):
+    config = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
+    chance = random.Random(0)
+
+    def start(processes: Processes, run: Path, every: int, *arguments: str) -> None:
+        words = settings(
+            run_dir=run, train__steps=KILLED_STEPS, checkpoint__every=every, checkpoint__keep=2
+        )
+        command = ("-m", "skippipe_jax.train", "--config", config, *words, *arguments)
+        processes.start(*command, **virtual_devices(1))
+
+    def finish(run: Path, *arguments: str) -> None:
+        with started_processes(tmp_path / "output") as processes:
+            start(processes, run, KILLED_STEPS, *arguments)
+            assert processes.exit_code(0, PATIENCE_S) == 0, processes.output(0)
+
+    finish(tmp_path / "undisturbed")
+
+    run, saving = tmp_path / "run", 0
+    for number in range(KILLS):
+        saved = latest_step(run) or 0
+        # The first is no fork.
+        with started_processes(tmp_path / "output", really=number == 0) as processes:
+            start(processes, run, 1, *(["--resume"] if RunDir(run).is_run else []))
+            # Now and then while it starts, else when it is under way.
+            if number % 5 == 4:
+                time.sleep(chance.uniform(0.0, 2.0))
+            else:
+                processes.wait_until(lambda last=saved: (latest_step(run) or 0) > last, PATIENCE_S)
+                time.sleep(chance.uniform(0.0, 0.4))
+            processes.processes[0].kill()
+            assert processes.exit_code(0, PATIENCE_S) == -signal.SIGKILL, processes.output(0)
+        assert (latest_step(run) or 0) >= saved
+        saving += any(
+            not (folder / "COMMITTED").exists() for folder in (run / "checkpoints").glob("*")
+        )
+    # A run that does little else is mostly killed while it saves.
+    assert saving >= KILLS // 4, saving
+
+    finish(run, "--resume")
+    assert_same_run(run, tmp_path / "undisturbed", KILLED_STEPS)

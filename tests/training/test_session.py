@@ -1,51 +1,40 @@
-"""What callbacks are told of a step after which hosts are lost, or come back."""
+"""What a session saves, where hosts are lost or told to stop meanwhile."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.membership import Membership, Team
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, Config
-from skippipe_jax.config.run import CheckpointConfig, ValidationConfig
+from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.storage.checkpoint import COMMITTED, step_folder
-from skippipe_jax.storage.records import StepMetrics
 from skippipe_jax.training import session as session_module
 from skippipe_jax.training.callbacks.base import Callback, CallbackList, RunView
-from skippipe_jax.training.session import HeldState, Session, SessionStart
-from tests.harness.step_metrics import metrics_of
-
-CONFIG = Config(validation=ValidationConfig(every=20))
+from skippipe_jax.training.session import Session
 
 
 class Told(Callback):
-    """Notes what it is told, in order."""
+    """Notes of which checkpoints it is told."""
 
     def __init__(self):
-        self.told: list[tuple[str, int]] = []
-
-    def on_step_end(self, run: RunView, metrics: StepMetrics) -> None:
-        self.told.append(("step", metrics.step))
-
-    def on_validation_end(self, run: RunView, step: int, loss: float | None) -> None:
-        self.told.append(("validation", step))
+        self.told: list[int] = []
 
     def on_save(self, run: RunView, step: int) -> None:
-        self.told.append(("save", step))
+        self.told.append(step)
 
 
 class Opened(Session):
-    """A session after a step, of which so many metrics are yet to be told."""
+    """A session after a step, of which all metrics have been told."""
 
-    def __init__(self, step: int, *untold: int, folder: Path = Path()):
+    def __init__(self, step: int, folder: Path = Path()):
         self.told, view = Told(), SimpleNamespace()
         callbacks: Any = CallbackList(view, [self.told])  # pyright: ignore[reportArgumentType]
         self.preemption = SimpleNamespace(must_stay=False, received=None)
@@ -56,34 +45,9 @@ class Opened(Session):
             preemption=self.preemption,
             membership=SimpleNamespace(join_server=self.join_server),
         )
-        self._config, self.step, self.unfinished, self.saved = CONFIG, step, True, False
-        self._metrics_lag, self._saved_step, self._copied_step = 1, -1, None
-        self.stop_signals = None
-        self._validator: Any = SimpleNamespace(evaluate=float)
-        self._metrics: Any = SimpleNamespace(
-            completed=lambda lag: self._lines([*untold], lag),
-            restart_clock=lambda: None,
-            asked_to_stop=False,
-        )
-
-    def _lines(self, steps: list[int], lag: int) -> Iterator[StepMetrics]:
-        yield from (metrics_of(n) for n in steps[: len(steps) - lag])
-
-
-def test_all_steps_are_told_of_before_one_is_validated():
-    session = Opened(20, 19, 20)
-    session.finish_step()
-    assert session.told.told == [("step", 19), ("step", 20), ("validation", 20)]
-    assert not session.unfinished
-    session = Opened(21, 20, 21)
-    session.finish_step()
-    assert session.told.told == [("step", 20)], "the last one is still under way"
-
-
-def test_a_step_is_validated_by_those_that_go_on_where_hosts_were_lost_before():
-    session = Opened(20)
-    session.finish_step()
-    assert session.told.told == [("validation", 20)]
+        self._config, self.step, self.saved, self.stop_signals = Config(), step, False, None
+        self._saved_step, self._copied_step = -1, None
+        self._metrics: Any = SimpleNamespace(completed=lambda lag: [], asked_to_stop=False)
 
 
 def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
@@ -92,14 +56,14 @@ def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
     """Whoever leads now may know only now that it is the best."""
     monkeypatch.setattr(session_module, "from_host_0", lambda host, name, make, _: make())
     declared: list[int] = []
-    monkeypatch.setattr(Team, "saved", lambda self, step: declared.append(step))
+    monkeypatch.setattr(Group, "saved", lambda self, step: declared.append(step))
     session = Opened(20, folder=tmp_path)
-    session.group = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
     folder = step_folder(tmp_path, 20)
     folder.mkdir(parents=True)
     (folder / COMMITTED).touch()
     session._save(20)
-    assert (declared, session.told.told) == ([20], [("save", 20)])
+    assert (declared, session.told.told) == ([20], [20])
 
 
 def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
@@ -114,29 +78,11 @@ def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
 
     monkeypatch.setattr(session_module, "from_host_0", from_host_0)
     session: Any = Opened(20, folder=tmp_path)
-    session.group = Team(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
     session._begin_checkpoint = lambda step: None
     for step in (20, 20, 21):
         session._save(step)
     assert names == ["saves/20/1", "saves/20/2", "saves/21/1"]
-
-
-def test_an_error_while_stages_are_opened_frees_the_ports_of_transfers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    closed: list[bool] = []
-
-    def fails(*_: object) -> None:
-        raise OSError("no devices")
-
-    monkeypatch.setattr(session_module, "build_runtime", fails)
-    transfers = SimpleNamespace(close=lambda: closed.append(True))
-    setup: Any = SimpleNamespace(schedule=None, transfers=transfers)
-    run: Any = SimpleNamespace(config=CONFIG)
-    group: Any = SimpleNamespace()
-    with pytest.raises(OSError, match="no devices"):
-        Session(run, SessionStart(group, setup, HeldState(0, 0)))
-    assert closed == [True]
 
 
 def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(monkeypatch: pytest.MonkeyPatch):
@@ -151,7 +97,7 @@ def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(monkeypatch: 
 
     monkeypatch.setattr(session_module, "from_host_0", from_host_0)
     session: Any = Opened(20)
-    session._config = replace(CONFIG, checkpoint=CheckpointConfig(copy_to="file:///copy"))
+    session._config = Config(checkpoint=CheckpointConfig(copy_to="file:///copy"))
     session.group, session._saved_step, completed = None, 20, list[int]()
     session._checkpointer = SimpleNamespace(
         wait=lambda: True, complete_copy=lambda: completed.append(1)
@@ -178,7 +124,7 @@ def test_all_hosts_know_who_was_told_to_stop(
     monkeypatch.setattr(session_module, "gather", gather)
     session: Any = Opened(20)
     membership = Membership(ClusterConfig(), 5, 6)
-    session.group = Team(membership, Generation(2, (2, 5), (0, 0), 5, 20))
+    session.group = Group(membership, Generation(2, (2, 5), (0, 0), 5, 20))
     session._saved_step, session._metrics.asked_to_stop = 20, True
     session._checkpointer = SimpleNamespace(wait=lambda: True)
     session.preemption.received = here

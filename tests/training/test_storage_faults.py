@@ -80,26 +80,14 @@ def test_a_run_goes_on_when_its_folder_can_be_used_again(
     assert "retrying in" in capfd.readouterr().err
 
 
-def test_a_run_whose_folder_stays_unusable_ends_with_the_code_to_start_it_again(
-    config: Config, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+def test_a_folder_that_stays_unusable_ends_a_run_with_the_code_to_start_it_again(
+    tmp_path: Path, pauses: list[float]
 ):
     """Not with that of wrong input, by which all hosts would end."""
-    monkeypatch.setattr(records, "add_line", failing(print, *[errno.EIO] * 100))
     with pytest.raises(TemporaryError, match=r"run_dir = .*Input/output error") as caught:
-        Trainer(config).run()
+        retry(tmp_path, failing(print, *[errno.EIO] * 100))
     assert caught.value.exit_code == TEMPORARY_EXIT_CODE
     assert pauses == [*files.RETRY_PAUSES_S]
-
-
-def test_what_nothing_tries_again_ends_a_run_with_that_code_too(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-):
-    def fails(folder: Path) -> bool:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
-
-    monkeypatch.setattr(checkpointer_module, "is_committed", fails)
-    with pytest.raises(TemporaryError, match=r"run_dir = .*Input/output error"):
-        Trainer(config).run()
 
 
 def test_what_is_no_fault_of_the_folder_is_not_tried_again(tmp_path: Path, pauses: list[float]):

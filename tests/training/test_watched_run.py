@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import wandb
@@ -24,8 +22,7 @@ from skippipe_jax.cluster.ending import RunFailed
 from skippipe_jax.config import Config, LogConfig, load_config, parse_config
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, TrainingBatches
 from skippipe_jax.reporting.page import report
-from skippipe_jax.storage.checkpoint import CheckpointItems, committed_steps
-from skippipe_jax.storage.checkpointer import BEST_METRIC
+from skippipe_jax.storage.checkpoint import committed_steps
 from skippipe_jax.storage.run_dir import BEST, METRICS, VALIDATION, RunDir
 from skippipe_jax.training.callbacks.base import RunView
 from skippipe_jax.training.callbacks.trackers import (
@@ -46,7 +43,6 @@ from tests.harness.training_runs import (
     virtual_devices,
     write_config,
 )
-from tests.storage.checkpoints import writer_of
 
 PLAN = {"method": "balanced", "case": SMALL_CASE | {"nodes": 5, "stages": [2, 1, 2]}}
 MODEL = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
@@ -100,31 +96,6 @@ def test_the_best_checkpoint_is_noted(watched: Path):
     losses = {line["step"]: line["validation_loss"] for line in Run(watched).metrics}
     assert best == {"step": 6, "validation_loss": losses[6]}
     assert losses[6] < losses[4]
-
-
-def test_the_best_checkpoint_is_kept_until_a_better_one_comes(tmp_path: Path):
-    def save(losses: dict[int, float | None]) -> None:
-        writer = writer_of(tmp_path, layers=(1,), keep=1)
-        for step, loss in losses.items():
-            items = CheckpointItems({0: {"parameters": jnp.ones(2)}})
-            writer.save(step, items, {}, {} if loss is None else {BEST_METRIC: loss})
-        writer.close()
-
-    def best() -> int:
-        return json.loads((tmp_path / BEST).read_text())["step"]
-
-    save({1: 3.0, 2: 1.0, 3: 2.0, 4: None})
-    assert (committed_steps(tmp_path), best()) == ([2, 4], 2)
-    # As after a resume.
-    save({5: 1.5})
-    assert (committed_steps(tmp_path), best()) == ([2, 5], 2)
-    save({6: 0.5, 7: 0.6})
-    assert (committed_steps(tmp_path), best()) == ([6, 7], 6)
-    # A run that goes on from before the best has none yet.
-    for step in committed_steps(tmp_path):
-        shutil.rmtree(tmp_path / "checkpoints" / f"{step:08d}")
-    save({})
-    assert not (tmp_path / BEST).exists()
 
 
 @pytest.mark.parametrize(
@@ -270,11 +241,6 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for path in files:
         content = path.read_bytes()
         assert all(word in content for word in (b"far-apart", b"idle_share/0", b"2.5"))
-
-
-def test_every_number_of_a_line_has_a_name():
-    line = {"step": 1, "none": None, "word": "real", "list": [0.5, None], "map": {3: {"a": 2}}}
-    assert dict(flatten_scalars(line)) == {"step": 1, "list/0": 0.5, "map/3/a": 2}
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,14 @@ def yardstick(seeds: int) -> dict[str, Any]:
 def first(seeds: int) -> dict[str, Any]:
     """Plans within 2 seconds of search: where nothing is compiled, and after losses."""
     runs = []
+    case = cases.load("gcp20")
+    balanced_s = make_plan(case, "balanced").predicted.iteration_s
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             finished = subprocess.run(
                 [
                     *(sys.executable, "-m", "experiments.benchmarks.planner.first_plan"),
-                    *map(str, (time.time(), seed, FIRST_BUDGET_S)),
+                    *map(str, (time.time(), seed, FIRST_BUDGET_S, balanced_s)),
                 ],
                 stdout=subprocess.PIPE,
                 text=True,
@@ -116,7 +118,6 @@ def first(seeds: int) -> dict[str, Any]:
             )
         runs.append(json.loads(finished.stdout.splitlines()[-1]))
         print(f"first: {runs[-1]}", flush=True)
-    case = cases.load("gcp20")
     own = make_plan(case, "joint", Search(0))
     losses = []
     for lost in LOSSES:

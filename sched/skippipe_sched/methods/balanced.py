@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import Bounds, milp
 
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods.routes import (
@@ -139,6 +138,8 @@ def _nearest_balanced_sets(case: Case, sets: Sequence[StageSet]) -> list[StageSe
     Ascending sets are walks from stage 0, with a step into a stage at each position, and together
     they are a flow of whole microbatches over these steps: an integer program finds it.
     """
+    from scipy.optimize import Bounds, milp  # Slow to load, and most cases do not need it.
+
     last_stage = len(case.stages) - 1
     steps = [
         (position, start, end)

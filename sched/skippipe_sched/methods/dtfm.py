@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from skippipe_sched.problem.case import Case
 from skippipe_sched.search.budget import Placement, Search
@@ -158,6 +157,8 @@ def _cross(
     The stages of the second parent are first renamed after those of the first with which they share
     the most nodes.
     """
+    from scipy.optimize import linear_sum_assignment  # Slow to load.
+
     stages = len(model.sizes)
     shared = np.zeros((stages, stages))
     np.add.at(shared, (second, first), 1.0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from skippipe_sched.methods import dtfm
 from skippipe_sched.methods.routes import Routes, data_node_of_microbatches, visits_of_replicas
@@ -58,6 +57,8 @@ def matched(case: Case, stages: Placement, paths: Sequence[NodePath]) -> tuple[N
     Stage by stage, the microbatches are matched with the replicas, given the previous and next node
     of each. Every microbatch keeps its stages, and every replica its number of visits.
     """
+    from scipy.optimize import linear_sum_assignment  # Slow to load.
+
     stage_of = stage_of_nodes(stages)
     dealt = [list(path) for path in paths]
     visitors: list[list[_Visit]] = [[] for _ in stages]

@@ -41,7 +41,6 @@ from skippipe_sched.search.compiled import (
     is_compiled,
     mark_as_compiled,
 )
-from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.simulate import forecast
 
 THREADS = 2
@@ -141,6 +140,9 @@ class _Joint:
     @cached_property
     def bound_s(self) -> float:
         """Bound that no plan of the case can beat [s]."""
+        # SciPy is slow to load, and a search in plain Python does not need it.
+        from skippipe_sched.timing.bound import lower_bound_s
+
         return lower_bound_s(self.case, self.case.path_length)
 
     def run(self) -> Routes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.storage.records import StepMetrics

@@ -11,6 +11,6 @@ The loss of a host, step by step:
     membership_change         plans and programs for the present hosts; `extra_hosts` has more nodes
     lost_stages               how stages that no host holds are rebuilt
 
-Generation: the decision. Team: its communicator. RunSetup: the agreement of its hosts. Session:
+Generation: the decision. Group: its communicator. RunSetup: the agreement of its hosts. Session:
 its training.
 """

@@ -129,7 +129,7 @@ class JoinSearch:
         Raises:
             TemporaryError: if there is no such place for ``cluster.rejoin_s``.
         """
-        since_s, patience_s, logged = self._clock.now(), self.config.cluster.rejoin_s, ""
+        since_s, logged = self._clock.now(), ""
         while True:
             place, why = self._choice()
             if place is not None and not place.pause_s:
@@ -139,10 +139,7 @@ class JoinSearch:
                     f"host {place.host} failed right after its last join; retrying in "
                     f"{math.ceil(place.pause_s)} s"
                 )
-            remaining_s = since_s + patience_s - self._clock.now()
-            if remaining_s <= 0:
-                problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
-                raise TemporaryError(JOINING, self.asked, problem, "Join again later")
+            remaining_s = self._remaining_s(since_s, why)
             if why != logged:
                 log.output(
                     why if place is not None else f"{why}; waiting up to {remaining_s:.0f} s"
@@ -158,18 +155,23 @@ class JoinSearch:
         Raises:
             TemporaryError: if it has not paid off for ``cluster.rejoin_s``.
         """
-        now_s, patience_s = self._clock.now(), self.config.cluster.rejoin_s
         if not self._pauses:
-            self._refused_s = now_s
-        remaining_s = self._refused_s + patience_s - now_s
-        if remaining_s <= 0:
-            problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
-            raise TemporaryError(JOINING, self.asked, problem, "Join again later")
+            self._refused_s = self._clock.now()
+        remaining_s = self._remaining_s(self._refused_s, why)
         pause_s = min(LONGEST_S, AGAIN_S * 2**self._pauses, remaining_s)
         self._pauses += 1
         log.output(f"{why}; retrying in {math.ceil(pause_s)} s")
         self._clock.sleep(pause_s)
         self._ask(FIND_S)
+
+    def _remaining_s(self, since_s: float, why: str) -> float:
+        """Return the seconds that are left to be admitted; raise `TemporaryError` if none are."""
+        patience_s = self.config.cluster.rejoin_s
+        remaining_s = since_s + patience_s - self._clock.now()
+        if remaining_s <= 0:
+            problem = f"not admitted within cluster.rejoin_s = {patience_s:g} s: {why}"
+            raise TemporaryError(JOINING, self.asked, problem, "Join again later")
+        return remaining_s
 
     def ways(self) -> dict[int, MeasuredLink]:
         """Measure latency and bandwidth to the hosts that train and answer."""

@@ -12,8 +12,8 @@ from skippipe_sched.problem.node_addition import NewNode
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
-from skippipe_jax.cluster.group import Group
 from skippipe_jax.cluster.inbox import Totals
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP, STOP
 from skippipe_jax.consensus.generations import Rules

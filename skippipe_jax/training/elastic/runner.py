@@ -21,7 +21,7 @@ from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.ending import may_be_caused_by_peer
 from skippipe_jax.cluster.inbox import NOBODY
-from skippipe_jax.cluster.membership import Team
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
 from skippipe_jax.consensus.generations import Abandoned, Generation, TextMissing, Tick
@@ -149,19 +149,19 @@ class ElasticRunner:
         state = self._held = first_state(setup)
         stages, step = setup.plan.stages, state.step
         processes = [own.process for own in setup.agreed.reports]
-        team = self._membership.outlive(self._rules, self._store, stages, step, processes)
+        group = self._membership.outlive(self._rules, self._store, stages, step, processes)
         origin = Origin.OWN if state.checkpoint is None else Origin.CHECKPOINT
-        self._team, self._state = team, Opening(team.generation, StateSource(step, origin))
+        self._group, self._state = group, Opening(group.generation, StateSource(step, origin))
         try:
             with close_on_error(setup.transfers):
-                self._invite(team, setup.agreed)
-                self._write(team, setup)
-                self._last_led = 1 if team.index == 0 else 0
+                self._invite(group, setup.agreed)
+                self._write(group, setup)
+                self._last_led = 1 if group.index == 0 else 0
                 by = self._config.recovery.lost_stage
                 single = single_host_warning(stages, setup.host_of, by)
-                if team.index == 0 and single:
+                if group.index == 0 and single:
                     log.warning(single)
-                session = self._replanned(Session(self._run, SessionStart(team, setup, state)))
+                session = self._replanned(Session(self._run, SessionStart(group, setup, state)))
         except Exception as error:
             if not self.recovers_from(error):
                 raise
@@ -183,7 +183,7 @@ class ElasticRunner:
         if isinstance(error, GenerationEnded):
             self._tell(Signal.ENDED)
         else:
-            cause, session, first = _cause_of(error), self._session, self._team.generation.step
+            cause, session, first = _cause_of(error), self._session, self._group.generation.step
             self._tell(Failed(cause, session is not None and session.step > first))
         if isinstance(self._action, WatchMembers):
             self._tell(self._watch(self._action.seconds))
@@ -219,7 +219,7 @@ class ElasticRunner:
                     self._tell(self._await(after, seconds))
                 case OpenSession(_, source):
                     try:
-                        opened = self._open(self._team, self._held_of(source), since_s)
+                        opened = self._open(self._group, self._held_of(source), since_s)
                     # A fetch from a host that dies raises at once.
                     except Exception as error:
                         if not self.recovers_from(error):
@@ -242,12 +242,12 @@ class ElasticRunner:
         if self._run.preemption.has_left():
             return Signal.LEFT
         with telling(lambda _: self._waiting_message(after), seconds):
-            following = self._membership.next_team(after, seconds)
+            following = self._membership.next_group(after, seconds)
         if following is None:
             # Stop waiting for a checkpoint that needs the others.
             self._membership.inbox.begin(NOBODY)
             return Signal.TIME_OVER
-        self._team = following
+        self._group = following
         if after == 0:
             own, step = self._membership.index, following.generation.step
             joined = "joined" if own in following.generation.apart else "rejoined"
@@ -257,7 +257,7 @@ class ElasticRunner:
 
     def _waiting_message(self, after: int) -> str:
         own = self._membership.index
-        others = self._team.hosts if after else range(self._membership.count)
+        others = self._group.hosts if after else range(self._membership.count)
         missed = [host for host in others if host != own and self._membership.misses([host])]
         silent = f"not reachable: {', '.join(f'host {host}' for host in missed)}"
         what = "a majority of hosts" if after else "admission to the run"
@@ -268,9 +268,9 @@ class ElasticRunner:
         # Count polls, so that the time of a suspended process does not run.
         for poll in range(1 + math.ceil(seconds / POLL_S)):
             time.sleep(POLL_S if poll else 0.0)
-            if self._team.has_ended:
+            if self._group.has_ended:
                 return Signal.ENDED
-            if self._membership.misses(self._team.hosts):
+            if self._membership.misses(self._group.hosts):
                 return Signal.MISSED
         return Signal.TIME_OVER
 
@@ -293,19 +293,19 @@ class ElasticRunner:
             self._held = HeldState(source.step, 0, {})
         elif source.origin == Origin.CHECKPOINT:
             self._held = HeldState(source.step, 0, {}, restores_checkpoint=True)
-            first, is_first = step_folder(self._run.run_dir, 0), self._team.generation.step == 0
+            first, is_first = step_folder(self._run.run_dir, 0), self._group.generation.step == 0
             if is_first and not retry(self._run.run_dir, lambda: is_committed(first)):
                 self._held = HeldState(source.step, 0)  # Nothing has been saved yet.
         return self._held
 
-    def _open(self, team: Team, state: HeldState, since_s: float) -> Session:
-        """Open the session of a team, after the step at which its generation starts.
+    def _open(self, group: Group, state: HeldState, since_s: float) -> Session:
+        """Open the session of a group, after the step at which its generation starts.
 
         The step of `state` becomes that of the generation, or an earlier one if the checkpoint
         there is damaged.
         """
-        config, folder, generation = self._config, self._run.run_dir, team.generation
-        if team.index in team.fresh:
+        config, folder, generation = self._config, self._run.run_dir, group.generation
+        if group.index in group.fresh:
             self.recoveries.forget()
         elif generation.lost:
             saved = saved_steps_of_lost_stages(config, generation)
@@ -313,33 +313,33 @@ class ElasticRunner:
             self.recoveries.begin_recovery(generation, config.recovery.lost_stage, *known)
         done, state = state.step, replace(state, step=generation.step)
         self.metrics_tail.drop_after(generation.step)
-        team.require_current()  # Do not open a session for an ended one.
+        group.require_current()  # Do not open a session for an ended one.
         serves_data = 0 in self._rules.serves(generation.placement, self._membership.index)
         if serves_data:
             self._setup = try_open_text(config, self._setup)
-        transfers = open_servers(team)
+        transfers = open_servers(group)
         with close_on_error(transfers):
-            agreed = self._agreed(team, state, transfers.endpoint, serves_data=serves_data)
-            self._require_text(team, agreed)
+            agreed = self._agreed(group, state, transfers.endpoint, serves_data=serves_data)
+            self._require_text(group, agreed)
             transfers.connect(agreed.endpoints)
-            plan = self.plans.fetch(team, agreed)
+            plan = self.plans.fetch(group, agreed)
             measurements = {
                 host: JoinMeasurements.parse(own.measured)
-                for host, own in zip(team.hosts, agreed.reports, strict=True)
+                for host, own in zip(group.hosts, agreed.reports, strict=True)
                 if own.measured is not None
             }
             new = new_nodes(measurements, self._host_of, len(self._setup.host_of))
-            setup = setup_for_group(config, self._setup, team, plan, new).after(agreed, transfers)
-            if generation.lost or team.fresh:
+            setup = setup_for_group(config, self._setup, group, plan, new).after(agreed, transfers)
+            if generation.lost or group.fresh:
                 self.recoveries.adopt([own.recovery for own in agreed.reports])
-            if 0 in team.fresh:  # The leader has no lines.
+            if 0 in group.fresh:  # The leader has no lines.
                 self.metrics_tail.adopt([own.metrics_tail for own in agreed.reports])
             state = replace(state, microbatches_read=agreed.microbatches_read)
             if agreed.restores_checkpoint:
-                team, state = self._roll_back(team, setup, state)
-                generation = team.generation
-            self._write(team, setup)
-            if team.index == 0:
+                group, state = self._roll_back(group, setup, state)
+                generation = group.generation
+            self._write(group, setup)
+            if group.index == 0:
                 # Only after the exchange: a suspended leader may resume when another host
                 # already leads.
                 is_own = self._last_led == generation.number - 1
@@ -347,16 +347,16 @@ class ElasticRunner:
                 retry(folder, truncate)
                 self._last_led = generation.number
                 self.metrics_tail.flush_to(folder)
-            copies = (*state.remains.copies, *read_dropped_stages(config, team))
+            copies = (*state.remains.copies, *read_dropped_stages(config, group))
             remains = RecoverySources(copies, agreed.squared_norms, agreed.optimizer_updates)
             # Some hosts may not have finished the last step.
-            start = SessionStart(team, setup, replace(state, remains=remains), generation.step > 0)
+            start = SessionStart(group, setup, replace(state, remains=remains), generation.step > 0)
             session = Session(self._run, start)
-        if team.index == 0:
-            total = max(team.count, self._membership.count)
+        if group.index == 0:
+            total = max(group.count, self._membership.count)
             log.info(
-                f"{generation.cause}{describe_rebuilds(generation)}; {team.count} of {total} hosts "
-                f"continue from step {generation.step} (paused for "
+                f"{generation.cause}{describe_rebuilds(generation)}; {group.count} of {total} "
+                f"hosts continue from step {generation.step} (paused for "
                 f"{time.monotonic() - since_s:.1f} s){describe_rollback(generation, done)}"
             )
         return self._replanned(session)
@@ -379,7 +379,7 @@ class ElasticRunner:
                 session.add_callback(Replanner(config, group, self.plans, *arguments))
         return session
 
-    def _require_text(self, team: Team, agreed: SessionPlan) -> None:
+    def _require_text(self, group: Group, agreed: SessionPlan) -> None:
         """Check that all hosts that serve a data node have the text that the run reads.
 
         Raises:
@@ -388,10 +388,10 @@ class ElasticRunner:
         """
         if not agreed.without_text:
             return
-        if team.index in agreed.without_text:
+        if group.index in agreed.without_text:
             config = self._config
             problem = "its text differs from the training text of the run"
-            if len(team.generation.placement) == 1:
+            if len(group.generation.placement) == 1:
                 remedy = "Copy the files of another host to this host"
                 raise InputError("data.source", config.data.source, problem, remedy)
             log.warning(
@@ -403,15 +403,15 @@ class ElasticRunner:
         raise GenerationEnded
 
     def _agreed(
-        self, team: Team, state: HeldState, endpoint: Mapping[str, Any], *, serves_data: bool
+        self, group: Group, state: HeldState, endpoint: Mapping[str, Any], *, serves_data: bool
     ) -> SessionPlan:
-        """Exchange reports with the team, and return the session plan."""
+        """Exchange reports with the group, and return the session plan."""
         # Node numbers of the run's own plan, which are valid in every generation.
         own_host = self._membership.index
         nodes = [node for node, host in enumerate(self._host_of) if host == own_host]
         report = own_report(
             self._setup,
-            member=team.here() | {"nodes": nodes},
+            member=group.here() | {"nodes": nodes},
             serves_data=serves_data,
             run_fingerprint=self._inviting.text,
             endpoint=endpoint,
@@ -422,40 +422,42 @@ class ElasticRunner:
             measured=JoinMeasurements.kept(self._run.run_dir),
             known_plans=self.plans.names,
             recovery=self.recoveries.pending(),
-            metrics_tail=self.metrics_tail.snapshot() if 0 in team.fresh else [],
+            metrics_tail=self.metrics_tail.snapshot() if 0 in group.fresh else [],
         )
-        agreed = exchange_reports(team, report, team.timeout_s)
-        self._invite(team, agreed)
+        agreed = exchange_reports(group, report, group.timeout_s)
+        self._invite(group, agreed)
         return agreed
 
-    def _invite(self, team: Team, agreed: SessionPlan) -> None:
-        """Offer joiners the places of a new team."""
-        serves = partial(stages_for, self._rules, team.generation)
-        self._inviting.entered(team.generation, serves, agreed.data_fingerprint)
+    def _invite(self, group: Group, agreed: SessionPlan) -> None:
+        """Offer joiners the places of a new group."""
+        serves = partial(stages_for, self._rules, group.generation)
+        self._inviting.entered(group.generation, serves, agreed.data_fingerprint)
         join_server = self._membership.join_server
         join_server.inviting, join_server.has_ended = self._inviting, False
 
-    def _roll_back(self, team: Team, setup: RunSetup, state: HeldState) -> tuple[Team, HeldState]:
-        """Return the team and the state of this host after a rollback to a checkpoint.
+    def _roll_back(
+        self, group: Group, setup: RunSetup, state: HeldState
+    ) -> tuple[Group, HeldState]:
+        """Return the group and the state of this host after a rollback to a checkpoint.
 
         The checkpoint is the newest that is intact on all hosts. If it is older than the one that
         was decided, all hosts go back to it.
         """
-        config, number = self._config, team.generation.number
-        folder, is_fresh = self._run.run_dir, team.index in team.fresh
+        config, number = self._config, group.generation.number
+        folder, is_fresh = self._run.run_dir, group.index in group.fresh
         of_stages = parts_to_restore(config, setup)
         step, checkpoint = rewind(
             folder,
-            team,
-            team.generation.step,
+            group,
+            group.generation.step,
             parts=None if is_fresh else lambda found: {*of_stages(found), DATA},
             require_leads=lambda: RunDir(folder).require_leads(number),
             mirror=setup.mirror,
-            timeout_s=team.timeout_s,
+            timeout_s=group.timeout_s,
         )
-        is_older = step < team.generation.step
+        is_older = step < group.generation.step
         if is_older:
-            team = team.gone_back(step)
+            group = group.gone_back(step)
             self._tell(Signal.ROLLED_BACK)
             state = replace(state, step=step)
             self.metrics_tail.drop_after(step)
@@ -467,15 +469,15 @@ class ElasticRunner:
             remains = NO_RECOVERY_SOURCES if is_older else state.remains
             state = HeldState(step, read, {}, checkpoint, remains=remains)
         own = state.microbatches_read
-        read = from_host_0(team, "checkpoint/read", lambda: own, team.timeout_s)
-        return team, replace(state, microbatches_read=read)
+        read = from_host_0(group, "checkpoint/read", lambda: own, group.timeout_s)
+        return group, replace(state, microbatches_read=read)
 
-    def _write(self, team: Team, setup: RunSetup) -> None:
+    def _write(self, group: Group, setup: RunSetup) -> None:
         """Write a line to membership.jsonl, on the leader."""
-        if team.index == 0:
-            self._lock.acquire(team.generation.start)
+        if group.index == 0:
+            self._lock.acquire(group.generation.start)
             members = [own.member for own in setup.agreed.reports]
-            folder, line = self._run.run_dir, (team.generation, setup.plan, members)
+            folder, line = self._run.run_dir, (group.generation, setup.plan, members)
             retry(folder, lambda: RunDir(folder).append_generation(*line))
 
 

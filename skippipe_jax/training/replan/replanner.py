@@ -17,7 +17,7 @@ from skippipe_sched.problem.plan import Plan, parse_plan
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import hear, tell
-from skippipe_jax.cluster.group import Group
+from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.resume import digest
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
