@@ -1,12 +1,10 @@
 """The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import Mock
 from weakref import WeakSet
@@ -31,13 +29,10 @@ from experiments.benchmarks.harness.turns import (
     within_memory,
 )
 from experiments.benchmarks.network import regions, wan
-from skippipe_jax.config import PRESETS, ModelConfig
+from skippipe_jax.config import PRESETS
 from skippipe_jax.config.parsing import load_config
-from skippipe_jax.models.llama import parameter_count, stage_shapes
 from tests.harness.processes import Processes, started_processes
 from tests.harness.training_runs import SMALL_CASE, virtual_devices
-
-QUICK_SEARCH = ("--seeds", "1", "--budget", "0.1")
 
 
 @pytest.fixture
@@ -55,27 +50,30 @@ def last_line_of(processes: Processes, module: str, *arguments: str) -> dict[str
 
 
 @pytest.mark.nightly
-def test_overhead(processes: Processes):
-    sizes = ["--stages", "2", "--replicas", "1", "--microbatches-per-data-node", "2"]
-    sizes += ["--microbatch-size", "1", "--sequence-length", "16", "--warmup", "1", "--turns", "2"]
-    report = last_line_of(processes, "overhead", "--recompute", "stage", *sizes)
-    [result] = report["results"]
-    pipeline = result["programs"]["pipeline"]
-    quickest = result["programs"][result["ratio_to"]]
-    assert result["ratio"] == quickest["pipeline_takes_times"] > 0
-    assert pipeline["pipeline_takes_times"] == 1
-    assert report["machine"]["jax"]
-
-
-@pytest.mark.nightly
-def test_causes_of_overhead_add_up_to_an_iteration(processes: Processes):
-    sizes = ["--microbatches-per-data-node", "2", "--sequence-length", "16", "--warmup", "1"]
-    given = ["--causes", *sizes, "--turns", "1", "--records", "1"]
-    results = last_line_of(processes, "overhead", *given)["results"]
-    assert results["ratio"] > 0
-    for by_kind in results["seconds_by_kind"].values():
-        assert list(by_kind) == [*overhead.KINDS, overhead.BETWEEN]
-        assert all(seconds > 0 for seconds in by_kind.values())
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (
+            "overhead",
+            "--recompute stage --stages 2 --replicas 1 --microbatches-per-data-node 2 "
+            "--microbatch-size 1 --sequence-length 16 --warmup 1 --turns 2",
+        ),
+        (
+            "overhead",
+            "--causes --microbatches-per-data-node 2 --sequence-length 16 --warmup 1 --turns 1 "
+            "--records 1",
+        ),
+        ("gpu", "--small"),
+        (
+            "planner.settings",
+            "--cases gcp20 --settings exact more-in-flight --seeds 1 --budget 0.1",
+        ),
+        ("planner.settings", "--cases 8b --settings outer-free outer --seeds 1 --budget 0.1"),
+        ("network.late", "--iterations 2"),
+    ],
+)
+def test_a_small_run_prints_its_results(processes: Processes, module: str, arguments: str):
+    assert last_line_of(processes, module, *arguments.split())["results"]
 
 
 def test_operations_are_of_the_kinds_that_their_names_say():
@@ -89,47 +87,6 @@ def test_operations_are_of_the_kinds_that_their_names_say():
         "while.17": None,
     }
     assert {name: overhead.kind_of(name) for name in kinds} == kinds
-
-
-@pytest.mark.nightly
-def test_gpu_on_any_machine(processes: Processes):
-    results = last_line_of(processes, "gpu", "--small")["results"]
-    assert list(results) == ["stage", "model", "attention", "cross_entropy", "dispatch"]
-    model = ModelConfig(**PRESETS["tiny"])
-    layer = parameter_count(stage_shapes(model, 4)[1])
-    assert results["stage"]["parameters"] == layer
-    assert results["model"]["parameters"] == 4 * layer + (2 * 259 + 1) * 256
-    assert results["stage"]["peak_memory_bytes"] > 0
-    for own in (results["stage"], results["model"]):
-        pipeline, plain = own["programs"]["pipeline"], own["programs"]["plain step"]
-        assert pipeline["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-        seconds = zip(pipeline["seconds"], plain["seconds"], strict=True)
-        assert own["pipeline_takes_times"] == pytest.approx(median(a / b for a, b in seconds), 0.01)
-        assert own["is_paired"]
-        possible = max(own["product_flops_per_second"].values())
-        for program in (pipeline, plain):
-            assert program["model_flops_per_second"] > 0
-            reached = program["model_flops_per_second"] / possible
-            assert program["utilisation"] == pytest.approx(reached, abs=1e-3)
-    # The inputs of the stage are the same in every iteration, so it learns.
-    losses = results["stage"]["programs"]["plain step"]["losses"]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[0] / losses[-1] - 1 > 1e-3
-    compared = [
-        ("xla", "blockwise", results["attention"]["one document"]),
-        ("xla", "blockwise", results["attention"]["packed documents"]),
-        ("plain", "ours", results["cross_entropy"]["tiny"]),
-    ]
-    for against, name, own in compared:
-        way = own["ways"][name]
-        assert own["ways"][against][f"of_{against}"] == 1.0
-        assert 0 < way[f"of_{against}"] < math.inf
-        assert way["temporary_bytes"] > 0
-        assert way["difference"] < 1e-4
-    dispatch = results["dispatch"]
-    assert dispatch["operations"] == {"F": 8, "L": 4, "B": 8}
-    assert set(dispatch["microseconds"]) == {"F", "L", "B", "all"}
-    assert all(0 < own < 1e6 for own in dispatch["microseconds"].values())
 
 
 def test_gpu_measures_a_replica_of_the_recipe():
@@ -216,46 +173,6 @@ def test_planner_bounds(processes: Processes):
     for own in (*found["optima"], found["gcp20"]):
         assert own["quick_s"] <= own["placements_s"] <= own["best_s"] * (1 + 1e-9)
     assert found["placements"]["mean_gap"] < found["quick"]["mean_gap"]
-
-
-@pytest.mark.nightly
-def test_settings_of_hops_and_memory(processes: Processes):
-    given = ["--cases", "gcp20", "--settings", "exact", "more-in-flight", *QUICK_SEARCH]
-    report = last_line_of(processes, "planner.settings", *given)
-    found = {(own["setting"], own["hops"]): own for own in report["results"]}
-    assert len(found) == 4
-    for setting in ("exact", "more-in-flight"):
-        whole, quarter = (found[setting, dtype] for dtype in ("float32", "int8"))
-        # A byte a channel, and of every 128 of them a scale of two.
-        assert quarter["activation_bytes"] / whole["activation_bytes"] == (1 + 1 / 64) / 4
-        assert quarter["lower_bound_s"] < whole["lower_bound_s"]
-        for own in (whole, quarter):
-            [run] = own["runs"]
-            assert own["lower_bound_s"] <= own["median_iteration_s"] == run["iteration_s"]
-
-
-@pytest.mark.nightly
-def test_outer_settings(processes: Processes):
-    settings = ["--cases", "8b", "--settings", "outer-free", "outer"]
-    report = last_line_of(processes, "planner.settings", *settings, *QUICK_SEARCH)
-    free, outer = (own["runs"][0] for own in report["results"])
-    assert free["iteration_s"] == free["pipeline_s"]
-    assert free["late_s"] == 0
-    assert free["averaging_s"] < outer["averaging_s"]
-    found = [check["found"] for check in report["checks"]]
-    expected = [
-        outer["iteration_s"] / own - 1 for own in (free["iteration_s"], outer["pipeline_s"])
-    ]
-    assert found == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.nightly
-def test_late(processes: Processes):
-    report = last_line_of(processes, "network.late", "--iterations", "2")
-    strict, ready_first = report["results"]
-    assert report["ratio"] == pytest.approx(ready_first["median_s"] / strict["median_s"], abs=0.01)
-    assert len(strict["losses"]) == 2
-    assert report["largest_difference_of_losses"] < 1e-5
 
 
 @pytest.mark.nightly

@@ -99,8 +99,9 @@ log.STDOUT.drain(10)
     assert (done.returncode, done.stdout) == (0, "beats on\n")
 
 
-@pytest.mark.parametrize("ends", ["os._exit(3)", "sys.exit(3)"])
-@pytest.mark.parametrize("configured", ["log.configure()", ""])
+@pytest.mark.parametrize(
+    ("configured", "ends"), [("log.configure()", "os._exit(3)"), ("", "sys.exit(3)")]
+)
 def test_the_last_words_of_a_process_are_printed(configured: str, ends: str):
     done = run(
         f"""
@@ -194,10 +195,9 @@ os.wait()
     assert done.stderr == "child\n"
 
 
-@pytest.mark.parametrize("coding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("configured", ["log.configure()", ""])
-def test_no_text_fails_to_be_printed(configured: str, coding: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONIOENCODING", coding)
+def test_no_text_fails_to_be_printed(configured: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = run(
         f"""
 from skippipe_jax import log
@@ -205,7 +205,7 @@ from skippipe_jax import log
 log.output("path \\udc80 Größe")
 """
     )
-    shown = "Gr\\xf6\\xdfe" if coding == "ascii" and not configured else "Größe"
+    shown = "Größe" if configured else "Gr\\xf6\\xdfe"
     assert (done.returncode, done.stdout) == (0, f"path \\udc80 {shown}\n"), done.stderr
 
 

@@ -1,5 +1,4 @@
 """Membership of the hosts in a run, their messages, and their exit or continuation.
 
 Other packages use `joining.joined`, `membership`, and the functions of `agreement`.
-`control_loop` and `place` are internal to the membership.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -16,29 +17,30 @@ from skippipe_jax.errors import PeerFailed
 
 
 class Host(Protocol):
-    """Interface of this host to the other hosts, with short messages."""
+    """Interface of this host to the other hosts, with short messages.
 
-    @property
-    def index(self) -> int:
-        """Position among the hosts, from 0."""
-        ...
+    Attributes:
+        index: position among the hosts, from 0.
+        count: number of hosts.
+    """
 
-    @property
-    def count(self) -> int:
-        """Number of hosts."""
-        ...
+    index: int
+    count: int
 
+    @abstractmethod
     def put(self, key: str, value: str) -> None:
-        """Send a value to all hosts."""
-        ...
+        """Send a value to every host, replacing an earlier one; do not wait for its arrival."""
 
+    @abstractmethod
     def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Wait for the value of a key and return it.
+        """Wait for the value of a key, remove it and return it.
 
-        After `timeout_s` seconds it raises a TimeoutError such as `PeerTimeout`, whose message
-        names `source`, the host that should put the value.
+        With a `source`, only a value from that host is returned.
+
+        Raises:
+            TimeoutError: such as `PeerTimeout`; names the key, the host, and the start of the wait.
+            GenerationEnded: if the generation ends first.
         """
-        ...
 
 
 def from_host_0(host: Host, name: str, make: Callable[[], Any], timeout_s: float) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import enum
 import os
 import re
-import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, NoReturn
@@ -23,6 +22,7 @@ from skippipe_sched.errors import (
 )
 
 from skippipe_jax import log
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.errors import PeerFailed, PeerTimeout
 
 LOST_HOST_EXIT_CODE = TEMPORARY_EXIT_CODE
@@ -133,18 +133,12 @@ def resume_hint_in_time(last_words: Callable[[], str], code: int) -> str:
     """Return `last_words()`, or a note if it fails or takes too long; empty after wrong input."""
     if code == INPUT_ERROR_EXIT_CODE:
         return ""  # A restart would end in the same way.
-    hints = [f"Last checkpoint unknown (storage did not answer within {LINGER_S:g} s)."]
-
-    def find() -> None:
-        try:
-            hints.append(last_words())
-        except Exception as error:  # The reason for the end matters more than the last words.
-            hints.append(f"Last checkpoint unknown ({error!r}).")
-
-    finding = threading.Thread(target=find, daemon=True)
-    finding.start()
-    finding.join(LINGER_S)
-    return hints[-1]
+    finding = DaemonThreads().submit(last_words)
+    try:
+        return finding.result(LINGER_S)
+    except Exception as error:  # The reason for the end matters more than the last words.
+        late = f"storage did not answer within {LINGER_S:g} s"
+        return f"Last checkpoint unknown ({repr(error) if finding.done() else late})."
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -4,40 +4,61 @@ The hosts form a full mesh (see `skippipe_jax.connections.mesh`). Unless the run
 hosts end when one is lost: each prints one message and exits with `LOST_HOST_EXIT_CODE`, or as
 `exit_decision` says if that host has reported its error. The first host to detect the loss
 broadcasts it, so that all name the same host.
+
+The connections belong to an event loop in a thread of its own, which watches the other hosts and
+ends the process when one is lost: the main thread may be blocked indefinitely in a collective whose
+peer is gone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
+import secrets
+import socket
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.control_loop import ControlLoop
 from skippipe_jax.cluster.ending import (
+    CODES_OF_PEERS,
     LINGER_S,
     LOST_HOST_EXIT_CODE,
     REASON_CHARACTERS,
+    ExitReason,
     Phase,
+    exit_at_once,
+    exit_on_error,
+    log_and_exit,
     may_be_caused_by_peer,
 )
-from skippipe_jax.cluster.generation_queue import Counted, GenerationQueue
-from skippipe_jax.cluster.mailboxes import NOBODY, Mailboxes, named
+from skippipe_jax.cluster.inbox import NOBODY, Counted, Inbox, named
 from skippipe_jax.cluster.place import Place
+from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
 from skippipe_jax.connections.failure_detector import BEATS
+from skippipe_jax.connections.hello import NUMBER_BITS, Hello
+from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.connections.status import TrainingStatus
+from skippipe_jax.connections.mesh import ConnectionSetup, Mesh
+from skippipe_jax.connections.status import RunStatus, TrainingStatus
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
     Copies,
+    Decision,
     Enter,
     Generation,
     Held,
@@ -46,7 +67,13 @@ from skippipe_jax.consensus.generations import (
     Saved,
     State,
 )
-from skippipe_jax.errors import GenerationEnded
+from skippipe_jax.errors import GenerationEnded, PeerTimeout
+
+T = TypeVar("T")
+
+ANSWERS_S = 10.0
+"""Seconds that the event loop may take for a call from another thread, beyond its own waiting."""
+
 
 NO_GENERATION = Generation(0, (), (), 0, 0)
 """Generation of a group with fixed hosts: no host lacks a state, and no stage is lost."""
@@ -168,7 +195,7 @@ class Group:
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call `then` when the group ends, from another thread."""
-        self._membership.succession.when_ended(self.generation.number, then)
+        self._membership.inbox.when_ended(self.generation.number, then)
 
     def contribute(
         self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
@@ -178,7 +205,7 @@ class Group:
         `counted` is called, maybe in another thread, with the totals of all hosts upon the commit.
         """
         number = self.generation.number
-        self._membership.succession.expect(number, counted)
+        self._membership.inbox.expect(number, counted)
         self._membership.control.tell(Held(number, step, tuple(totals), copies))
 
     def saved(self, step: int) -> None:
@@ -194,56 +221,101 @@ class Group:
 class Membership(Group):
     """Membership of this host in a run: its identity, its messages, and its exit.
 
-    All methods may be called from any thread.
+    All public methods may be called from any thread.
 
     Attributes:
+        name: name of this host in messages.
+        process: random number of this process; that of host 0 identifies the start of the run.
         phase: phase of the run; set it to `TRAINING` when all hosts are ready to train.
         count: number of hosts at the start of the run.
+        is_outside: True if the run continues without this host, which it has lost.
         last_words: function that returns the end of the final message when another host is lost,
             such as the checkpoint to resume from. Set it to your own; it has two seconds.
         join_server: server for joining hosts and observers.
-        succession: generations of an elastic run.
+        inbox: values from other hosts, and the generations of an elastic run.
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, is_distributed: bool = False):
         """Start unconnected; `joined` connects the host to the others."""
         self.index, self.count, self.is_distributed = index, count, is_distributed
         self.hosts, self.timeout_s = range(count), config.connect_timeout_s
+        self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
+        self.process = secrets.randbits(NUMBER_BITS)
         self.phase = Phase.SETUP
-        self._config = config
-        self._board = Mailboxes()
-        self.succession = GenerationQueue(self._board)
-        self._control_loop = ControlLoop(config, index, count, self._board)
+        self.is_outside = False
         self.last_words: Callable[[], str] = str
-        self._control_loop.last_words = lambda: self.last_words()
-        self.join_server = self._control_loop.join_server
-
-    @property
-    def is_outside(self) -> bool:
-        """True if the run continues without this host, which it has lost."""
-        return self._control_loop.is_outside
-
-    @property
-    def process(self) -> int:
-        """Random number of this process; that of host 0 identifies the start of the run."""
-        return self._control_loop.process
+        self.join_server = JoinServer(self._status)
+        self.inbox = Inbox()
+        self._config = config
+        self._training: TrainingStatus | None = None
+        # The rest exists only with several hosts, and belongs to the event loop's thread.
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
+        self._connections: ConnectionSetup | None = None
+        self._control: Control | None = None
+        self._verdict: asyncio.Future[ExitReason]
+        self._is_failing = self._was_stopped = False
+        self._last_beat_s = math.inf
 
     @property
     def address(self) -> str:
         """IP address at which the others reach this host, and on which it listens."""
-        return self._control_loop.address
+        return "127.0.0.1" if self._connections is None else self._connections.address
 
-    def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
-        """Connect to the other hosts and watch them from now on; return when all are connected.
+    @property
+    def control_address(self) -> str:
+        """Address at which this host listens for the others."""
+        return self._mesh.directory.hello.address
 
-        With `last_addresses`, connect to the hosts that still listen there, if any.
-        """
-        self._control_loop.enter(place, sockets, last_addresses)
+    @property
+    def control(self) -> Control:
+        """This host's part in the consensus of an elastic run."""
+        assert self._control is not None, "outlives its hosts"
+        return self._control
 
     @property
     def generation_number(self) -> int:
         """Number of this host's generation; 0 before the first."""
-        return self._board.generation
+        return self.inbox.generation
+
+    @property
+    def missed(self) -> frozenset[int]:
+        """Hosts that are gone or silent, or whose processes are waiting to join."""
+        waiting = () if self._control is None else self._control.state.waiting
+        return self._mesh.missed.union(waiting)
+
+    def misses(self, hosts: Collection[int]) -> bool:
+        """Return whether one of these hosts is gone or silent, or its new process waits to join."""
+        return not self.missed.isdisjoint(hosts)
+
+    @property
+    def _leader(self) -> int:
+        last = self.inbox.entered
+        return 0 if last is None else last.leader
+
+    @property
+    def leads(self) -> bool:
+        """True if this host leads the run: host 0, or the leader of the newest generation."""
+        return self.index == self._leader
+
+    @property
+    def leader_named(self) -> str:
+        """Name of the leader with its address, if known."""
+        address = self._mesh.directory.addresses.get(self._leader)
+        return f"host {self._leader}" + (f" ({address})" if address else "")
+
+    def here(self) -> dict[str, Any]:
+        """Describe this host to the others: host id, process id, address."""
+        return {"host": self.index, "pid": os.getpid(), "address": self.control_address}
+
+    def show(self, training: TrainingStatus) -> None:
+        """Set the training status for observers of the run."""
+        if self._training is not None:  # Keep the locations of lost hosts.
+            known = {**self._training.locations, **training.locations}
+            training = replace(training, locations=known)
+        self._training = training
+
+    # Values and clocks.
 
     def put(self, key: str, value: str) -> None:
         """Send a value to every host, replacing an earlier one; do not wait for its arrival.
@@ -253,9 +325,9 @@ class Membership(Group):
         """
         if len(key) + len(value) > MESSAGE_CHARACTERS:
             raise ValueError(f"put({key!r}): {len(value)} characters exceed {MESSAGE_CHARACTERS}")
-        self._board.post(self.index, key, value)
+        self.inbox.post(self.index, key, value)
         if self.count > 1:
-            self._control_loop.broadcast("put", key, value)
+            self._loop.call_soon_threadsafe(self._mesh.broadcast, "put", key, value)
 
     def get(
         self, key: str, timeout_s: float, source: int | None = None, generation: int = 0
@@ -272,20 +344,54 @@ class Membership(Group):
             PeerTimeout: names the key, the host, and the start of the wait.
             GenerationEnded: if this host enters another generation first.
         """
-        return self._board.take(key, timeout_s, source, generation)
+        return self.inbox.take(key, timeout_s, source, generation)
+
+    def clock_offset_s(self, of: int = 0, generation: int = 0) -> float:
+        """Measure the seconds to add to this host's `time.time()` to get that of host `of`.
+
+        The error is at most half of the shortest round trip between the two hosts. It takes at most
+        about half a second, or one round trip if that is longer.
+
+        Raises:
+            PeerTimeout: if the other host does not answer within ``connect_timeout_s``.
+            GenerationEnded: if this host enters another generation first.
+        """
+        if self.index == of:
+            return 0.0
+
+        def ask(sent: float) -> None:
+            self._loop.call_soon_threadsafe(self._mesh.send, of, "clock", sent)
+
+        def answer() -> str:
+            return self.get(clock.key(of), self._config.connect_timeout_s, of, generation)
+
+        return clock.offset_s(ask, answer)
+
+    def transfer_addresses(self, hosts: Collection[int] | None = None) -> dict[int, str]:
+        """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
+
+        The other hosts are among `hosts`, by default the initial hosts of the run.
+        Port 0 stands for any free one, unless ``cluster.transfer_port`` fixes them.
+
+        Raises:
+            InputError: if there are not enough ports for all hosts.
+            TemporaryError: if a port of this host is taken.
+        """
+        ports = {
+            other: self._config.port(self.index, other, self.count)
+            for other in (range(self.count) if hosts is None else hosts)
+            if other != self.index
+        }
+        for port in ports.values():
+            require_free("cluster.transfer_port", self.address, port)
+        return {other: join_address(self.address, port) for other, port in ports.items()}
+
+    # Steps and generations.
 
     @property
     def has_ended(self) -> bool:
         """False: a group with fixed hosts ends as a whole."""
         return False
-
-    def show(self, training: TrainingStatus) -> None:
-        """Set the training status for observers of the run."""
-        before = self._control_loop.training
-        if before is not None:  # Keep the locations of lost hosts.
-            known = {**before.locations, **training.locations}
-            training = replace(training, locations=known)
-        self._control_loop.training = training
 
     def when_ended(self, then: Callable[[], None]) -> None:
         """Do nothing: a group with fixed hosts ends as a whole."""
@@ -312,95 +418,26 @@ class Membership(Group):
         hosts = tuple(range(self.count))
         start = processes[0]
         first = Generation(1, hosts, processes, 0, step, placement=placement, start=start)
-        self.succession.follow(Enter(first))
+        self.inbox.follow(Enter(first))
         state = first_state(self.index, rules, first, step)
-        self._control_loop.begin_control(state, self.succession.follow, store)
+        self._done(self._begin_control(state, self.inbox.follow, store))
         return Group(self, first)
 
     def request_admission(self, rules: Rules, store: Store) -> None:
         """Ask the hosts of a running job to admit this host; `next_group` waits for that."""
         self.phase = Phase.TRAINING
-        state = State(self.index, self._control_loop.process, rules)
-        self._control_loop.begin_control(state, self.succession.follow, store)
+        state = State(self.index, self.process, rules)
+        self._done(self._begin_control(state, self.inbox.follow, store))
 
     def next_group(self, after: int, timeout_s: float) -> Group | None:
         """Wait for this host's next group after the generation number `after`; 0 is for the first.
 
         Return None if there is none within `timeout_s`.
         """
-        generation = self.succession.next(after, timeout_s)
+        generation = self.inbox.next(after, timeout_s)
         return None if generation is None else Group(self, generation)
 
-    def misses(self, hosts: Collection[int]) -> bool:
-        """Return whether one of these hosts is gone or silent, or its new process waits to join."""
-        return not self._control_loop.missed.isdisjoint(hosts)
-
-    @property
-    def leads(self) -> bool:
-        """True if this host leads the run: host 0, or the leader of the newest generation."""
-        last = self.succession.entered
-        return self.index == (0 if last is None else last.leader)
-
-    @property
-    def leader_named(self) -> str:
-        """Name of the leader with its address, if known."""
-        last = self.succession.entered
-        leader = 0 if last is None else last.leader
-        address = self._control_loop.address_of(leader)
-        return f"host {leader}" + (f" ({address})" if address else "")
-
-    def here(self) -> dict[str, Any]:
-        """Describe this host to the others: host id, process id, address."""
-        return {"host": self.index, "pid": os.getpid(), "address": self.control_address}
-
-    @property
-    def control_address(self) -> str:
-        """Address at which this host listens for the others."""
-        return self._control_loop.control_address
-
-    @property
-    def control(self) -> Control:
-        """This host's part in the consensus of an elastic run."""
-        control = self._control_loop.control
-        assert control is not None, "outlives its hosts"
-        return control
-
-    def transfer_addresses(self, hosts: Collection[int] | None = None) -> dict[int, str]:
-        """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
-
-        The other hosts are among `hosts`, by default the initial hosts of the run.
-        Port 0 stands for any free one, unless ``cluster.transfer_port`` fixes them.
-
-        Raises:
-            InputError: if there are not enough ports for all hosts.
-            TemporaryError: if a port of this host is taken.
-        """
-        ports = {
-            other: self._config.port(self.index, other, self.count)
-            for other in (range(self.count) if hosts is None else hosts)
-            if other != self.index
-        }
-        for port in ports.values():
-            require_free("cluster.transfer_port", self.address, port)
-        return {other: join_address(self.address, port) for other, port in ports.items()}
-
-    def clock_offset_s(self, of: int = 0, generation: int = 0) -> float:
-        """Measure the seconds to add to this host's `time.time()` to get that of host `of`.
-
-        The error is at most half of the shortest round trip between the two hosts. It takes at most
-        about half a second, or one round trip if that is longer.
-
-        Raises:
-            PeerTimeout: if the other host does not answer within ``connect_timeout_s``.
-            GenerationEnded: if this host enters another generation first.
-        """
-        if self.index == of:
-            return 0.0
-
-        def answer() -> str:
-            return self.get(clock.key(of), self._config.connect_timeout_s, of, generation)
-
-        return clock.offset_s(partial(self._control_loop.send, of, "clock"), answer)
+    # The end.
 
     def leave(self) -> None:
         """Disconnect: at the end of a run, once all hosts have reached it, or if they continue.
@@ -417,23 +454,27 @@ class Membership(Group):
             # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients.
             # If a host is lost meanwhile, the verdict about it ends this process.
             jax_runtime.stop()
-        self._control_loop.part(LINGER_S if has_left else self._config.heartbeat_timeout_s)
+        self.part(LINGER_S if has_left else self._config.heartbeat_timeout_s)
 
     def _wait_for_all_to_leave(self) -> None:
         """Wait until all remaining hosts have reached the end of the run."""
-        if self.succession.entered is None:
+        if self.inbox.entered is None:
             barrier(self, "leave", self._config.connect_timeout_s)
             return
         while True:
-            last = self.succession.entered
-            assert last is not None, "outlives its hosts"
-            group = Group(self, last)
+            group = Group(self, self.inbox.entered)
             try:
                 return barrier(group, "leave", self._config.connect_timeout_s)
             except GenerationEnded:
                 if self.generation_number == NOBODY:
                     return  # The others have reached the end without this host.
                 self.next_group(group.generation.number, self._config.connect_timeout_s)
+
+    def part(self, patience_s: float) -> None:
+        """Send a farewell; end the thread when the others have left too, or after `patience_s`."""
+        self._done(self._mesh.part(patience_s), patience_s)
+        self._loop.call_soon_threadsafe(self._verdict.cancel)
+        self._thread.join(ANSWERS_S)
 
     def fail(self, what: str, code: int = LOST_HOST_EXIT_CODE) -> None:
         """Report the failure of this host to the others, which name it and exit with `code`.
@@ -443,7 +484,8 @@ class Membership(Group):
         `joined` does: a normal exit waits for hosts that are gone.
         """
         if self.count > 1:
-            self._control_loop.tell_failure(what[:REASON_CHARACTERS], code)
+            with suppress(PeerTimeout):
+                self._done(self._report_failure(what[:REASON_CHARACTERS], code))
 
     def stop(self, reason: str) -> NoReturn:
         """End this process with `LOST_HOST_EXIT_CODE` and one message with this host's reason.
@@ -451,7 +493,12 @@ class Membership(Group):
         The others stop too and name this host. If they stop because of another host, so does it.
         """
         self.fail(f"failed: {reason}")
-        self._control_loop.end(reason)
+        ending = self._end(ExitReason(f"{self.name}: {reason}"))
+        if self.count == 1:
+            asyncio.run(ending)
+        with suppress(PeerTimeout):
+            self._done(ending)
+        exit_at_once(LOST_HOST_EXIT_CODE)
 
     def explain(self, error: BaseException) -> None:
         """Wait to see whether the loss of another host caused an error of this host.
@@ -464,9 +511,191 @@ class Membership(Group):
             return
         # A dead process is detected at once; only a host that hangs takes the whole timeout.
         time.sleep(LINGER_S)
-        if self._control_loop.control is not None:
+        if self._control is not None:
             return  # A lost host does not end an elastic run, whose callers have waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
-        own = self._control_loop.name
-        log.info(f"{own}: checking whether a failed host caused this error: {summary}")
+        log.info(f"{self.name}: checking whether a failed host caused this error: {summary}")
         time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))
+
+    # The event loop.
+
+    def enter(self, place: Place, sockets: str | None, last_addresses: Sequence[str] = ()) -> None:
+        """Connect to the other hosts and watch them from now on; return when all are connected.
+
+        With `last_addresses`, connect to the hosts that still listen there, if any.
+        """
+        log.configure()
+        entered: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._attend(place, sockets, last_addresses, entered)),
+            name="skippipe-cluster",
+            daemon=True,
+        )
+        self._thread.start()
+        entered.result()
+
+    def _done(self, coroutine: Coroutine[Any, Any, T], patience_s: float = 0.0) -> T:
+        """Run a coroutine on the event loop and return its result.
+
+        Raises:
+            PeerTimeout: if there is no result within `patience_s` + `ANSWERS_S`, as the loop hangs
+                or has ended.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(patience_s + ANSWERS_S)
+        except FutureTimeout as late:
+            if future.done():
+                raise
+            future.cancel()
+            problem = f"has not answered for {patience_s + ANSWERS_S:g} s"
+            raise PeerTimeout(f"the control thread of this host {problem}") from late
+
+    async def _attend(
+        self, place: Place, sockets: str | None, last_addresses: Sequence[str], begun: Future[None]
+    ) -> None:
+        """Run the event loop: connect to the others, then watch them until the end."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._end_by_fault)
+        self._verdict = self._loop.create_future()
+        new_mesh = partial(self._new_mesh, place, sockets)
+        self._connections = ConnectionSetup(self._config, place.coordinator, place.keys, new_mesh)
+        try:
+            if last_addresses:
+                self.is_outside = await self._connections.with_remaining(last_addresses)
+                if not self.is_outside:
+                    self._mesh.close()
+                    return begun.set_result(None)
+            else:
+                await self._connections.with_all(sockets and f"{sockets}/relay")
+        except Exception as error:
+            self._mesh.close()
+            return begun.set_exception(error)
+        begun.set_result(None)
+        try:
+            watches = [self._verdict, asyncio.create_task(self._beat())]
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            if not self._verdict.cancelled():
+                await self._end(self._verdict.result())
+        except Exception as error:
+            # Without the watch this host would hang when the next host is lost.
+            exit_on_error(error, self.name, self.last_words)
+        finally:
+            self._mesh.close()  # New connections would go unanswered while the loop ends.
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self._connections is not None, "has others"
+        return self._connections.mesh
+
+    def _new_mesh(self, place: Place, sockets: str | None) -> Mesh:
+        return Mesh(
+            Hello(
+                self.index, place.count, self.process, self.name, "", place.run, spare=place.spare
+            ),
+            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
+            connect_timeout_s=self._config.connect_timeout_s,
+            received=self._received,
+            lost=self._report_lost,
+            found=self._report_found,
+            goes_on_without=self._goes_on_without,
+            join_server=self.join_server,
+            service=f"{sockets}/service" if sockets and place.index == 0 else None,
+            keys=place.keys,
+        )
+
+    def _status(self) -> RunStatus:
+        mesh, control = self._mesh, self._control
+        state = None if control is None else control.state
+        return status_of(mesh.directory, mesh.connected, mesh.left, state, self._training)
+
+    def _received(self, source: int, message: list[Any]) -> bool:
+        """Handle a message of another host; return whether it is valid."""
+        match message:
+            case ["put", str(key), str(value)] if len(key) + len(value) <= MESSAGE_CHARACTERS:
+                self.inbox.post(source, key, value)
+            case ["clock", float(sent)] if math.isfinite(sent):
+                self._mesh.send(source, "clock", sent, time.time())
+            case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
+                self.inbox.post(source, clock.key(source), clock.answered(sent, theirs))
+            case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
+                return self._receive_verdict(source, culprit, text[:REASON_CHARACTERS], code)
+            case ["control", list(given)]:
+                return self._control is None or self._control.received(source, given)
+            case _:
+                return False
+        return True
+
+    def _receive_verdict(self, source: int, culprit: int, text: str, code: int) -> bool:
+        is_lost, control = code == LOST_HOST_EXIT_CODE, self._control
+        is_a_host = 0 <= culprit < self._mesh.directory.hello.places
+        if control is not None and (is_lost or control.goes_on_without(source)):
+            # The end of its process will be detected.
+            log.info(f"{text.removesuffix('.')}; remaining hosts continue")
+        elif is_a_host:
+            self._judge(culprit, text, code)
+        return is_a_host
+
+    def _report_lost(self, host: int, how: str) -> None:
+        if self._control is not None:
+            self._control.is_missed(host)
+        elif not self._mesh.directory.outlives:
+            # A suspended host may find the others gone before it reads their verdict.
+            culprit = self.index if self._was_stopped or self._was_suspended() else host
+            self._judge(culprit, f"{self._mesh.directory.names[culprit]} failed: {how}")
+
+    def _report_found(self, host: int) -> None:
+        if self._control is not None:
+            self._control.is_there(host)
+
+    def _goes_on_without(self, host: int) -> bool:
+        return self._control is not None and self._control.goes_on_without(host)
+
+    def _judge(self, culprit: int, text: str, code: int = LOST_HOST_EXIT_CODE) -> None:
+        """End because of a host with this verdict and broadcast it, unless one exists already."""
+        if self._verdict.done() or self._is_failing:
+            return
+        self._mesh.broadcast("verdict", culprit, text, code)
+        if culprit == self.index:
+            why = "suspended or disconnected for over cluster.heartbeat_timeout_s"
+            text = f"{text}; this host was declared failed: {why}"
+        self._verdict.set_result(ExitReason(text, code))
+
+    async def _beat(self) -> None:
+        """Send heartbeats, and detect hosts that were silent for too long."""
+        timeout_s = self._config.heartbeat_timeout_s
+        while True:
+            self._last_beat_s = self._loop.time()
+            await asyncio.sleep(timeout_s / BEATS)
+            self._was_stopped |= self._was_suspended()
+            if self.inbox.generation > 0:
+                self._mesh.directory.is_outside = False  # It is in a generation (again).
+            self._mesh.beat()
+
+    def _was_suspended(self) -> bool:
+        return self._loop.time() - self._last_beat_s > self._config.heartbeat_timeout_s
+
+    async def _report_failure(self, what: str, code: int) -> None:
+        self._is_failing = True
+        self._mesh.broadcast("verdict", self.index, f"{self.name} {what}", code)
+        await self._mesh.drained(LINGER_S)
+
+    async def _begin_control(
+        self, state: State, follow: Callable[[Decision], None], store: Store
+    ) -> None:
+        """Start the consensus: from now on the run is elastic."""
+        self._mesh.directory.outlives = True
+        self._control = Control(state, self._mesh.send, follow, store, DaemonThreads())
+        for host in self._mesh.missed:
+            self._control.is_missed(host)
+
+    async def _end(self, verdict: ExitReason) -> NoReturn:
+        mesh = self._mesh if self.count > 1 else None
+        await log_and_exit(verdict, self.name, self.last_words, mesh and mesh.drained)
+
+    def _end_by_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the process upon an unexpected error, after which no host would be watched."""
+        error = context.get("exception")
+        if error is None or isinstance(error, OSError):
+            return log.info(f"{context['message']}: {error!r}")
+        exit_on_error(error, self.name, self.last_words)

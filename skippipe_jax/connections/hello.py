@@ -42,11 +42,6 @@ def number(raw: Any, end: int) -> int:
     return msgspec.convert(raw, Annotated[int, Meta(ge=0, lt=end)])
 
 
-def texts(raw: Any) -> Mapping[str, str]:
-    """Return `raw` if it is a small mapping of short texts, else raise `ValueError`."""
-    return msgspec.convert(raw, Texts)
-
-
 def printable(text: str) -> str:
     """Return a text as ASCII, without control characters that a terminal would interpret."""
     return text.encode("ascii", "backslashreplace").decode().translate(_UNPRINTABLE)

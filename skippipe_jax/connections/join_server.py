@@ -15,10 +15,11 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.directory import Directory
-from skippipe_jax.connections.hello import PROTOCOL, Hello, other_protocol, texts
+from skippipe_jax.connections.hello import PROTOCOL, Hello, Texts, other_protocol
 from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
 from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer
 from skippipe_jax.connections.links import HELLO_S, Link
@@ -208,7 +209,7 @@ def _version_refusal(
             return other_protocol(protocol, own.host)
         case [_, dict(raw)]:
             try:
-                theirs = texts(raw)
+                theirs = msgspec.convert(raw, Texts)
             except ValueError:
                 theirs = {}
             versions = own.run.versions

@@ -13,7 +13,7 @@ from typing import Any
 
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.connections.addresses import join_address, parse_address
+from skippipe_jax.connections.addresses import join_address
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.waiting import telling, why_unreachable
 from skippipe_jax.errors import TlsMismatch
@@ -84,9 +84,6 @@ MESSAGE_CHARACTERS = 1 << 20
 LINE_BYTES = 1 << 16
 """Maximum length of a line. A longer message is split into lines, of which all but the last begin
 with `MORE`. A message has at most `MESSAGE_BYTES`: JSON may write a character in twelve bytes."""
-
-ANSWER_S = 3.0
-"""Timeout of a connection attempt to a host's last known address, in seconds."""
 
 INVALID_MESSAGE = "it sent an invalid message"
 """`Link.ending` after an invalid message."""
@@ -380,18 +377,6 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
                         "firewall blocks the port",
                     ) from error
             await asyncio.sleep(min(0.5, max(remaining, 0)))
-
-
-async def answered(address: str, keys: Keys = LOOPBACK_ONLY) -> Link | None:
-    """Connect to an address where a host used to listen; return None if there is no answer.
-
-    Raises:
-        InputError: see `open_link`.
-    """
-    try:
-        return await open_link(parse_address("address", address), ANSWER_S, keys)
-    except (OSError, TimeoutError):
-        return None
 
 
 def _is_flat(value: Any, levels: int) -> bool:

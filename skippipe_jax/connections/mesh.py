@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from skippipe_sched.errors import InputError, TemporaryError
@@ -28,6 +27,7 @@ from skippipe_jax.connections.addresses import (
     chosen_address,
     first_address,
     join_address,
+    parse_address,
     reachable_address,
     require_free,
     require_numeric,
@@ -46,11 +46,13 @@ from skippipe_jax.connections.links import (
     STOPPED_READING,
     Link,
     Tasks,
-    answered,
     open_link,
     reach,
 )
 from skippipe_jax.connections.waiting import telling
+
+ANSWER_S = 3.0
+"""Timeout of a connection attempt to a host's last known address, in seconds."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 """Seconds before a host is called again: exponential back-off from the first to the longest."""
@@ -464,28 +466,6 @@ class Mesh:
             self._all_parted.set()
 
 
-async def retry_admission(
-    ask: Callable[[], Coroutine[Any, Any, bool]], heartbeat_timeout_s: float
-) -> bool:
-    """Repeat `ask` until a host accepts or refuses this one; return its result.
-
-    A host refuses while it counts an earlier process with this host id as connected. That is
-    retried until the silence of that process must have been detected.
-
-    Raises:
-        InputError: if the host refuses this one for another reason, or still refuses it then.
-    """
-    clock = asyncio.get_running_loop()
-    until_s = clock.time() + 2 * heartbeat_timeout_s
-    while True:
-        try:
-            return await ask()
-        except InputError as error:
-            if error.field != HOST_ID or clock.time() > until_s:
-                raise
-        await asyncio.sleep(heartbeat_timeout_s / BEATS)
-
-
 class ConnectionSetup:
     """Start-up of a host: chooses the address on which it listens, and connects to the others.
 
@@ -541,24 +521,39 @@ class ConnectionSetup:
         Raises:
             InputError: if a host of the run refuses this one.
         """
-        heartbeat_timeout_s = self._config.heartbeat_timeout_s
+        timeout_s = 2 * self._config.heartbeat_timeout_s
         for address in last_addresses:
             own = self.mesh.directory.hello.host
             message = f"{address}: an earlier process of host {own} is still connected; retrying"
-            with telling(lambda _, message=message: message, 2 * heartbeat_timeout_s):
-                if await retry_admission(partial(self._rejoin_at, address), heartbeat_timeout_s):
+            with telling(lambda _, message=message: message, timeout_s):
+                if await self._rejoin_at(parse_address("address", address), timeout_s):
                     return True
         return False
 
-    async def _rejoin_at(self, address: str) -> bool:
-        if (link := await answered(address, self._keys)) is None:
-            return False
-        self.mesh.close()  # The mesh of an earlier attempt may be open.
-        chosen = chosen_address(self._config.bind_address)
-        self.address = chosen or reachable_address(_near_end(link), self._coordinator[0])
-        self.mesh = self._new_mesh()
-        await self._listen()
-        return await self.mesh.rejoin(link)
+    async def _rejoin_at(self, address: tuple[str, int], timeout_s: float) -> bool:
+        """Rejoin a run by the address of a host; return False if the host does not answer.
+
+        The host refuses while it counts an earlier process with this host id as connected. That is
+        retried for `timeout_s`, in which it must have detected the silence of that process.
+        """
+        clock = asyncio.get_running_loop()
+        until_s = clock.time() + timeout_s
+        while True:
+            try:
+                link = await open_link(address, ANSWER_S, self._keys)
+            except OSError:
+                return False
+            self.mesh.close()  # The mesh of an earlier attempt may be open.
+            chosen = chosen_address(self._config.bind_address)
+            self.address = chosen or reachable_address(_near_end(link), self._coordinator[0])
+            self.mesh = self._new_mesh()
+            await self._listen()
+            try:
+                return await self.mesh.rejoin(link)
+            except InputError as error:
+                if error.field != HOST_ID or clock.time() > until_s:
+                    raise
+            await asyncio.sleep(self._config.heartbeat_timeout_s / BEATS)
 
     async def _listen(self) -> None:
         """Listen for other hosts, on a host whose port ``--coordinator`` does not give."""

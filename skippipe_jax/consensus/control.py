@@ -110,11 +110,6 @@ class Control:
         """True if so many hosts were asked to leave that the run has to end. For any thread."""
         return is_the_end(self._state)
 
-    @property
-    def waiting(self) -> frozenset[int]:
-        """Hosts that are in no generation and ask to join. For any thread."""
-        return frozenset(self._state.waiting)
-
     async def _tick_forever(self) -> None:
         while True:
             self._process(Tick())

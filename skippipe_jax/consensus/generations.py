@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 MOST_NUMBERS = 1 << 14
@@ -131,8 +132,11 @@ class Standing:
 # Messages between hosts. `number` is the number of the generation that a message is about.
 
 
-@dataclass(frozen=True)
-class Ask:
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Message as a list: the name of its type, and the values of its fields."""
+
+
+class Ask(_Message, frozen=True):
     """Request to members of the last generation: to promise a ballot, or to accept a generation.
 
     `generation` is None in the first case. A host that promises a ballot answers no smaller one,
@@ -144,8 +148,7 @@ class Ask:
     generation: Generation | None
 
 
-@dataclass(frozen=True)
-class Promise:
+class Promise(_Message, frozen=True):
     """Promise of a ballot, with the sender's standing and the last proposal that it accepted."""
 
     number: Number
@@ -154,23 +157,20 @@ class Promise:
     accepted: tuple[Ballot, Generation] | None
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(_Message, frozen=True):
     """Acceptance of the generation that was proposed under this ballot."""
 
     number: Number
     ballot: Ballot
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(_Message, frozen=True):
     """Announcement of the generation that was decided on."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(_Message, frozen=True):
     """Heartbeat of the consensus, with the status of the sender.
 
     Attributes:
@@ -192,8 +192,7 @@ class Beat:
     lacks_text: bool = False
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(_Message, frozen=True):
     """Totals for the leader, from a host that holds the averaged gradients of a step."""
 
     number: Number
@@ -201,8 +200,7 @@ class Contribution:
     totals: Sums
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(_Message, frozen=True):
     """Commit of a step, with the sum of the totals of all members."""
 
     number: Number

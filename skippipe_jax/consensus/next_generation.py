@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import (
@@ -79,12 +79,6 @@ def asks_store(state: State) -> bool:
     return last is not None and len(last.members) == 2 and not last.apart
 
 
-def apart_of(state: State, members: Iterable[int], new: Collection[int]) -> tuple[int, ...]:
-    """Return the members of the next generation that are apart; `new` ones have reported it."""
-    before = () if state.generation is None else state.generation.apart
-    return tuple(host for host in members if host in (state.apart if host in new else before))
-
-
 def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[int]) -> int:
     """Choose the leader: preferably not apart and holding its state, with the smallest id."""
     everybody, with_state = frozenset(members), frozenset(holding)
@@ -115,14 +109,6 @@ def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int])
 # Placement and holders of states.
 
 
-class Choice(NamedTuple):
-    """Next placement, its members, and the digest of its plan; empty for a repair plan."""
-
-    placement: Any
-    members: frozenset[int]
-    plan: str
-
-
 def chosen(
     rules: Rules,
     last: Generation,
@@ -132,12 +118,13 @@ def chosen(
     apart: Collection[int],
     wish: PlanRequest | None,
     left_out: Collection[int] = (),
-) -> Choice | None:
-    """Choose the placement and members of the next generation; return None if a stage is lost.
+) -> tuple[Any, frozenset[int], str] | None:
+    """Choose the next placement, its members and its plan; return None if a stage is lost.
 
-    Hosts that are `going` stay members and serve their stages until the others hold the states of
-    all stages. A `wish` is followed only if no host joins or leaves. Hosts that are `apart` do not
-    newly serve the data stage. Stages that are `left_out` need no host.
+    The plan is a digest, empty for a repair plan. Hosts that are `going` stay members and serve
+    their stages until the others hold the states of all stages. A `wish` is followed only if no
+    host joins or leaves. Hosts that are `apart` do not newly serve the data stage. Stages that are
+    `left_out` need no host.
     """
     placement = last.placement
     is_same = members == set(last.members)
@@ -163,7 +150,7 @@ def chosen(
         members = staying  # They hold all states.
     if members == set(last.members) and target == placement:
         plan = plan or last.plan
-    return Choice(target, members, plan)
+    return target, members, plan
 
 
 def covering(
@@ -379,19 +366,19 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     wish = state.wish if state.wish is not None and state.wish.number == last.number else None
     leaving = going(state)
     everybody = promised | new.keys()
-    apart = apart_of(state, sorted(everybody), new)
     without_text = state.textless & everybody
     if reading := reading_without_text(state, everybody, last.placement):
         last = replace(last, placement=rules.without_text(last.placement, reading), plan="")
-    unreading = {*apart, *without_text}
+    # New hosts have reported whether they are apart.
+    apart = {host for host in everybody if host in (state.apart if host in new else last.apart)}
+    unreading = apart | without_text
     left_out = still_left_out(rules, last, everybody)
     choice = chosen(rules, last, held, everybody, leaving, unreading, wish, left_out)
-    if choice is not None:
-        everybody = choice.members
+    placement, everybody, plan = choice or (last.placement, everybody, "")
     members = tuple(sorted(everybody))
     process_of = dict(zip(last.members, last.processes, strict=True)) | new
     without = frozenset() if state.proposal is None else state.proposal.without
-    apart = tuple(host for host in apart if host in everybody)
+    apart = tuple(host for host in members if host in apart)
     lacks_some = any(own.standing.applied < furthest.applied for own in promises.values())
     holding = frozenset(host for host in promised & everybody if held[host])
     leading = holding - leaving - {*apart}
@@ -404,28 +391,21 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         step=furthest.applied,
         outcome=furthest.outcome if lacks_some else None,
         fresh=tuple(host for host in members if host not in holding),
-        placement=last.placement,
+        placement=placement,
         start=last.start,
+        holders=holders_of(rules, {host: held[host] for host in holding}) if choice else (),
+        plan=plan,
         apart=apart,
+        left_out=left_out if choice else (),
         saved=saved,
     )
-    if choice is not None:
-        holders = holders_of(rules, {host: held[host] for host in holding})
-        following = replace(
-            following,
-            placement=choice.placement,
-            holders=holders,
-            plan=choice.plan,
-            left_out=left_out,
-        )
     following = replace(following, cause=_cause(state, following, new, without, leaving, reading))
     if set(apart) == set(members):
         return replace(following, is_last=True)  # No member could save a checkpoint.
     # The last generation may not have read its checkpoint yet, so its members may have no states
     # to transfer.
     is_unread = last.is_rewound and furthest.outcome is None
-    is_moved = choice is not None and choice.placement != before
-    if choice is not None and not (is_unread and is_moved):
+    if choice is not None and not (is_unread and placement != before):
         return following
     if choice is None:
         following = replace(following, lost=lost(rules, held))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
 from skippipe_jax.consensus.generations import (
@@ -20,13 +21,10 @@ from skippipe_jax.consensus.generations import (
 SOURCES = {BUDDY: 1, AVERAGE: 2, SKIP: 1}
 """Number of sources from which a lost stage is rebuilt, by policy."""
 
-KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
-
 
 def to_json(message: Message) -> list[Any]:
     """Return the name of a message's type, followed by the values of its fields."""
-    values = [getattr(message, field.name) for field in fields(message)]
-    return [type(message).__name__, *map(msgspec.to_builtins, values)]
+    return msgspec.to_builtins(message)
 
 
 def parse(raw: Any) -> Message:
@@ -35,17 +33,13 @@ def parse(raw: Any) -> Message:
     Raises:
         ValueError: if it is not a valid message.
     """
-    match raw:
-        case [str(name), *values] if name in KINDS:
-            names = [field.name for field in fields(KINDS[name])]
-            message = msgspec.convert(dict(zip(names, values, strict=True)), KINDS[name])
-            match message:
-                case Ask(generation=Generation() as generation) | Decided(generation=generation):
-                    return replace(message, generation=_checked(generation))
-                case Promise(accepted=(ballot, generation)):
-                    return replace(message, accepted=(ballot, _checked(generation)))
-            return message
-    raise ValueError("is not a valid message")
+    message: Message = msgspec.convert(raw, Message)
+    match message:
+        case Ask(generation=Generation() as generation) | Decided(generation=generation):
+            return structs.replace(message, generation=_checked(generation))
+        case Promise(accepted=(ballot, generation)):
+            return structs.replace(message, accepted=(ballot, _checked(generation)))
+    return message
 
 
 def generation_to_json(generation: Generation) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from skippipe_sched.errors import raise_terminated
 
 from skippipe_jax import log
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_at_once, resume_hint_in_time
-from skippipe_jax.cluster.mailboxes import NOBODY
+from skippipe_jax.cluster.inbox import NOBODY
 from skippipe_jax.cluster.membership import Membership
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)

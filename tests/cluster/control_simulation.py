@@ -19,10 +19,8 @@ from typing import Any
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.cluster import control_loop
-from skippipe_jax.cluster.control_loop import ControlLoop
-from skippipe_jax.cluster.generation_queue import GenerationQueue
-from skippipe_jax.cluster.mailboxes import Mailboxes
+from skippipe_jax.cluster import membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
@@ -83,7 +81,7 @@ def by_stage(placement: Mapping[int, Collection[int]], stages: int) -> tuple[tup
 class Host(rules_alone.Process):
     """A process of a host, whose state is that of its part in the consensus."""
 
-    def __init__(self, host: int, attended: ControlLoop, process: Process, is_ready: bool):
+    def __init__(self, host: int, attended: Membership, process: Process, is_ready: bool):
         """Be in no generation."""
         self.attended, self.process = attended, process
         self.policy = HostPolicy(
@@ -101,9 +99,7 @@ class Host(rules_alone.Process):
     @property
     def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return what its part in the consensus knows."""
-        control = self.attended.control
-        assert control is not None
-        return control._state
+        return self.attended.control.state
 
 
 class ControlSimulation(Simulation):
@@ -193,9 +189,7 @@ class ControlSimulation(Simulation):
             return
         self.starting.add(host)
         process = Process(self.loop, host)
-        own = Host(
-            host, ControlLoop(CLUSTER, host, len(self.own_hosts), Mailboxes()), process, False
-        )
+        own = Host(host, Membership(CLUSTER, host, len(self.own_hosts)), process, False)
         own.attended.process = 1000 * (host + 1) + self.processes[host]
         process.start(self._live(host, own, is_apart))
 
@@ -217,21 +211,20 @@ class ControlSimulation(Simulation):
             self._start_again(host, 1.0)
             return own.process.end()
         self.addresses[host] = attended.control_address
-        succession = GenerationQueue(attended._board)
         if is_first:
             own.is_ready, own.stages = True, self.first_stages[host]
             own.entered = self.decided[1]
             told = by_stage(own.entered.placement, self.stages)
             first = replace(own.entered, placement=told)
             own.at = Opening(first, StateSource(0, Origin.OWN))
-            succession.follow(Enter(first))
+            attended.inbox.follow(Enter(first))
             state = first_state(host, self.told, first, 0)
         else:
             rules = replace(self.told, is_apart=is_apart)
             state = State(host, self.processes[host], rules)
 
         def follow(decision: Decision) -> None:
-            succession.follow(decision)
+            attended.inbox.follow(decision)
             if self.live.get(host) is own:
                 self._follow(host, decision)
 
@@ -335,7 +328,7 @@ class ControlSimulation(Simulation):
         if isinstance(event, PlanRequest):
             event = replace(event, placement=by_stage(event.placement, self.stages))
         own = self.live.get(host)
-        if own is not None and own.attended.control is not None:
+        if own is not None and own.attended._control is not None:
             own.process.context.copy().run(own.attended.control.tell, event)
 
     def crash(self, host: int, *, for_s: float = 5.0) -> None:
@@ -505,9 +498,9 @@ def simulated(
 
     monkeypatch.setattr(host_listener, "listening_socket", listening_socket)
     monkeypatch.setattr(mesh, "require_free", lambda *_: None)
-    monkeypatch.setattr(control_loop, "DaemonThreads", lambda: simulation.storage)
-    monkeypatch.setattr(control_loop, "log_and_exit", log_and_exit)
-    monkeypatch.setattr(control_loop, "exit_on_error", lambda error, *_: errors.append(error))
+    monkeypatch.setattr(membership, "DaemonThreads", lambda: simulation.storage)
+    monkeypatch.setattr(membership, "log_and_exit", log_and_exit)
+    monkeypatch.setattr(membership, "exit_on_error", lambda error, *_: errors.append(error))
     try:
         simulation.begin()
         yield simulation

@@ -55,27 +55,11 @@ def test_what_json_cannot_hold_is_an_error_for_all():
     assert isinstance(other, PeerFailed)
 
 
-def test_all_hosts_are_gathered():
-    told = on_hosts(4, lambda host: gather(host, "square", lambda: host.index**2, WAIT_S))
-    assert told == [{0: 0, 1: 1, 2: 4, 3: 9}] * 4
-
-
 def test_only_those_that_are_asked_tell():
     def act(host: ThreadHost) -> Any:
         return gather(host, "text", lambda: f"of {host.index}", WAIT_S, hosts=[1, 3])
 
     assert on_hosts(4, act) == [{1: "of 1", 3: "of 3"}] * 4
-
-
-def test_where_one_of_many_fails_the_others_name_it():
-    def act(host: ThreadHost) -> Any:
-        return gather(host, "it", lambda: wrong(host) if host.index == 1 else 0, WAIT_S)
-
-    first, failed, last = on_hosts(3, act)
-    assert isinstance(failed, InputError)
-    for error in (first, last):
-        assert isinstance(error, PeerFailed)
-        assert "host 1 failed at 'it': InputError: field = 1" in str(error)
 
 
 def test_who_tells_waits_for_nobody():
@@ -124,10 +108,3 @@ def test_the_deadline_counts_for_all_that_is_waited_for():
     assert left_s[0] <= 0.25
     assert left_s[1] <= left_s[0] - 0.1
     assert left_s[3] == 0.0
-
-
-def test_a_name_is_used_once():
-    host = ThreadHost()
-    barrier(host, "it", 0.0)
-    with pytest.raises(AssertionError, match="it/0 was put already"):
-        barrier(host, "it", 0.0)

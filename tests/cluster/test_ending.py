@@ -17,10 +17,8 @@ from skippipe_sched.errors import (
     Terminated,
 )
 
-from skippipe_jax.cluster import control_loop, ending, joining, membership
-from skippipe_jax.cluster.control_loop import ControlLoop
+from skippipe_jax.cluster import ending, joining, membership
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, RunFailed, exit_decision
-from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.errors import PeerTimeout
@@ -32,7 +30,7 @@ WORDS = "Resume from step 7."
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """By which a process of a test would have ended."""
     codes: list[int] = []
-    for place in (control_loop, ending, joining):
+    for place in (ending, joining, membership):
         monkeypatch.setattr(place, "exit_at_once", codes.append)
     return codes
 
@@ -40,7 +38,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_fault_on_the_event_loop_says_where_to_resume(
     codes: list[int], capfd: pytest.CaptureFixture[str]
 ):
-    host = ControlLoop(ClusterConfig(), 1, 3, Mailboxes())
+    host = Membership(ClusterConfig(), 1, 3)
     host.last_words = lambda: WORDS
     loop = asyncio.new_event_loop()
     host._end_by_fault(loop, {"exception": ZeroDivisionError("by nothing")})
@@ -99,7 +97,7 @@ def test_only_a_host_that_a_lost_one_could_end_waits_to_find_out_which_it_is(
     monkeypatch.setattr(membership.time, "sleep", waited_s.append)
     host = Membership(ClusterConfig(heartbeat_timeout_s=100.0), 1, 3)
     if outlives:
-        monkeypatch.setattr(host._control_loop, "control", object())
+        monkeypatch.setattr(host, "_control", object())
     host.explain(ConnectionResetError("it has gone"))
     assert (sum(waited_s) < 10.0) == outlives
 

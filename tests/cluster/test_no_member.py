@@ -66,10 +66,9 @@ async def on_all(hosts: list[Membership], act: Callable[[Membership], Any]) -> l
 
 def end(host: Membership) -> None:
     """End a host like a process, without a farewell."""
-    control_loop = host._control_loop
-    control_loop._loop.call_soon_threadsafe(control_loop._mesh.close)
-    control_loop._loop.call_soon_threadsafe(control_loop._verdict.cancel)
-    control_loop._thread.join()
+    host._loop.call_soon_threadsafe(host._mesh.close)
+    host._loop.call_soon_threadsafe(host._verdict.cancel)
+    host._thread.join()
 
 
 async def meet() -> tuple[list[Membership], list[Group], Host]:
@@ -96,7 +95,7 @@ def test_whoever_is_no_member_ends_nobody(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     ended: list[int] = []
-    for place in ("control_loop", "ending"):
+    for place in ("membership", "ending"):
         monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
 
     async def live() -> None:
@@ -137,14 +136,14 @@ def test_whoever_is_no_member_ends_nobody(
 
 def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest.MonkeyPatch):
     ended: list[int] = []
-    for place in ("control_loop", "ending"):
+    for place in ("membership", "ending"):
         monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
 
     async def live() -> None:
         hosts, _, third = await meet()
         listening.extend(parse_address("address", host.control_address) for host in hosts)
         third.mesh.broadcast("verdict", 2, "host 2 failed: its input", 2)
-        await on_all(hosts, lambda host: host._control_loop._thread.join(60.0))
+        await on_all(hosts, lambda host: host._thread.join(60.0))
         third.end()
 
     listening: list[tuple[str, int]] = []
@@ -160,7 +159,7 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
     is_joiner: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     ended, joiners = list[int](), list[Membership]()
-    for place in ("control_loop", "ending", "joining"):
+    for place in ("membership", "ending", "joining"):
         monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
 
     async def live() -> None:
@@ -216,7 +215,7 @@ def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_mor
         address = parse_address("address", hosts[0].control_address)
         place, known = Place(2, 3, address, RUN), [hosts[0].control_address]
         entering = asyncio.create_task(asyncio.to_thread(again.enter, place, None, known))
-        asked = hosts[0]._control_loop._mesh.directory
+        asked = hosts[0]._mesh.directory
         refused: list[bool] = []
         refusal = asked.refusal
 
@@ -232,6 +231,6 @@ def test_a_host_comes_back_once_the_connections_of_its_last_process_count_no_mor
         assert again.is_outside
         teams = await on_all(hosts, lambda host: host.next_group(teams[0].generation.number, 60.0))
         assert [team.hosts for team in teams] == [(0, 1), (0, 1)]
-        await on_all([*hosts, again], lambda host: host._control_loop.part(10.0))
+        await on_all([*hosts, again], lambda host: host.part(10.0))
 
     asyncio.run(live())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cluster.place import chosen_runtime
+from skippipe_jax.cluster.place import chosen_runtime, require_same_runtime
 from skippipe_jax.config import ClusterConfig
+from tests.harness.thread_hosts import on_hosts
 
 SLURM = {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "2"}
 ALONE_IN_SLURM = SLURM | {"SLURM_STEP_NUM_TASKS": "1"}
@@ -44,3 +45,13 @@ def test_the_runtime_is_as_configured_or_suits_the_environment(
 def test_no_other_runtime_is_taken():
     with pytest.raises(InputError, match=r"cluster\.runtime = 'both'"):
         ClusterConfig(runtime="both")
+
+
+def test_hosts_that_would_run_jax_in_unlike_ways_are_refused():
+    runtimes = ("distributed", "independent")
+    config = ClusterConfig(connect_timeout_s=30.0)
+    first, refused = on_hosts(
+        2, lambda host: require_same_runtime(host, config, runtimes[host.index])
+    )
+    assert first is None
+    assert "selects independent on host 1, and not on host 0" in str(refused)

@@ -11,7 +11,7 @@ import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import host_listener, links
-from skippipe_jax.connections.hello import PROTOCOL, Run
+from skippipe_jax.connections.hello import PROTOCOL, Hello, Run, Welcome
 from skippipe_jax.connections.links import INVALID_MESSAGE, reach
 from tests.connections.meshes import (
     PATIENCE_S,
@@ -38,43 +38,34 @@ def changed(**parts: Any) -> dict[str, Any]:
 
 
 NO_HELLOS = [
-    changed(host=99),
     changed(host=-1),
     changed(host=3, hosts=3),
     changed(host=True),
-    changed(host=1.0),
     changed(host=2, hosts=1 << 70),
-    changed(process=-1),
     changed(process=1 << 48),
-    changed(process="1"),
-    changed(name=None),
     changed(name="x" * 5000),
-    changed(address=""),
-    changed(address="nowhere"),
     changed(address="vienna:80"),
-    changed(address="127.0.0.1:0"),
     changed(address="127.0.0.1:65536"),
     changed(address="127.0.0.1:" + "9" * 5000),
     changed(address="fe80::1%..:80"),
     changed(address="\ud800:80"),
-    changed(run=[]),
-    changed(run={"identity": 3, "settings": {}, "versions": {}}),
     changed(run={"identity": {"run_dir": 3}, "settings": {}, "versions": {}}),
     changed(run={"identity": {str(n): "" for n in range(1025)}, "settings": {}, "versions": {}}),
-    changed(start=-1),
-    changed(comes_back="yes"),
-    {"protocol": PROTOCOL},
     {"protocol": PROTOCOL, "host": 2, "hosts": 3},
 ]
 
 
 @pytest.mark.parametrize("hello", NO_HELLOS, ids=range(len(NO_HELLOS)))
-async def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
-    first = Host(0, 3)
+def test_a_hello_with_anything_out_of_range_is_none(hello: dict[str, Any]):
+    with pytest.raises(ValueError):  # noqa: PT011
+        Hello.parse(hello)
+
+
+async def test_what_is_no_hello_counts_as_no_host():
+    first, hello = Host(0, 3), changed(host=-1)
     gathering = await first.gather()
     assert await answer_to(first, line([hello])[:-1].strip(b"[]") + b"\n") == []
     assert await answer_to(first, line([hello])) == []
-    # It did not count as one of those that are waited for.
     others = [Host(host, 3) for host in (1, 2)]
     await asyncio.gather(gathering, *(host.join(first) for host in others))
     await assert_all_connected([first, *others])
@@ -168,31 +159,32 @@ async def test_another_protocol_is_answered_in_words_that_all_understand(
     assert f"host 0 has version {PROTOCOL}" in capfd.readouterr().err
 
 
-WELCOME = {"host": 0, "name": "host 0", "start": 1000, "addresses": {}}
 EVERYBODY = {"0": "127.0.0.1:1", "1": "127.0.0.1:2", "2": "127.0.0.1:3"}
-NO_WELCOMES = [
-    {},
-    {"host": 0},
-    WELCOME,  # lacks addresses
-    WELCOME | {"addresses": EVERYBODY | {"3": "127.0.0.1:4"}},
-    WELCOME | {"addresses": EVERYBODY | {"-1": "127.0.0.1:4"}},
-    WELCOME | {"addresses": EVERYBODY | {"x": "127.0.0.1:4"}},
-    WELCOME | {"addresses": EVERYBODY | {"1": "nowhere"}},
-    WELCOME | {"addresses": EVERYBODY | {"1": "vienna:80"}},
-    WELCOME | {"addresses": EVERYBODY | {"1": 3}},
-    WELCOME | {"addresses": [*EVERYBODY.values()]},
-    WELCOME | {"addresses": EVERYBODY, "host": 1},
-    WELCOME | {"addresses": EVERYBODY, "host": 7},
-    WELCOME | {"addresses": EVERYBODY, "name": 7},
-    WELCOME | {"addresses": EVERYBODY, "start": None},
-]
+WELCOME = Welcome(0, "host 0", 1000, {}, 1000, 0).to_json() | {"addresses": EVERYBODY}
 
 
-@pytest.mark.parametrize("welcome", NO_WELCOMES, ids=range(len(NO_WELCOMES)))
-async def test_a_welcome_with_anything_out_of_range_is_none(welcome: dict[str, Any]):
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"host": 7},
+        {"addresses": EVERYBODY | {"3": "127.0.0.1:4"}},
+        {"addresses": EVERYBODY | {"x": "127.0.0.1:4"}},
+        {"addresses": EVERYBODY | {"1": "vienna:80"}},
+        {"name": 7},
+        {"start": None},
+    ],
+)
+def test_a_welcome_with_anything_out_of_range_is_none(part: dict[str, Any]):
+    assert Welcome.parse(WELCOME, 3)
+    with pytest.raises(ValueError):  # noqa: PT011
+        Welcome.parse(WELCOME | part, 3)
+
+
+@pytest.mark.parametrize("part", [{"addresses": {}}, {"host": 1}, {"start": None}])
+async def test_who_is_not_welcomed_by_host_0_ends(part: dict[str, Any]):
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        writer.write(line(["welcome", welcome]))
+        writer.write(line(["welcome", WELCOME | part]))
         await reader.read()  # The other end is closed.
         writer.close()
 
@@ -237,12 +229,8 @@ async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytes
         pytest.param(b"", id="nothing"),
         pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="another protocol"),
         pytest.param(b"[" * 60_000 + b"\n", id="nested"),
-        pytest.param(b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"\n", id="nested mappings"),
         pytest.param(b"+" + b"x" * 60_000 + b"\n", id="of several lines"),
-        pytest.param(b"+\n" * 30_000, id="of empty lines"),
         pytest.param(b"x" * 300_000, id="too long"),
-        pytest.param(b"1" * 60_000 + b"\n", id="a large number"),
-        pytest.param(line(["verdict", 0, "is lost", 2]), id="a verdict"),
         pytest.param(line(["put", "key", "value"]), id="a value"),
         pytest.param(line(["jax"]), id="JAX, which is not there"),
     ],
@@ -260,9 +248,8 @@ async def test_what_strangers_send_is_closed_and_leaves_nothing(content: bytes):
             assert await link.reader.read() in (b"",)
             link.writer.close()
 
-        for _ in range(5):
-            done = await asyncio.gather(*(send() for _ in range(20)), return_exceptions=True)
-            assert {type(one) for one in done} <= {type(None), ConnectionResetError}
+        done = await asyncio.gather(*(send() for _ in range(20)), return_exceptions=True)
+        assert {type(one) for one in done} <= {type(None), ConnectionResetError}
         await until(lambda: descriptors() <= before)
         await assert_all_connected(hosts, "still there")
         words = {message[1] for host in hosts for _, message in host.received}
@@ -298,15 +285,11 @@ async def test_what_a_stranger_calls_itself_does_nothing_to_a_terminal(
     "nonsense",
     [
         b"noise\n",
-        b"[" * 60_000 + b"\n",
         b"[[[[[[[[1]]]]]]]]\n",
         b"null\n",
-        b"{}\n",
-        b"[]\n",
         b'["what"]\n',
-        b'["control", ["what"]\n',
     ],
-    ids=range(8),
+    ids=range(4),
 )
 async def test_who_sends_what_no_host_sends_is_lost(nonsense: bytes):
     async with gathered(2, outlives=False) as hosts:
@@ -325,25 +308,6 @@ async def test_a_host_that_takes_nothing_in_holds_up_so_much_and_no_more(
             first.mesh.send(1, "put", "key", "x" * (1 << 16))
             assert link.writer.transport.get_write_buffer_size() < 2 << 20
         assert link.ending == "it stopped reading messages"
-
-
-async def test_links_that_break_and_hosts_that_come_back_leave_nothing():
-    async with gathered(3) as hosts:
-        await assert_all_connected(hosts)
-        before, tasks = descriptors(), len(asyncio.all_tasks())
-        for count in range(30):
-            # Such a connection takes the place of that of host 2 each time, which calls again.
-            for one, other in ((2, 0), (0, 1)):
-                if other in hosts[one].mesh._links:
-                    hosts[one].mesh._links[other].break_off("cut")
-            link = await stranger(hosts[1])
-            link.writer.write(line([hello_of(2, 3, comes_back=True)]))
-            link.writer.close()
-            if count % 10 == 0:
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(0.3)
-        await assert_all_connected(hosts, "again")
-        await until(lambda: descriptors() <= before and len(asyncio.all_tasks()) <= tasks)
 
 
 async def test_a_message_is_as_long_as_it_has_to_be():

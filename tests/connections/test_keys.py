@@ -20,7 +20,6 @@ from skippipe_jax.connections.keys import (
     Keys,
     Secret,
     derived,
-    make_secret,
     read_secret,
 )
 from skippipe_jax.connections.links import TlsCodec
@@ -63,12 +62,6 @@ def test_the_command_makes_a_secret_that_only_its_user_may_read(
     assert path.read_text() == text
     assert main(["keygen", str(tmp_path / "none" / "secret")]) == 2
     assert "No such file" in capsys.readouterr().err
-
-
-def test_no_two_secrets_are_alike(tmp_path: Path):
-    for name in ("one", "other"):
-        make_secret(tmp_path / name)
-    assert (tmp_path / "one").read_text() != (tmp_path / "other").read_text()
 
 
 # Reading one.
@@ -146,10 +139,6 @@ def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path))
     with pytest.raises(InputError, match=f"{FILE_VARIABLE} = .*cannot be read"):
         Keys.of(ClusterConfig())
-
-
-def test_a_secret_is_not_shown_with_what_holds_it():
-    assert TEXT not in repr(Secret("cluster.secret", "a file", TEXT))
 
 
 def test_a_secret_and_none_are_not_asked_for_together():

@@ -15,12 +15,11 @@ from skippipe_sched.errors import InputError, TemporaryError
 from skippipe_jax.connections import host_listener, links
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, _context, derived
 from skippipe_jax.connections.links import (
-    ALERT,
     HANDSHAKE,
     LINE_BYTES,
     Link,
     TlsCodec,
-    answered,
+    open_link,
     reach,
 )
 from tests.connections.meshes import (
@@ -112,9 +111,7 @@ async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     again = await Host(1, 2, keys=here).listen()
 
     async def comes_back() -> None:
-        link = await answered("{}:{}".format(*first.address), here)
-        assert link is not None
-        await again.mesh.rejoin(link)
+        await again.mesh.rejoin(await open_link(first.address, keys=here))
 
     with pytest.raises(InputError, match=told_here):
         await comes_back()
@@ -123,22 +120,6 @@ async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
     assert told.count("\n") == 1
     assert told.startswith("host 0 rejected a connection from ('127.0.0.1', ")
     assert told_there in told
-
-
-async def test_strangers_are_told_of_for_so_many_addresses_only(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(host_listener, "MAX_LOGGED_REJECTIONS", 3)
-    first = await Host(0, 2, keys=KEYS).listen()
-    for last in range(1, 9):
-        local = f"127.0.0.{last}", 0
-        opened = await asyncio.open_connection(*first.address, local_addr=local)
-        opened[1].write(b"noise\n")
-        assert await opened[0].read() == ALERT
-        opened[1].close()
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 4
-    assert told[-1] == "host 0: further rejections are not logged"
 
 
 # Time, and how many at once.
@@ -156,11 +137,8 @@ async def test_a_handshake_that_is_not_ended_is_closed_in_time(monkeypatch: pyte
         link.writer.close()
 
 
-@pytest.mark.parametrize(
-    "said", [b"", first_flight()[:100], first_flight()], ids=["nothing", "half", "all"]
-)
 async def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
-    said: bytes, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(links, "HELLO_S", NEVER_S)
     before = descriptors()
@@ -168,7 +146,7 @@ async def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
     gathering = await first.gather()
     waiting = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
     for link in waiting:
-        link.writer.write(said)
+        link.writer.write(first_flight())
     await until(lambda: len(first.mesh._door._unidentified) == host_listener.MAX_UNIDENTIFIED)
     await asyncio.gather(gathering, second.join(first))
     await assert_all_connected([first, second])
@@ -228,7 +206,7 @@ async def test_another_program_at_the_address_is_not_taken_for_a_host():
     server.close()
 
 
-@pytest.mark.parametrize("cut", [0, 1, 5, 100, 300])
+@pytest.mark.parametrize("cut", [0, 100])
 async def test_a_connection_that_is_cut_in_the_handshake_is_tried_again(cut: int):
     """By a network, or by a host that ends just then."""
     first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
@@ -284,29 +262,15 @@ def holds_records_only(answer: bytes) -> bool:
     return True
 
 
-async def heard_after(
-    link: Link, context: ssl.SSLContext, said: bytes, stop: int = 1 << 20
-) -> bytes | None:
-    """What the other end says behind a handshake; None if that does not come to its end.
-
-    No more than `stop` bytes are sent.
-    """
-    seal, is_through, heard, answer = TlsCodec(context), False, b"", b""
+async def heard_after(link: Link, context: ssl.SSLContext, said: bytes) -> bytes:
+    """What the other end says behind a whole handshake."""
+    await link.seal(context)
+    link.write(said)
+    heard = b""
     with suppress(ssl.SSLError, ConnectionError):
-        while True:
-            if is_through:
-                heard += seal.opened(answer)
-            else:
-                is_through = seal.shake(answer)
-                goes = seal.waiting() + (seal.sealed(said) if is_through else b"")
-                link.writer.write(goes[:stop])
-                stop -= len(goes)
-                if stop <= 0:
-                    link.writer.write_eof()
-                    break
-            if not (answer := await asyncio.wait_for(link.reader.read(LINE_BYTES), PATIENCE_S)):
-                break
-    return heard if is_through else None
+        while data := await asyncio.wait_for(link.read(), PATIENCE_S):
+            heard += data
+    return heard
 
 
 @asynccontextmanager
@@ -368,41 +332,6 @@ def damaged(flight: bytes, place: int, byte: int) -> bytes:
     return flight[:place] + bytes([byte]) + flight[place + 1 :]
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["no keys", "other keys", "the keys"]), st.integers(1, 1500)),
-        min_size=1,
-        max_size=8,
-    )
-)
-@settings(max_examples=15)
-def test_who_shakes_hands_without_the_secret_or_stops_in_the_middle_hears_nothing(
-    attempts: list[tuple[str, int]],
-):
-    """Those with the secret say nothing here, but may come in: they are stopped before."""
-    assert KEYS.calling is not None
-    contexts = {"no keys": anonymous(), "other keys": of_another_run(), "the keys": KEYS.calling}
-    shortest = len(first_flight())
-
-    async def attempt(host: Host, who: str, stop: int) -> None:
-        try:
-            link = await stranger(host)
-            stop = stop if who != "the keys" else stop % shortest
-            heard = await heard_after(link, contexts[who], HELLO, stop)
-            # By TLS 1.3, the other end has ended its own part before it knows who this is.
-            assert not heard
-            await all_answers(link)
-            link.writer.close()
-        except ConnectionError:
-            return
-
-    async def meet() -> None:
-        async with unmoved() as host:
-            await asyncio.gather(*(attempt(host, *one) for one in attempts))
-
-    run_quietly(meet())
-
-
 @pytest.mark.parametrize("who", [anonymous, of_another_run])
 async def test_a_whole_handshake_and_a_hello_without_the_secret_are_worth_nothing(
     who: Callable[[], ssl.SSLContext],
@@ -411,29 +340,3 @@ async def test_a_whole_handshake_and_a_hello_without_the_secret_are_worth_nothin
         link = await stranger(host)
         assert await heard_after(link, who(), HELLO) == b""
         link.writer.close()
-
-
-async def test_a_recording_of_a_good_handshake_is_worth_nothing():
-    async with without_third(KEYS) as (first, second):
-        # Host 2 comes back, and all that it sends is recorded.
-        assert KEYS.calling is not None
-        link, recorded = await stranger(first), b""
-        seal, is_through, answer = TlsCodec(KEYS.calling), False, b""
-        while not is_through:
-            is_through = seal.shake(answer)
-            goes = seal.waiting() + (seal.sealed(HELLO) if is_through else b"")
-            recorded += goes
-            link.writer.write(goes)
-            answer = await link.reader.read(LINE_BYTES)
-        assert b"welcome" in seal.opened(answer)
-        link.writer.close()
-        await until(lambda: 2 not in first.mesh._links)
-
-        link = await stranger(first)
-        link.writer.write(recorded)
-        answer = await all_answers(link)
-        assert answer[:1] == HANDSHAKE
-        assert holds_records_only(answer)
-        assert 2 not in first.mesh._links
-        link.writer.close()
-        await assert_all_connected([first, second])

@@ -9,9 +9,8 @@ import threading
 
 import pytest
 
-from skippipe_jax.cluster import control_loop
-from skippipe_jax.cluster.control_loop import ControlLoop
-from skippipe_jax.cluster.mailboxes import Mailboxes
+from skippipe_jax.cluster import membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.errors import PeerTimeout
@@ -46,8 +45,8 @@ def test_a_wait_that_is_cancelled_leaves_no_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_asks_an_event_loop_that_hangs_is_told_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control_loop, "ANSWERS_S", 0.05)
-    host = ControlLoop(ClusterConfig(), 1, 3, Mailboxes())
+    monkeypatch.setattr(membership, "ANSWERS_S", 0.05)
+    host = Membership(ClusterConfig(), 1, 3)
     host._loop = asyncio.new_event_loop()  # It does not run.
 
     async def answer() -> None: ...

@@ -76,6 +76,17 @@ async def test_a_host_says_why_it_does_not_reach_host_0(monkeypatch: pytest.Monk
         await reach(address, 0.0)
 
 
+async def test_hosts_that_do_not_come_are_named_to_all_that_did():
+    first, second = Host(0, 4, connect_timeout_s=0.5), Host(1, 4)
+    gathering = await first.gather()
+    with pytest.raises(InputError, match="--hosts = 3: host 0 was started with --hosts 4"):
+        await Host(2, 3).join(first)
+    late = await asyncio.gather(gathering, second.join(first), return_exceptions=True)
+    assert [type(error) for error in late] == [TemporaryError, TemporaryError]
+    for error in late:
+        assert "hosts 2, 3 did not connect within cluster.connect_timeout_s = 0.5 s" in str(error)
+
+
 def test_who_waits_for_a_moment_says_nothing(capsys: pytest.CaptureFixture[str]):
     with telling(lambda left_s: "waits", 60.0):
         pass

@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
+from msgspec import structs
+
 from skippipe_jax.consensus.decisions import advance, first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
@@ -232,6 +235,8 @@ def frozen(value: Any) -> Any:
         return frozenset((key, frozen(part)) for key, part in value.items())
     if isinstance(value, tuple):
         return tuple(map(frozen, value))
+    if isinstance(value, msgspec.Struct):
+        return (type(value).__name__, *map(frozen, structs.astuple(value)))
     if is_dataclass(value):
         parts = (frozen(getattr(value, field.name)) for field in fields(value))
         return (type(value).__name__, *parts)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control
@@ -18,7 +17,7 @@ from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import Generation
 from tests.consensus import exploration
-from tests.harness.thread_cluster import Network, ThreadControlLoop
+from tests.harness.thread_cluster import Network, ThreadMembership
 
 RULES = replace(exploration.RULES, hosts=(0, 1))
 FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())
@@ -68,8 +67,8 @@ def test_storage_that_fails_is_asked_again(
         return generation
 
     network, entered = Network(2), queue.SimpleQueue[Any]()
-    own = ThreadControlLoop(ClusterConfig(), 0, Mailboxes(), network)
-    own.begin_control(first_state(0, RULES, FIRST, 0), entered.put, store)
+    own = ThreadMembership(ClusterConfig(), 0, network)
+    own._done(own._begin_control(first_state(0, RULES, FIRST, 0), entered.put, store))
     network.lose(1)
     assert entered.get(timeout=20.0).generation.members == (0,)
     network.close()

@@ -108,7 +108,7 @@ def through_json(message: Message) -> Message:
 
 
 @given(MESSAGES)
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_message_comes_as_it_was_sent(message: Message):
     assert through_json(message) == message
 
@@ -119,7 +119,7 @@ def test_totals_that_are_no_numbers_come_as_they_were_sent():
 
 
 @given(JSON | st.tuples(NAMES, JSON, JSON).map(list) | damaged(MESSAGES.map(wire.to_json), JSON))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_what_is_no_message_is_a_value_error_and_nothing_else(given: Any):
     try:
         message = wire.parse(given)
@@ -227,7 +227,7 @@ def events(draw: st.DrawFn) -> Any:
 
 
 @given(st.lists(events(), max_size=8), st.booleans(), st.sets(st.integers(1, 2)))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_no_message_leads_a_host_to_where_it_cannot_go_on(
     events: list[Any], is_new: bool, left: set[int]
 ):

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skippipe_jax.cluster.control_loop import ControlLoop
-from skippipe_jax.cluster.mailboxes import Mailboxes
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, load_config
 from skippipe_jax.storage.records import StepMetrics
@@ -34,7 +32,7 @@ class Network:
 
     def __init__(self, hosts: int):
         self.hosts = hosts
-        self.control_loops: dict[int, ThreadControlLoop] = {}
+        self.members: dict[int, ThreadMembership] = {}
         self.lost: set[int] = set()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -44,8 +42,8 @@ class Network:
         text = json.dumps(message)
 
         def deliver() -> None:
-            if target in self.control_loops and not self.lost & {source, target}:
-                assert self.control_loops[target]._received(source, json.loads(text)), text
+            if target in self.members and not self.lost & {source, target}:
+                assert self.members[target]._received(source, json.loads(text)), text
 
         self.loop.call_soon_threadsafe(deliver)
 
@@ -54,8 +52,8 @@ class Network:
 
         def notice() -> None:
             self.lost.add(host)
-            for other in self.control_loops.keys() - self.lost:
-                self.control_loops[other]._report_lost(host, "its process has ended")
+            for other in self.members.keys() - self.lost:
+                self.members[other]._report_lost(host, "its process has ended")
 
         self.loop.call_soon_threadsafe(notice)
 
@@ -92,23 +90,10 @@ class ThreadMesh:
             self.send(host, *message)
 
 
-class ThreadControlLoop(ControlLoop):
-    """A host without connections of its own."""
-
-    def __init__(self, config: ClusterConfig, host: int, board: Mailboxes, network: Network):
-        super().__init__(config, host, network.hosts, board)
-        self._loop = network.loop
-        self._meeting = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-            mesh=ThreadMesh(network, host), address="127.0.0.1"
-        )
-        network.control_loops[host] = self
-
-    def part(self, patience_s: float) -> None:
-        """There is nothing to part from."""
-
-
 class ThreadMembership(Membership):
-    """Counts messages that come one after another, since the last generation began.
+    """A host without connections of its own.
+
+    It counts messages that come one after another, since the last generation began.
 
     Attributes:
         depth: so many had to come for what this host knows.
@@ -117,9 +102,15 @@ class ThreadMembership(Membership):
 
     def __init__(self, config: ClusterConfig, host: int, network: Network):
         super().__init__(config, host, network.hosts)
-        self._control_loop = ThreadControlLoop(config, host, self._board, network)
-        self.join_server = self._control_loop.join_server
+        self._loop = network.loop
+        self._connections = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+            mesh=ThreadMesh(network, host), address="127.0.0.1"
+        )
+        network.members[host] = self
         self.depth, self.puts = 0, list[str]()
+
+    def part(self, patience_s: float) -> None:
+        """There is nothing to part from."""
 
     def next_group(self, after: int, timeout_s: float) -> Group | None:
         group = super().next_group(after, timeout_s)

@@ -4,9 +4,7 @@ It sums by a collective where one JAX has the devices of all hosts, else by what
 """
 
 import argparse
-import errno
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from skippipe_sched.errors import InputError, run_command
+from skippipe_sched.errors import run_command
 
 from skippipe_jax.cluster.agreement import barrier, gather
 from skippipe_jax.cluster.joining import joined
@@ -24,13 +22,6 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.config.cluster import AUTO, RUNTIMES
 from skippipe_jax.errors import PeerTimeout
-
-FAILURES = {
-    "itself": ValueError("the data ran out"),
-    "input": InputError("data.path", "text", "ran out", "Give more"),
-    "full disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl"),
-    "interrupt": KeyboardInterrupt(),
-}
 
 
 def main() -> int:
@@ -43,7 +34,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="how long host 0 goes on")
     parser.add_argument("--linger-s", type=float, default=0.0, help="sleep before the end")
     parser.add_argument("--fail-at", type=int, help="the step after which this host raises")
-    parser.add_argument("--by", choices=FAILURES, default="itself", help="what it raises then")
     parser.add_argument("--late-at", type=int, help="the step after which a deadline has passed")
     parser.add_argument("--transfer-port", type=int)
     parser.add_argument("--clock-ahead-s", type=float, help="how wrong this host's clock is")
@@ -69,8 +59,7 @@ def main() -> int:
         print("transfer servers on", *(server.address() for server in servers))
         began = time.monotonic()
         print(f"clock offset {membership.clock_offset_s()}, {time.monotonic() - began} s")
-        failure = FAILURES[args.by]
-        sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at, failure)
+        sum_repeatedly(membership, args.seconds, args.fail_at, args.late_at)
         time.sleep(args.linger_s)
     print("ended well", flush=True)
     return 0
@@ -86,11 +75,7 @@ def exchange(membership: Membership) -> None:
 
 
 def sum_repeatedly(
-    membership: Membership,
-    seconds: float,
-    fail_at: int | None,
-    late_at: int | None,
-    failure: BaseException,
+    membership: Membership, seconds: float, fail_at: int | None, late_at: int | None
 ) -> None:
     """Add up what every host contributes, until host 0's contribution says that time is up."""
     total_of = by_collective() if membership.is_distributed else by_telling(membership)
@@ -103,7 +88,7 @@ def sum_repeatedly(
         if step == 3:
             print("summing", flush=True)
         if step == fail_at:
-            raise failure
+            raise ValueError("the data ran out")
         if step == late_at:
             raise PeerTimeout("nothing came from node 7 for 300 s")
 

@@ -24,9 +24,9 @@ from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.keys import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.local.hosts import PORTS
 from tests.harness.ports import free_block, free_port
 from tests.harness.processes import Processes
+from tests.harness.training_runs import settings, write_config
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 # Longer than a host is silent that waits for a busy processor.
@@ -34,21 +34,15 @@ HEARTBEAT_TIMEOUT_S = 8.0
 START_S = 60.0
 # What the end of a process takes once it is known that it has to end.
 SLACK_S = 20.0
-# Each host its own JAX, or one JAX for all.
-RUNTIMES = ("independent", "distributed")
 # Where nobody is to be lost, however busy the machine is.
 PATIENT = ("--heartbeat-timeout-s", "300")
 
 
-@pytest.fixture
-def run(processes: Processes) -> Processes:
-    """The hosts of one run."""
-    return processes
-
-
-def wait_until_summing(run: Processes) -> None:
-    hosts = range(len(run.processes))
-    run.wait_until(lambda: all("summing" in run.output(host) for host in hosts), START_S)
+def wait_until_summing(processes: Processes) -> None:
+    hosts = range(len(processes.processes))
+    processes.wait_until(
+        lambda: all("summing" in processes.output(host) for host in hosts), START_S
+    )
 
 
 def enter(*arguments: Any, **options: Any) -> None:
@@ -57,10 +51,10 @@ def enter(*arguments: Any, **options: Any) -> None:
         pass
 
 
-def assert_stopped_by(run: Processes, host: int, verdict: str, timeout_s: float) -> None:
+def assert_stopped_by(processes: Processes, host: int, verdict: str, timeout_s: float) -> None:
     """The host has ended by one message with the verdict, and by nothing else."""
-    assert run.exit_code(host, timeout_s) == LOST_HOST_EXIT_CODE, run.output(host)
-    output = run.output(host)
+    assert processes.exit_code(host, timeout_s) == LOST_HOST_EXIT_CODE, processes.output(host)
+    output = processes.output(host)
     assert output.count("exits with code 75. Resume from step ") == 1, output
     assert verdict in output
     assert "Traceback" not in output
@@ -69,122 +63,75 @@ def assert_stopped_by(run: Processes, host: int, verdict: str, timeout_s: float)
 
 @pytest.mark.nightly
 @pytest.mark.alone
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_hosts_that_end_well_are_not_lost(run: Processes, runtime: str):
+def test_hosts_that_end_well_are_not_lost(processes: Processes):
     # Long enough that silence would be noticed, and the last host stays behind the others.
-    run.really = True
-    run.start_hosts(4, WORKER, "--runtime", runtime, "--seconds", "1", last=("--linger-s", "4"))
+    run = ("--runtime", "distributed", "--seconds", "1")
+    processes.really = True
+    processes.start_hosts(4, WORKER, *run, last=("--linger-s", "4"))
     for host in range(4):
-        assert run.exit_code(host, START_S) == 0, run.output(host)
-        assert "ended well" in run.output(host)
-        assert "failed" not in run.output(host)
+        assert processes.exit_code(host, START_S) == 0, processes.output(host)
+        assert "ended well" in processes.output(host)
+        assert "failed" not in processes.output(host)
 
 
 @pytest.mark.parametrize(
     ("runtime", "victim", "blow"),
     [
         ("distributed", 2, signal.SIGKILL),
-        *(
-            pytest.param(runtime, 0, signal.SIGKILL, marks=pytest.mark.nightly)
-            for runtime in RUNTIMES
-        ),
-        pytest.param("independent", 1, signal.SIGSTOP, marks=pytest.mark.nightly),
+        pytest.param("independent", 0, signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param("distributed", 0, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],
 )
 def test_survivors_name_the_lost_host(
-    run: Processes, runtime: str, victim: int, blow: signal.Signals
+    processes: Processes, runtime: str, victim: int, blow: signal.Signals
 ):
     timeout = ("--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S))
-    run.start_hosts(3, WORKER, "--runtime", runtime, *timeout)
-    wait_until_summing(run)
-    run.processes[victim].send_signal(blow)
+    processes.start_hosts(3, WORKER, "--runtime", runtime, *timeout)
+    wait_until_summing(processes)
+    processes.processes[victim].send_signal(blow)
     struck = time.monotonic()
-    verdict = f"{run.name(victim)} failed: "
+    verdict = f"{processes.name(victim)} failed: "
     for host in {0, 1, 2} - {victim}:
         remaining = HEARTBEAT_TIMEOUT_S + SLACK_S - (time.monotonic() - struck)
-        assert_stopped_by(run, host, verdict, remaining)
+        assert_stopped_by(processes, host, verdict, remaining)
     if blow == signal.SIGSTOP:
-        run.processes[victim].send_signal(signal.SIGCONT)
-        assert_stopped_by(run, victim, verdict, HEARTBEAT_TIMEOUT_S + SLACK_S)
+        processes.processes[victim].send_signal(signal.SIGCONT)
+        assert_stopped_by(processes, victim, verdict, HEARTBEAT_TIMEOUT_S + SLACK_S)
 
 
 @pytest.mark.nightly
-def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(run: Processes):
-    run.start_hosts(2, WORKER, "--runtime", "independent", "--heartbeat-timeout-s", "5")
-    wait_until_summing(run)
-    run.processes[1].send_signal(signal.SIGSTOP)
-    run.processes[0].kill()
+def test_a_host_that_was_stopped_knows_it_though_nobody_is_left_to_say_so(processes: Processes):
+    processes.start_hosts(2, WORKER, "--runtime", "independent", "--heartbeat-timeout-s", "5")
+    wait_until_summing(processes)
+    processes.processes[1].send_signal(signal.SIGSTOP)
+    processes.processes[0].kill()
     time.sleep(6)
-    run.processes[1].send_signal(signal.SIGCONT)
-    assert_stopped_by(run, 1, f"{run.name(1)} failed: its connection", SLACK_S)
+    processes.processes[1].send_signal(signal.SIGCONT)
+    assert_stopped_by(processes, 1, f"{processes.name(1)} failed: its connection", SLACK_S)
 
 
-def test_others_stop_for_a_host_that_fails_and_say_why(run: Processes):
+def test_others_stop_for_a_host_that_fails_and_say_why(processes: Processes):
     # With this timeout, only the host's own word can be what stops the others.
-    run.start_hosts(3, WORKER, *PATIENT, last=("--fail-at", "5"))
-    assert run.exit_code(2, START_S) == 1
-    assert "ValueError: the data ran out" in run.output(2)
+    processes.start_hosts(3, WORKER, *PATIENT, last=("--fail-at", "5"))
+    assert processes.exit_code(2, START_S) == 1
+    assert "ValueError: the data ran out" in processes.output(2)
     for host in (0, 1):
-        assert_stopped_by(run, host, f"{run.name(2)} failed: ValueError: the data ran out", SLACK_S)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("by", "code", "what", "own_words"),
-    [
-        # To be started again would not help.
-        (
-            "input",
-            2,
-            "failed: InputError: data.path = 'text': ran out. Give more",
-            "error: data.path = ",
-        ),
-        ("full disk", 75, "failed: TemporaryError: file = 'run/metrics.jsonl'", "error: file = "),
-        # By a second Ctrl-C, which comes to one of them first.
-        ("interrupt", 130, "was interrupted (SIGINT)", "interrupted at once"),
-    ],
-)
-def test_others_end_like_a_host_that_ends_for_all(
-    run: Processes, by: str, code: int, what: str, own_words: str
-):
-    run.start_hosts(2, WORKER, *PATIENT, last=("--fail-at", "5", "--by", by))
-    assert [run.exit_code(host, START_S) for host in range(2)] == [code] * 2, run.outputs()
-    assert own_words in run.output(1)
-    assert f"{run.name(1)} {what}" in run.output(0)
-    assert f"exits with code {code}." in run.output(0)
-    assert ("Resume" in run.output(0)) == (code != 2)
-    assert "Traceback" not in run.outputs()
-
-
-@pytest.mark.nightly
-def test_slurm_tasks_find_each_other(run: Processes):
-    # JAX derives the port from the job's number: these 4096, in their order.
-    job = free_port() - PORTS[0]
-    for task in range(2):
-        run.start(
-            *(WORKER, "--seconds", "0.5", *PATIENT),
-            SLURM_JOB_ID=str(job),
-            SLURM_STEP_NODELIST="localhost",
-            SLURM_NTASKS="2",
-            SLURM_PROCID=str(task),
-            SLURM_LOCALID=str(task),
+        assert_stopped_by(
+            processes, host, f"{processes.name(2)} failed: ValueError: the data ran out", SLACK_S
         )
-    for host in range(2):
-        assert run.exit_code(host, START_S) == 0, run.output(host)
-        assert f"host {host} of 2, one JAX" in run.output(host)
 
 
 def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_sides(
-    run: Processes,
+    processes: Processes,
 ):
     """All that host 0 listens for goes through it, JAX's coordination service as well."""
     address = f"127.0.0.1:{free_port()}"
     command = (WORKER, "--runtime", "distributed", "--coordinator", address, "--hosts", "2")
     right = {SECRET_VARIABLE: "theSecretThatBothHostsOfThisRunHave"}
     wrong = {SECRET_VARIABLE: "theSecretThatNoHostOfThisRunHasEver"}
-    for host, secret in enumerate([right, wrong, {}]):
-        run.start(*command, *PATIENT, "--seconds", "0.5", "--host-id", str(min(host, 1)), **secret)
+    command = (*command, *PATIENT, "--seconds", "0.5", "--host-id")
+    for host, secret in zip("011", [right, wrong, {}], strict=True):
+        processes.start(*command, host, **secret)
     expected = [
         f"error: {SECRET_VARIABLE} = '(not shown)': TLS handshake with {address} failed: "
         "different secret. Give all hosts of the run the same secret.\n",
@@ -192,47 +139,40 @@ def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_s
         "none. Give this host the secret file of its run.\n",
     ]
     for host in (1, 2):
-        assert run.exit_code(host, START_S) == INPUT_ERROR_EXIT_CODE
-        assert run.output(host) == expected[host - 1]
-    run.start(*command, *PATIENT, "--seconds", "0.5", "--host-id", "1", **right)
-    assert [run.exit_code(host, START_S) for host in (0, 3)] == [0, 0], run.outputs()
-    assert "host 1 of 2, one JAX" in run.output(3)
-    refused = [line for line in run.output(0).splitlines() if "rejected a connection from" in line]
+        assert processes.exit_code(host, START_S) == INPUT_ERROR_EXIT_CODE
+        assert processes.output(host) == expected[host - 1]
+    processes.start(*command, "1", **right)
+    assert [processes.exit_code(host, START_S) for host in (0, 3)] == [0, 0], processes.outputs()
+    assert "host 1 of 2, one JAX" in processes.output(3)
+    refused = [
+        line for line in processes.output(0).splitlines() if "rejected a connection from" in line
+    ]
     assert len(refused) == 2
     assert sum("it does not have the secret of this run" in line for line in refused) == 1
     assert sum("it has no secret, and this run has one" in line for line in refused) == 1
-    assert right[SECRET_VARIABLE] not in run.outputs()
+    assert right[SECRET_VARIABLE] not in processes.outputs()
 
 
-def listens_on(run: Processes, host: int) -> list[tuple[str, int]]:
+def listens_on(processes: Processes, host: int) -> list[tuple[str, int]]:
     """The addresses and ports on which a host waits for connections."""
-    connections = psutil.Process(run.processes[host].pid).net_connections("tcp")
+    connections = psutil.Process(processes.processes[host].pid).net_connections("tcp")
     return [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_hosts_listen_on_the_address_of_the_coordinator_only(run: Processes, runtime: str):
-    run.start_hosts(3, WORKER, "--runtime", runtime, *PATIENT)
-    wait_until_summing(run)
-    for host in range(3):
-        # Two of each transfer server, one of the collectives of one JAX, and that for other hosts.
-        found = listens_on(run, host)
-        assert len(found) == 5 + (runtime == "distributed")
-        assert {address for address, _ in found} == {"127.0.0.1"}
-
-
-@pytest.mark.nightly
-def test_each_host_listens_on_its_own_address_and_ports(run: Processes):
+def test_each_host_listens_on_its_own_address_and_ports(processes: Processes):
     coordinator, port = free_port(), free_block()
     for host in range(3):
         arguments = ["--coordinator", f"127.0.0.1:{coordinator}", "--hosts", "3"]
         arguments += ["--host-id", str(host), "--transfer-port", str(port)]
+        arguments += ["--runtime", "distributed"]
         # All of 127.0.0.0/8 is this machine.
-        run.start(WORKER, *arguments, *PATIENT, **{BIND_VARIABLE: f"127.0.0.{host + 1}"})
-    wait_until_summing(run)
+        processes.start(WORKER, *arguments, *PATIENT, **{BIND_VARIABLE: f"127.0.0.{host + 1}"})
+    wait_until_summing(processes)
     for host in range(3):
-        found = listens_on(run, host)
+        found = listens_on(processes, host)
+        # Two of each transfer server, one of the collectives of one JAX, and that for other hosts.
+        assert len(found) == 6
         assert {address for address, _ in found} == {f"127.0.0.{host + 1}"}
         own = range(port + 3 * host, port + 3 * host + 3)
         # Where host 0 listens for messages its coordinator's address says.
@@ -247,18 +187,7 @@ def garbage() -> Iterator[bytes]:
     yield from (bytes(size) for size in (1, 3, 4, 8, 1024))
     yield b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the beginning of TLS
-    for line in (
-        "[" * 100_000,
-        "{}",
-        "null",
-        '["join"]',
-        '["join", 0, 3, "stranger"]',
-        '["join", 7, 2, "stranger"]',
-        '["put", "key", "value"]',
-        '["verdict", 0, "is lost", 2]',
-        '["jax"',
-        '["jax"]',  # where JAX has no service
-    ):
+    for line in ("[" * 100_000, '["join"]', '["verdict", 0, "is lost", 2]', '["jax"]'):
         yield line.encode() + b"\n"
 
 
@@ -275,49 +204,43 @@ def send(port: int, content: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def test_what_strangers_send_to_open_ports(run: Processes):
-    """Nothing happens; but for JAX's port for requests, of which docs/cluster.md tells."""
+def test_what_strangers_send_to_open_ports(processes: Processes):
+    """Nothing happens; but JAX ends a process by what comes to its port for requests."""
     coordinator, port = free_port(), free_block()
     own = (WORKER, *PATIENT, "--transfer-port", str(port))
-    run.start_hosts(2, *own, coordinator=f"127.0.0.1:{coordinator}")
-    wait_until_summing(run)
+    processes.start_hosts(2, *own, coordinator=f"127.0.0.1:{coordinator}")
+    wait_until_summing(processes)
     requests, messages = port + 2, port + 3
-    [arrays] = {port for _, port in listens_on(run, 1)} - {requests, messages}
+    [arrays] = {port for _, port in listens_on(processes, 1)} - {requests, messages}
     for content in garbage():
         for open_port in (coordinator, messages, arrays):
             send(open_port, content)
     # A host of this run that comes when it has begun is to try again.
     with pytest.raises(TemporaryError, match="the run started without this host"):
         enter(ClusterConfig(connect_timeout_s=60.0), f"127.0.0.1:{coordinator}", 2, 1)
-    assert [process.poll() for process in run.processes] == [None, None], run.outputs()
-    assert "Traceback" not in run.outputs()
+    assert [process.poll() for process in processes.processes] == [None, None], processes.outputs()
+    assert "Traceback" not in processes.outputs()
+    send(requests, bytes(4))
+    assert processes.exit_code(1, START_S) == -signal.SIGABRT
 
 
 @pytest.mark.nightly
 @pytest.mark.alone
-def test_clocks_are_compared_with_that_of_host_0(run: Processes):
-    run.start_hosts(3, WORKER, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
+def test_clocks_are_compared_with_that_of_host_0(processes: Processes):
+    processes.start_hosts(3, WORKER, "--seconds", "0.5", last=("--clock-ahead-s", "100"))
     for host, expected in enumerate([0.0, 0.0, -100.0]):
-        assert run.exit_code(host, START_S) == 0, run.output(host)
-        printed = re.search("clock offset (.*), (.*) s", run.output(host))
+        assert processes.exit_code(host, START_S) == 0, processes.output(host)
+        printed = re.search("clock offset (.*), (.*) s", processes.output(host))
         assert printed
         assert float(printed[1]) == pytest.approx(expected, abs=0.0 if host == 0 else 0.05)
         assert float(printed[2]) < 2.0
 
 
-@pytest.mark.nightly
-def test_a_host_that_has_waited_too_long_says_so_and_all_stop(run: Processes):
-    # With this timeout, nobody waits to find out whether a host is lost.
-    run.start_hosts(3, WORKER, *PATIENT, last=("--late-at", "5"))
-    message = "nothing came from node 7 for 300 s."
-    assert_stopped_by(run, 2, f"{run.name(2)}: {message}", START_S)
-    for host in (0, 1):
-        assert_stopped_by(run, host, f"{run.name(2)} failed: {message}", SLACK_S)
-
-
-def test_a_host_alone_that_has_waited_too_long_says_so(run: Processes):
-    run.start(WORKER, "--late-at", "5")
-    assert_stopped_by(run, 0, f"{run.name(0)}: nothing came from node 7 for 300 s.", START_S)
+def test_a_host_alone_that_has_waited_too_long_says_so(processes: Processes):
+    processes.start(WORKER, "--late-at", "5")
+    assert_stopped_by(
+        processes, 0, f"{processes.name(0)}: nothing came from node 7 for 300 s.", START_S
+    )
 
 
 def test_a_host_alone_talks_with_itself():
@@ -392,18 +315,6 @@ def test_a_port_of_host_0_that_is_taken_may_be_free_later():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(TemporaryError, match=f"{address}.*this host cannot listen on"):
             enter(ClusterConfig(), address, 2, 0)
-
-
-@pytest.mark.nightly
-def test_hosts_that_would_run_jax_in_unlike_ways_are_refused(run: Processes):
-    # Host 0 waits for the others in JAX by then, as it would for long.
-    run.start_hosts(
-        2, WORKER, "--runtime", "distributed", *PATIENT, last=("--runtime", "independent")
-    )
-    assert [run.exit_code(host, START_S) for host in (1, 0)] == [2, 2], run.outputs()
-    problem = "cluster.runtime = 'independent': selects independent on host 1, and not on host 0"
-    assert f"InputError: {problem}" in run.output(0)
-    assert "Traceback" not in run.outputs()
 
 
 def test_distributed_without_a_cluster_is_refused():
@@ -520,27 +431,20 @@ def test_another_program_on_the_port_is_not_taken_for_host_0():
 
 
 @pytest.mark.nightly
-@pytest.mark.alone
-def test_missing_and_doubled_hosts_are_named():
-    address = f"127.0.0.1:{free_port()}"
-    problems: dict[int, str] = {}
-
-    def take_part(host: int) -> None:
-        with pytest.raises(TemporaryError) as caught:
-            enter(ClusterConfig(connect_timeout_s=3.0), address, 4, host)
-        problems[host] = str(caught.value)
-
-    hosts = [threading.Thread(target=take_part, args=(host,)) for host in (0, 1)]
-    for host in hosts:
-        host.start()
-    time.sleep(1.5)
-    with pytest.raises(InputError, match=r"--host-id = 1: host 1 \(.*\) already uses") as caught:
-        enter(ClusterConfig(connect_timeout_s=3.0), address, 4, 1)
-    assert caught.value.exit_code == INPUT_ERROR_EXIT_CODE
-    with pytest.raises(InputError, match="--hosts = 3: host 0 was started with") as caught:
-        enter(ClusterConfig(connect_timeout_s=3.0), address, 3, 2)
-    assert caught.value.exit_code == INPUT_ERROR_EXIT_CODE
-    for host in hosts:
-        host.join()
-    for host in (0, 1):
-        assert "hosts 2, 3 did not connect within cluster.connect_timeout_s = 3 s" in problems[host]
+def test_a_host_that_answers_no_more_while_links_are_measured_is_named(
+    processes: Processes, tmp_path: Path
+):
+    config, output = write_config(tmp_path, plan="auto"), tmp_path / "case.yaml"
+    # Silence would be noticed late.
+    impatient = settings(network__deadline_s=3, cluster__heartbeat_timeout_s=2 * START_S)
+    measure = ("-m", "skippipe_jax", "measure", "--config", config, "-o", output)
+    processes.start_hosts(2, *measure, *impatient)
+    # Before, JAX itself waits for the devices of all hosts.
+    processes.wait_until(lambda: "links opened" in processes.output(0), START_S)
+    processes.processes[1].send_signal(signal.SIGSTOP)
+    assert processes.exit_code(0, START_S) == LOST_HOST_EXIT_CODE, processes.outputs()
+    # Where it waits is by chance: for a message, or for a transfer.
+    late = r"timed out (after 3 s )?waiting for .* from host 1 \((network\.deadline_s = 3 s|since )"
+    assert re.search(late, processes.output(0)), processes.output(0)
+    assert "Traceback" not in processes.output(0)
+    assert not output.exists()

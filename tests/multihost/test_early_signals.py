@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
-from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from tests.commands.examples import write_inputs
 from tests.harness.ports import free_port
@@ -50,24 +48,6 @@ def test_a_host_that_waits_for_the_others(processes: Processes, number: signal.S
     [line] = lines(processes, 0, number)
     assert line.removeprefix("SIGTERM: ").startswith("interrupted; ")
     assert line.startswith("SIGTERM") == (number == signal.SIGTERM)
-
-
-@pytest.mark.nightly
-def test_a_host_that_settles_the_run_with_others_tells_them(processes: Processes, tmp_path: Path):
-    patient = ("--set", "cluster.heartbeat_timeout_s=300")
-    searches = ("--set", "plan.method=joint", "--set", "plan.budget_s=1000")
-    processes.start_hosts(2, *TRAIN, "--config", "config.yaml", *patient, *searches)
-    processes.wait_until(lambda: "planning" in processes.output(0), PATIENCE_S)
-    # Nothing shows that the other one has come to where it waits for the plans.
-    time.sleep(2.0)
-    [line] = lines(processes, 1, signal.SIGTERM)
-    # It may still be on the way from the others to its run, of which it tells nothing then.
-    told = line.removesuffix(" Restart without --resume; run contains no run yet.")
-    assert told == "SIGTERM: interrupted at once."
-    assert processes.exit_code(0, PATIENCE_S) == TEMPORARY_EXIT_CODE
-    assert f"{processes.name(1)} was interrupted (SIGTERM)." in processes.output(0)
-    assert "Traceback" not in processes.output(0)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.nightly

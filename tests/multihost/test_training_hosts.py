@@ -20,8 +20,6 @@ from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.storage.checkpoint import latest_step
-from skippipe_jax.storage.records import StepMetrics
-from skippipe_jax.storage.run_dir import RunDir
 from tests.harness import oracle
 from tests.harness.processes import started_processes
 from tests.harness.training_runs import (
@@ -105,12 +103,6 @@ OTHER_MESHES = ((1, 1), (1, 1), (2, 2), (1, 2), (1, 2))
             *("strict", "collective", "windows"),
             id="2 hosts",
         ),
-        # The replicas of both stages that have two are on one host, which sums by collectives.
-        pytest.param(
-            *("independent", FOUR_STAGES, TIED, [0, 1, 1, 0, 0, 0], "strict", "auto", "windows"),
-            id="2 hosts, no ring",
-            marks=pytest.mark.nightly,
-        ),
         pytest.param(
             *("independent", FOUR_STAGES, TIED, [0, 1, 0, 1, 1, 0]),
             *("ready-first", "ring", "documents"),
@@ -141,9 +133,7 @@ def test_every_replica_equals_the_oracle(
     )
     hosts = max(host_of_node) + 1
     with started_processes(tmp_path / "hosts") as processes:
-        # So many that no two replicas are on one, where they are summed on their own host.
-        devices = virtual_devices(3 if averaging == "auto" else 1)
-        processes.start_hosts(hosts, *WRITES_REPLICAS, "--config", path, **devices)
+        processes.start_hosts(hosts, *WRITES_REPLICAS, "--config", path, **virtual_devices(1))
         assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
     assert_replicas_are_saved(tmp_path, ORACLE_STEPS)
     assert_equals_the_oracle(path, tmp_path, ORACLE_STEPS)
@@ -295,51 +285,16 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nine_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a run of nine processes, one for each node, without interruption."""
-    return undisturbed_run(9, config, tmp_path_factory.mktemp("nine"))
-
-
-@pytest.fixture(scope="module")
-def nine_in_one_jax(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of nine processes that share one JAX."""
-    folder = tmp_path_factory.mktemp("distributed")
-    return undisturbed_run(9, config, folder, cluster__runtime="distributed")
-
-
-@pytest.fixture(scope="module")
 def four_processes(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run of as many processes as below lose one after the other."""
     folder = tmp_path_factory.mktemp("four")
-    return undisturbed_run(HOSTS, config, folder, cluster__host_of_node=HOST_OF_NODE)
-
-
-def undisturbed_run(hosts: int, config: Path, folder: Path, **changes: Any) -> Path:
+    changes = {"cluster__host_of_node": HOST_OF_NODE}
     with started_processes(folder) as processes:
         command = (*TRAIN, *in_folder(config, folder / "run", **changes))
-        processes.start_hosts(hosts, *command, **virtual_devices(1))
-        assert processes.exit_codes(PATIENCE_S) == [0] * hosts, processes.outputs()
+        processes.start_hosts(HOSTS, *command, **virtual_devices(1))
+        assert processes.exit_codes(PATIENCE_S) == [0] * HOSTS, processes.outputs()
         assert not CRASHES.search(processes.outputs()), processes.outputs()
     return folder / "run"
-
-
-@pytest.fixture(params=["one_process", "nine_processes", "nine_in_one_jax"])
-def run_dir(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(request.param)
-
-
-@pytest.mark.nightly
-def test_losses_do_not_depend_on_the_number_of_processes(
-    one_process: Path, nine_processes: Path, nine_in_one_jax: Path
-):
-    assert_same_losses(nine_processes, one_process)
-    # What travels, and in which order it is added up, is the same.
-    losses, others = (
-        [line["loss"] for line in Run(folder).metrics]
-        for folder in (nine_processes, nine_in_one_jax)
-    )
-    assert losses == others
-    assert max(errors_of_parameters(nine_processes, one_process, STEPS)) < 1e-3
 
 
 def assert_same_losses(run: Path, expected: Path) -> None:
@@ -388,27 +343,6 @@ def test_nine_processes_equal_one_with_hops_in_8_bits(config: Path, tmp_path: Pa
         assert abs(line["loss"] - other["loss"]) < 1e-3
         assert line["bytes_sent"] == other["bytes_sent"]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
-
-
-@pytest.mark.nightly
-def test_every_iteration_leaves_a_line_of_metrics(run_dir: Path):
-    plan = RunDir(run_dir).plan()
-    lines = Run(run_dir).metrics
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    peaks = dict[int, int]()
-    for line in lines:
-        assert line.keys() == {*StepMetrics.__struct_fields__}
-        assert line["tokens"] == len(plan.microbatches) * 2 * 32
-        assert min(line["tokens_per_second"], line["seconds_per_iteration"]) > 0
-        assert min(line["bytes_sent"], line["gradient_norm"], line["learning_rate"]) > 0
-        # What is in flight is of each node.
-        peaks = {int(node): peak for node, peak in line["peak_in_flight"].items()}
-        assert all(peak <= plan.case.nodes[node].memory for node, peak in peaks.items())
-    assert any(peak == plan.case.nodes[node].memory for node, peak in peaks.items())
-    first, *others = [line["compilations"] for line in lines]
-    assert first > 0
-    # The run has saved checkpoints in between.
-    assert others == [0] * (STEPS - 1)
 
 
 @pytest.mark.nightly
@@ -510,27 +444,3 @@ def assert_told_of_loss(output: str, lost: str, run_dir: Path) -> None:
 
 
 # The launcher, whose hosts are always started for real.
-
-
-def test_launch_stops_all_when_one_fails(config: Path, tmp_path: Path):
-    with started_processes(tmp_path) as processes:
-        command = (*LAUNCH, "--hosts", "3", "--kill-after", "2")
-        processes.start(*command, *in_folder(config, tmp_path / "run"), **virtual_devices(1))
-        launcher = psutil.Process(processes.processes[0].pid)
-        processes.wait_until(lambda: len(launcher.children()) == 3, PATIENCE_S)
-        hosts = launcher.children()
-        # So early that the others do not know of it, and would wait for it.
-        hosts[1].kill()
-        assert processes.exit_code(0, 30.0) == 128 + signal.SIGKILL, processes.output(0)
-        assert not any(host.is_running() for host in hosts)
-
-
-def test_launch_passes_on_that_the_input_is_wrong(config: Path, tmp_path: Path):
-    wrong = in_folder(config, tmp_path / "run", cluster__host_of_node="[0,0,0,0,1,1,1,1,3]")
-    with started_processes(tmp_path) as processes:
-        processes.start(*LAUNCH, "--hosts", "2", *wrong, **virtual_devices(1))
-        assert processes.exit_code(0, PATIENCE_S) == 2, processes.output(0)
-        output = processes.output(0)
-    assert "error: cluster.host_of_node = " in output
-    assert "Traceback" not in output
-    assert not (tmp_path / "run").exists()

@@ -46,7 +46,6 @@ needs_root = pytest.mark.skipif(
 def network() -> Iterator[ShapedNetwork]:
     rates = np.full((4, 4), 1e6)
     rates[0, 1], rates[1, 0] = 0.25e6, 8e6
-    rates[2, 3] = np.inf
     with ShapedNetwork(rates) as network:
         yield network
 
@@ -79,43 +78,12 @@ def traces(network: ShapedNetwork) -> list[str]:
 @needs_root
 @pytest.mark.alone
 def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
+    network.set_rate(0, 1, 4e6)
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 3), (3, 0)]
     receivers = [transfer(network, *pair, int(3 * network.rates[pair]))[0] for pair in pairs]
     shares = [goodput(r) / network.rates[pair] for r, pair in zip(receivers, pairs, strict=True)]
     # The rates differ by factors of 4 and more, so a pause of a busy machine may take its share.
     assert shares == pytest.approx([1.0] * len(pairs), abs=0.2)
-
-
-@pytest.mark.nightly
-@needs_root
-@pytest.mark.alone
-def test_a_link_without_a_rate_is_quick(network: ShapedNetwork):
-    assert goodput(transfer(network, 2, 3, 50_000_000)[0]) > 50e6
-
-
-@pytest.mark.nightly
-@needs_root
-@pytest.mark.alone
-def test_a_rate_can_change(network: ShapedNetwork):
-    network.set_rate(0, 1, 4e6)
-    assert goodput(transfer(network, 0, 1, 4_000_000)[0]) == pytest.approx(4e6, rel=0.1)
-
-
-@pytest.mark.nightly
-@needs_root
-@pytest.mark.alone
-def test_a_host_is_cut_off_and_joined_again(network: ShapedNetwork):
-    start = time.monotonic()
-    receiver, _ = transfer(network, 0, 2, 2_000_000)  # two seconds
-    bystander, _ = transfer(network, 3, 1, 2_000_000)
-    time.sleep(0.5)
-    network.set_link(0, up=False)
-    assert goodput(bystander) == pytest.approx(1e6, rel=0.1)
-    time.sleep(1)
-    assert receiver.poll() is None
-    network.set_link(0, up=True)
-    goodput(receiver)
-    assert 2.5 < time.monotonic() - start < 10
 
 
 @needs_root

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import pytest
 from skippipe_sched.errors import InputError
+from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfig
 from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
 from skippipe_jax.training.trainer import Trainer
-from tests.network import hop_beside_ring
 from tests.sched.examples import plan_of
 
 # Of stage 1 each host has a node, of stage 2 host 1 has both; all links are quick.
@@ -81,8 +81,14 @@ def test_a_ring_is_cut_smaller_where_hops_take_the_same_links(
 ):
     """Hosts of one node each send their like nothing but the ring."""
     devices = devices_of_nodes(host_of, [["cpu"]] * 4)
-    config = Config(model=hop_beside_ring.MODEL)
-    topology = Topology.of(config, hop_beside_ring.PLAN, 0, host_of, devices, HopNumbers())
+    bandwidth = 2e6 / GIBIBYTE
+    links = [["near", "far", 0.0, bandwidth], ["far", "near", 0.0, bandwidth]]
+    stages, paths = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    plan = plan_of(stages, paths, locations=["near", "far"], links=links, activation_bytes=1e5)
+    # The stages have a block each, of 4 MB.
+    model = ModelConfig(vocabulary_size=8, width=256, layers=2, heads=4, kv_heads=4, ffn_width=1024)
+    config = Config(model=model)
+    topology = Topology.of(config, plan, 0, host_of, devices, HopNumbers())
     assert 4 * topology.rings[1].chunk_length == pytest.approx(chunk_bytes, rel=0.1)
 
 

@@ -14,7 +14,7 @@ from skippipe_sched.errors import Terminated
 
 from skippipe_jax.cli import join, train
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.cluster.mailboxes import NOBODY
+from skippipe_jax.cluster.inbox import NOBODY
 from skippipe_jax.config import Config, to_yaml
 from skippipe_jax.config.run import TrainConfig, ValidationConfig
 from skippipe_jax.training import preemption

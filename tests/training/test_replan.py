@@ -55,7 +55,7 @@ EVEN = predicting(plan_of([[0], [1, 2]], [[0, 1], [0, 2], [0, 1], [0, 2]], path_
 def group_of(generation: Generation) -> Group:
     """That of host 0, which is in this generation."""
     membership = Membership(ClusterConfig(), 0, 1)
-    membership._board.begin(generation.number)
+    membership.inbox.begin(generation.number)
     return Group(membership, generation)
 
 

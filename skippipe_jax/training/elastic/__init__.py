@@ -2,9 +2,9 @@
 
 The loss of a host, step by step:
 
-    connections/mesh          detects it; cluster/control_loop passes it to consensus/control
+    connections/mesh          detects it; cluster/membership passes it to consensus/control
     consensus/decisions       the members decide on the next generation (Paxos)
-    cluster/generation_queue  enters it: every wait of the old generation raises GenerationEnded
+    cluster/inbox             enters it: every wait of the old generation raises GenerationEnded
     training/trainer          `_advance` catches that, and calls `runner.next_session`
     coordinator               decides what this host does, and with which state it continues
     runner                    closes the session, exchanges reports, opens one for the new group

@@ -12,7 +12,7 @@ from skippipe_sched.problem.node_addition import NewNode
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Placement
 
-from skippipe_jax.cluster.generation_queue import Totals
+from skippipe_jax.cluster.inbox import Totals
 from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP, STOP

@@ -20,6 +20,7 @@ from skippipe_sched.errors import InputError
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import from_host_0
 from skippipe_jax.cluster.ending import may_be_caused_by_peer
+from skippipe_jax.cluster.inbox import NOBODY
 from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.waiting import telling
@@ -244,7 +245,7 @@ class ElasticRunner:
             following = self._membership.next_group(after, seconds)
         if following is None:
             # Stop waiting for a checkpoint that needs the others.
-            self._membership.succession.ends()
+            self._membership.inbox.begin(NOBODY)
             return Signal.TIME_OVER
         self._group = following
         if after == 0:

@@ -6,14 +6,15 @@ import tracemalloc
 
 import pytest
 
-from skippipe_jax.cluster import mailboxes
-from skippipe_jax.cluster.mailboxes import Mailboxes, named
+from skippipe_jax.cluster import inbox
+from skippipe_jax.cluster.inbox import Inbox, named
+from skippipe_jax.consensus.generations import Enter, Generation, NotMember
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 
 def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailboxes, "MOST_CHARACTERS", 1 << 20)
-    own = Mailboxes()
+    monkeypatch.setattr(inbox, "MOST_CHARACTERS", 1 << 20)
+    own = Inbox()
     own.post(1, "mine", "here")
     tracemalloc.start()
     for count in range(500):
@@ -29,8 +30,8 @@ def test_what_nobody_asks_for_grows_to_so_much_and_no_more(monkeypatch: pytest.M
 
 
 def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailboxes, "MOST_VALUES", 10)
-    own = Mailboxes()
+    monkeypatch.setattr(inbox, "MOST_VALUES", 10)
+    own = Inbox()
     for count in range(100):
         own.post(1, f"{count}", "")
         own.post(1, "again", f"{count}")
@@ -41,8 +42,8 @@ def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.Monkey
 
 
 def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailboxes, "MOST_CHARACTERS", 100)
-    own = Mailboxes()
+    monkeypatch.setattr(inbox, "MOST_CHARACTERS", 100)
+    own = Inbox()
     own.post(1, "kept", "x" * 40)
     for count in range(10):
         own.post(1, f"{count}", "x" * 40)
@@ -51,7 +52,7 @@ def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_host_speaks_for_another():
-    own = Mailboxes()
+    own = Inbox()
     own.post(2, "run/0", "theirs")
     with pytest.raises(PeerTimeout):
         own.take("run/0", 0.0, 0, 0)
@@ -60,7 +61,7 @@ def test_no_host_speaks_for_another():
 
 
 def test_a_generation_takes_with_it_what_was_told_in_it():
-    own = Mailboxes()
+    own = Inbox()
     own.post(1, named(1, "key"), "of the first")
     own.post(1, named(2, "key"), "of the second")
     own.begin(2)
@@ -73,8 +74,36 @@ def test_a_generation_takes_with_it_what_was_told_in_it():
 
 @pytest.mark.parametrize("key", ["9" * 5000 + ":key", "\u00b2:key", "-1:key", ":", ""])
 def test_a_key_that_names_no_generation_ends_nothing(key: str):
-    own = Mailboxes()
+    own = Inbox()
     own.post(1, key, "value")
     own.begin(1)
     with pytest.raises(PeerTimeout):
         own.take(key, 0.0, 1, 1)
+
+
+def generation(number: int, *, is_rewound: bool = False) -> Generation:
+    return Generation(number, (0, 1), (5, 6), 0, 20, is_rewound=is_rewound)
+
+
+def number_after(own: Inbox, after: int) -> int | None:
+    found = own.next(after, 0.0)
+    return None if found is None else found.number
+
+
+def test_no_generation_is_passed_over_though_it_has_ended():
+    own = Inbox()
+    for number in (1, 2, 3):
+        own.follow(Enter(generation(number, is_rewound=number == 2)))
+    found = own.next(1, 0.0)
+    assert found == generation(2, is_rewound=True)
+    assert [number_after(own, after) for after in (2, 3)] == [3, None]
+
+
+def test_who_is_left_out_goes_on_with_what_it_enters_next():
+    own = Inbox()
+    own.follow(Enter(generation(1)))
+    own.follow(Enter(generation(2)))
+    own.follow(NotMember(generation(3)))
+    assert number_after(own, 1) is None
+    own.follow(Enter(generation(4)))
+    assert number_after(own, 1) == 4

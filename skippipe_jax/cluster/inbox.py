@@ -1,4 +1,4 @@
-"""Mailbox of values from other hosts until they are read or their generation ends."""
+"""Inbox of a host: values from other hosts until they are read, and decisions of the consensus."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
+from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generation, NotMember
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
 MOST_VALUES = 10_000
@@ -20,18 +21,30 @@ _LONGEST_NUMBER = 18
 NOBODY = -1
 """Generation of a host that is in none, while others continue."""
 
+Totals = tuple[float, ...]
+Counted = Callable[[Totals], None]
+"""Function that is called with the totals of all hosts when a step commits."""
 
-class Mailboxes:
-    """Values by host and key, each of which is read once; thread-safe.
+
+class Inbox:
+    """Values by host and key, each of which is read once, and generations that this host enters.
+
+    The event loop fills it, and any thread reads it. Waits end with the generation in which they
+    began.
 
     Attributes:
         generation: number of this host's generation; 0 before the first.
+        entered: the newest generation that this host has entered, or None.
     """
 
     def __init__(self):
-        """Start without values."""
+        """Start without values, outside of all generations."""
         self.generation = 0
+        self.entered: Generation | None = None
         self._mailboxes: defaultdict[int, _Mailbox] = defaultdict(_Mailbox)
+        self._following: tuple[Generation, ...] = ()
+        self._counted: Counted | None = None
+        self._when_ended: Callable[[], None] | None = None
         self._changed = threading.Condition()
 
     def post(self, source: int, key: str, value: str) -> None:
@@ -69,19 +82,65 @@ class Mailboxes:
             box.drop(key)
             return value
 
+    def next(self, after: int, timeout_s: float) -> Generation | None:
+        """Wait for the generation that this host enters after another; None after `timeout_s`.
+
+        Every generation is returned, even one that has ended: all hosts may have rolled back in it.
+        """
+
+        def found() -> Generation | None:
+            last = self.generation
+            return next((own for own in self._following if after < own.number <= last), None)
+
+        with self._changed:
+            self._following = tuple(own for own in self._following if own.number > after)
+            return self._changed.wait_for(found, timeout_s)
+
+    def expect(self, generation: int, counted: Counted) -> None:
+        """Call `counted` when the next step commits, unless the generation has ended."""
+        with self._changed:
+            if self.generation == generation:
+                self._counted = counted
+
+    def when_ended(self, generation: int, then: Callable[[], None]) -> None:
+        """Call `then` when a generation ends, or at once if it has."""
+        with self._changed:
+            self._when_ended = then
+            has_ended = self.generation != generation
+        if has_ended:
+            then()
+
+    def follow(self, decision: Decision) -> None:
+        """Carry out a decision: apply a step, enter a generation, or leave it."""
+        match decision:
+            case Apply(_, outcome):
+                if (counted := self._counted) is not None:
+                    counted(outcome)
+            case Enter(generation):
+                with self._changed:
+                    self.entered = generation
+                    self._following += (generation,)
+                self.begin(generation.number)
+            case NotMember():
+                with self._changed:
+                    # This host rejoins without a state, or all roll back: pending ones are void.
+                    self._following = ()
+                self.begin(NOBODY)
+
     def begin(self, generation: int) -> None:
-        """Enter another generation and drop the values of earlier ones."""
+        """Enter another generation, or `NOBODY`; drop the values of earlier ones.
+
+        All waits in the last generation raise `GenerationEnded`.
+        """
         with self._changed:
             self.generation = generation
             for box in self._mailboxes.values():
                 for key in [key for key in box.values if _generation_of(key) < generation]:
                     box.drop(key)
+            then, self._when_ended, self._counted = self._when_ended, None, None
             self._changed.notify_all()
-
-    def wait_for(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until a condition on the generation holds; return whether it does in time."""
-        with self._changed:
-            return self._changed.wait_for(is_there, timeout_s)
+        if then is not None:
+            then()
 
 
 class _Mailbox:
