@@ -20,10 +20,10 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.node_memory import gathers_once
-from skippipe_jax.optim.outer import begin, fragments_of, message_shape
+from skippipe_jax.optim.outer import begin, fragments_of
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.runtime.operations import TrainingOperations, add_targets
-from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps, share_of_norm
+from skippipe_jax.runtime.outer_steps import inner_steps, share_of_norm
 from skippipe_jax.runtime.reduction import sum_of_trees
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import Gathering, RingPart
@@ -202,7 +202,7 @@ class _Replica:
         if self.count == 1:
             return
         outer = ahead(begin, parameters)
-        for fragment in functions_of_fragments(config, cut[self.stage]):
+        for fragment in fragments_of(config.averaging, cut[self.stage]):
             message, sent, outer = fragment.send(parameters, outer, ahead)
             if self.count is not None:
                 messages = dict.fromkeys(range(self.count), message)
@@ -300,7 +300,7 @@ def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
     if stage not in topology.gatherings:
         return
     for fragment in fragments_of(config.averaging, layers):
-        message = _zeros(message_shape(config.averaging, fragment, parameters), here)
+        message = _zeros(fragment.message_shape(parameters), here)
         gathering = Gathering(topology.gatherings[stage], replica, message)
         for _ in gathering.begin():
             pass

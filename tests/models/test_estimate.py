@@ -23,7 +23,7 @@ from skippipe_jax.models.block_footprint import bytes_saved_by_blocks, passing_b
 from skippipe_jax.models.footprint import message_bytes, stage_parameters
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import kept_bytes
-from skippipe_jax.optim.outer import fragments_of, message_shape
+from skippipe_jax.optim.outer import fragments_of
 from skippipe_jax.runtime.stage_functions import stage_functions
 from tests.harness.training_runs import SMALL_CASE
 
@@ -218,7 +218,7 @@ def test_messages_have_the_bytes_of_the_formula(dtype: str, tied_head: bool):
     config = parse_config(CONFIG | {"model": model, "averaging": OUTER | {"dtype": dtype}})
     for stage, shapes in enumerate(stage_shapes(config.model, 2)):
         for number, fragment in enumerate(fragments_of(config.averaging, 3)):
-            shape = message_shape(config.averaging, fragment, shapes)
+            shape = fragment.message_shape(shapes)
             formula = message_bytes(config, 3, number, is_data_stage=stage == 0)
             assert shape.size * shape.dtype.itemsize == formula
 

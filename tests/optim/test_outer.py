@@ -20,7 +20,6 @@ from skippipe_jax.optim.outer import (
     Outer,
     begin,
     dequantised,
-    fragment_functions,
     fragments_of,
     inner_optimizer,
     quantised,
@@ -58,8 +57,7 @@ class Compiled:
 
     def __init__(self, averaging: AveragingConfig, layers: int, replicas: list[Any]):
         self.averaging = averaging
-        fragments = fragments_of(averaging, layers)
-        self.functions = [fragment_functions(averaging, fragment) for fragment in fragments]
+        self.fragments = fragments_of(averaging, layers)
         self.outers = [begin(own) for own in replicas]
         self.sent: dict[int, list[Any]] = {}
         self.messages: dict[tuple[int, int], np.ndarray] = {}
@@ -70,7 +68,7 @@ class Compiled:
         if (fragment := self.averaging.fragment_sent_after(iteration)) is not None:
             self.sent[fragment] = []
             for replica, own in enumerate(parameters):
-                message, part, outer = self.functions[fragment].send(own, self.outers[replica])
+                message, part, outer = self.fragments[fragment].send(own, self.outers[replica])
                 self.outers[replica] = outer
                 self.sent[fragment].append((message, part))
                 self.messages[iteration, replica] = np.asarray(message)
@@ -80,7 +78,7 @@ class Compiled:
             sent = self.sent.pop(fragment)
             for replica, own in enumerate(parameters):
                 places = [*range(replica, len(sent)), *range(replica)]
-                parameters[replica], self.outers[replica] = self.functions[fragment].apply(
+                parameters[replica], self.outers[replica] = self.fragments[fragment].apply(
                     own, self.outers[replica], sent[replica][1], {p: sent[p][0] for p in places}
                 )
         return parameters
@@ -259,8 +257,7 @@ def test_fragments_hold_every_number_once(layers: int, data: st.DataObject):
             part = fragment.part(count)
             assert fragment.touched(count).keys() == part.keys()
             more = jax.tree.map(lambda leaf: leaf + 1.0, part)
-            rows = fragment.put_rows(count["blocks"], more["blocks"])
-            count = count | more | {"blocks": rows}
+            count = fragment.put(count, more)
             assert ("embedding" in part) == (number == 0 and "embedding" in stage)
             assert ("head" in part) == (number == fragments - 1 and "head" in stage)
         assert all(np.all(np.asarray(leaf) == 1.0) for leaf in jax.tree.leaves(count))
@@ -304,15 +301,14 @@ def test_the_order_of_arrival_makes_no_difference(
     """And all replicas have the same outer parameters; with no delay, the same altogether."""
     averaging = AveragingConfig("outer", 3, 3, delay, dtype)
     fragment, parameters, outers = went_apart(averaging, replicas, data.draw(st.integers(0, 5)))
-    functions = fragment_functions(averaging, fragment)
-    sent = [functions.send(*own) for own in zip(parameters, outers, strict=True)]
+    sent = [fragment.send(*own) for own in zip(parameters, outers, strict=True)]
     messages = {replica: message for replica, (message, _, _) in enumerate(sent)}
     after = []
     for own, (_, part, outer) in zip(parameters, sent, strict=True):
         arrived = data.draw(st.permutations(sorted(messages)))
         in_turn = {replica: messages[replica] for replica in arrived}
-        after.append(functions.apply(copied(own), copied(outer), part, in_turn))
-        again = functions.apply(own, outer, part, messages)
+        after.append(fragment.apply(copied(own), copied(outer), part, in_turn))
+        again = fragment.apply(own, outer, part, messages)
         assert_same_bits(by_name(after[-1][0]), by_name(again[0]))
         assert_same_bits(by_name(after[-1][1].anchor), by_name(again[1].anchor))
     for own, outer in after[1:]:
@@ -328,11 +324,10 @@ def test_the_order_of_arrival_makes_no_difference(
 def test_what_was_sent_for_nothing_is_taken_back(dtype: str):
     averaging = AveragingConfig("outer", 3, 3, 1, dtype)
     fragment, [parameters], [outer] = went_apart(averaging, 1, seed=2)
-    functions = fragment_functions(averaging, fragment)
-    _, _, outer = functions.send(parameters, outer)
+    _, _, outer = fragment.send(parameters, outer)
     before = copied(outer.residual)
-    message, part, outer = functions.send(jax.tree.map(lambda leaf: 2 * leaf, parameters), outer)
-    outer = functions.take_back(outer, part, message)
+    message, part, outer = fragment.send(jax.tree.map(lambda leaf: 2 * leaf, parameters), outer)
+    outer = fragment.take_back(outer, part, message)
     for name, own in by_name(outer.residual).items():
         np.testing.assert_allclose(own, by_name(before)[name], rtol=0, atol=1e-6)
 
@@ -342,8 +337,7 @@ def test_what_was_sent_for_nothing_is_taken_back(dtype: str):
 def test_steps_after_the_sending_stay(seed: int, delay: int):
     averaging = AveragingConfig("outer", 3, 3, delay, "int8")
     fragment, parameters, outers = went_apart(averaging, 2, seed)
-    functions = fragment_functions(averaging, fragment)
-    given_to = [functions.send(*own) for own in zip(parameters, outers, strict=True)]
+    given_to = [fragment.send(*own) for own in zip(parameters, outers, strict=True)]
     messages = {replica: message for replica, (message, _, _) in enumerate(given_to)}
     _, part, outer = given_to[0]
     before = by_name(copied(fragment.part(parameters[0])))
@@ -351,7 +345,7 @@ def test_steps_after_the_sending_stay(seed: int, delay: int):
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1.0, tree), donate_argnums=0)
     stepped = step(parameters[0])
     assert_same_bits(by_name(copied(part)), before)
-    taken, outer = functions.apply(stepped, outer, part, messages)
+    taken, outer = fragment.apply(stepped, outer, part, messages)
     # Written over once more, what was made of them stays whole.
     anchor = by_name(copied(outer.anchor))
     found = by_name(fragment.part(copied(taken)))
