@@ -9,6 +9,7 @@ gradients, which are zeros before an iteration. JAX also caches the compiled pro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -275,20 +276,20 @@ def compile_session(
         _add_up_zeros(operations, norms, are_numbers=counts_by_consensus)
 
 
-def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
+def _sum_zeros(replicas: Replicas, replica: int, dtype: Any) -> None:
     """Sum the gradients of a replica in the ring of its stage, if any, with zeros as input."""
     topology = replicas.topology
     ring = topology.rings.get(topology.stage_of[replica])
     if ring is None:
         return
-    here = topology.spread(replica)
-    part = RingPart(ring, replica, replicas.to_sum(replica), jnp.dtype(dtype or np.float32), here)
-    zeros = _zeros(part.travelling, here)
-    next(part.begin())
-    for step, chunk, *_ in part.unrequested:
+    dtype, here = jnp.dtype(dtype or np.float32), topology.spread(replica)
+    part = RingPart(ring, replica, replicas.to_sum(replica), dtype, here)
+    for _ in itertools.islice(part.begin(), ring.shards):
+        pass
+    for step, chunk, _, like in part.unrequested:
         # One chunk of each block, as the others call the same programs.
-        if chunk % part.of_block == 0:
-            part.arrive(step, chunk, zeros)
+        if part.starts_block(chunk):
+            part.arrive(step, chunk, _zeros(like, here))
     replicas.states[replica].gradients = part.result()
 
 
@@ -325,4 +326,4 @@ def _add_up_zeros(
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, here: NodeSharding) -> jax.Array:
-    return jax.device_put(np.zeros(shape.shape, shape.dtype), here.of_hop(shape.shape))
+    return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding or here.first)

@@ -246,7 +246,7 @@ class Topology:
                     members,
                     numbers,
                     length,
-                    rows=cut.devices,
+                    shards=cut.devices,
                     width=jnp.dtype(config.network.averaging_dtype or "float32").itemsize,
                     hop_bytes=_hop_bytes(plan, host_of, members),
                 )
