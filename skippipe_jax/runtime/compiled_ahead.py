@@ -25,7 +25,6 @@ from skippipe_jax.optim.outer import begin, fragments_of
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.runtime.operations import TrainingOperations, add_targets
 from skippipe_jax.runtime.outer_steps import inner_steps, share_of_norm
-from skippipe_jax.runtime.reduction import sum_of_trees
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import Gathering, RingPart
 from skippipe_jax.runtime.spread import NodeSharding
@@ -320,8 +319,6 @@ def _add_up_zeros(
     local = add_up(topology, parts, False, {}, replicas.squared_norms_of_blocks())
     if are_numbers:
         local = jax.device_put(np.asarray(local))
-    elif topology.sums_totals_by_links:
-        local = sum_of_trees([local for _ in topology.hosts])
     apart(local, len(topology.devices))
 
 

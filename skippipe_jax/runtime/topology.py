@@ -26,7 +26,7 @@ from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.compiler import Compute, Program
-from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.hops import HopNumbers
 from skippipe_jax.runtime.copied import pieces_of_copies
 from skippipe_jax.runtime.ring import GatheringRing, Ring
 from skippipe_jax.runtime.spread import NodeSharding
@@ -188,7 +188,6 @@ class Topology:
         replicas: replicas of each stage.
         rings: ring all-reduce of each stage that is averaged by one.
         gatherings: ring all-gather of each stage in `outer` mode.
-        totals: numbers of the hops of totals, one for each pair of hosts.
         first_free_hop: first hop number that is unused, as are all above it.
         copies: numbers of the hops of buddy checkpoints.
     """
@@ -203,7 +202,6 @@ class Topology:
     replicas: tuple[tuple[int, ...], ...]
     rings: Mapping[int, Ring]
     gatherings: Mapping[int, GatheringRing]
-    totals: range
     first_free_hop: int
     copies: range = range(0)
 
@@ -263,11 +261,10 @@ class Topology:
             for stage, own in enumerate(replicas)
             if config.averaging.is_outer and len(own) > 1
         }
-        totals = numbers.take((max(host_of) + 1) ** 2)
         copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
         of_hosts = plan, host, tuple(host_of), in_one_jax, tuple(devices), meshes
         of_stages = replica_of, replicas, rings, gatherings
-        return cls(*of_hosts, *of_stages, totals, numbers.free, copies)
+        return cls(*of_hosts, *of_stages, numbers.free, copies)
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
@@ -323,36 +320,21 @@ class Topology:
             if devices[0].host in of_hosts
         }
 
-    def hops_of_totals(self, other: int) -> tuple[Hop, Hop]:
-        """Return the hops of totals to another host and back."""
-        own, hosts, nodes = self.host, len(self.hosts), self.first_nodes
-        return (
-            Hop(self.totals[own * hosts + other], nodes[own], nodes[other]),
-            Hop(self.totals[other * hosts + own], nodes[other], nodes[own]),
-        )
-
     def offered(self, programs: Iterable[Program]) -> Mapping[int, set[int]]:
         """Return the numbers of the hops from this host to each other host that it may request.
 
-        These are the hops of all `programs` of this host, of rings and totals, and those of all
-        buddy checkpoints for every host.
+        These are the hops of all `programs` of this host and of rings, and those of all buddy
+        checkpoints for every host.
         """
         steps = (step for program in programs for step in program.instructions)
         hops = [step.leaves for step in steps if isinstance(step, Compute)]
         for ring in (*self.rings.values(), *self.gatherings.values()):
             hops += ring.hops
-        others = [other for other in self.hosts if other != self.host]
-        hops += [self.hops_of_totals(other)[0] for other in others]
-        numbers = {other: {*self.copies} for other in others}
+        numbers = {other: {*self.copies} for other in self.hosts if other != self.host}
         for hop in filter(None, hops):
             if self.is_local_node(hop.source) and not self.is_local_node(hop.target):
                 numbers[self.host_of[hop.target]].add(hop.number)
         return numbers
-
-    @property
-    def sums_totals_by_links(self) -> bool:
-        """True if hosts send each other totals: collectives do not reach all, or links are slow."""
-        return len(self.hosts) > 1 and (bool(self.rings) or not self.in_one_jax)
 
 
 def _replicas_of_nodes(

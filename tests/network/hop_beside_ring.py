@@ -13,19 +13,17 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, ModelConfig, NetworkConfig
 from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
-from skippipe_jax.runtime.live import GradientAveraging
-from skippipe_jax.runtime.replicas import Replicas
+from skippipe_jax.runtime.ring import RingPart
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.transport import Transfers
 from tests.sched.examples import plan_of
@@ -75,26 +73,22 @@ def main() -> None:
 
     happened: dict[str, float] = {}
     ring = topology.rings[1]
-    replica = 2 + host
-    state: Any = SimpleNamespace(gradients=jnp.ones(ring.chunks * ring.chunk_length))
-    replicas = Replicas(topology, {replica: state})
-    averaging = GradientAveraging(
-        exchange, replicas, 0, None, None, lambda: happened.update(averaged_s=time.time())
-    )
+    gradients = jnp.ones(ring.chunks * ring.chunk_length)
+    part = RingPart(ring, 2 + host, gradients, np.dtype(np.float32))
     wanted = jax.ShapeDtypeStruct((HOP_BYTES,), jnp.uint8)
     carried = jnp.zeros(HOP_BYTES, jnp.uint8)
     if host == 1:
         exchange.ask(HOP, 0, wanted, lambda *_: happened.update(arrived_s=time.time()))
-    averaging.begin_ring(replica)
-    whole = averaging.parts[replica].left
+    whole = part.left
+    exchange.run_ring(part, 0, lambda _: happened.update(averaged_s=time.time()))
     while "averaged_s" not in happened:
         loop.run_one(lambda: "the ring")
-        if host == 0 and not happened and averaging.parts[replica].left < whole:
+        if host == 0 and not happened and part.left < whole:
             exchange.give(HOP, 0, carried)
             happened["offered_s"] = time.time()
     while host == 1 and "arrived_s" not in happened:
         loop.run_one(lambda: "the hop")
-    assert float(state.gradients[-1]) == 2.0
+    assert float(part.result()[-1]) == 2.0
     print(json.dumps(happened), flush=True)
     # The other may not have asked for all yet.
     said("ended", "")
