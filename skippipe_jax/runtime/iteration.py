@@ -109,8 +109,8 @@ class Iteration:
         """
         for operation, compute in self.computes.items():
             if operation.kind == "F" and compute.arrives is None:
-                first = self.operations.first_input(operation, batches[operation.microbatch])
-                self._store_input(operation, self.loop.last_event_s, first)
+                batch = batches[operation.microbatch]
+                self._store_input(operation, self.loop.last_event_s, batch)
         for queue in self.nodes.values() if self.loop.waits else ():
             requests = [
                 (arrives, self.operations.arriving(own), partial(self._store_input, own))
@@ -154,7 +154,7 @@ class Iteration:
             return None
         return timeout_text(self.name, self._waits(), self.loop.deadline_s)
 
-    def _store_input(self, operation: Operation, at_s: float, value: jax.Array) -> None:
+    def _store_input(self, operation: Operation, at_s: float, value: jax.Array | Batch) -> None:
         self.nodes[operation.node].arrive(operation, at_s, value)
 
     def _start_ready(self) -> None:

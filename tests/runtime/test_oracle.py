@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.plan import Plan, Predicted
+from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.config import (
@@ -263,6 +264,31 @@ def test_with_all_that_an_optimizer_may_do():
 
 
 REPLICATED = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
+
+
+def test_a_microbatch_is_on_a_device_only_once_its_forward_begins():
+    happened: list[tuple[str, int]] = []
+
+    def note(runtime: Runtime) -> None:
+        operations = runtime.operations
+        keep, dispatch = operations._keep_targets, operations._dispatch
+
+        def keeping(operation: Operation, batch: Batch) -> None:
+            happened.append(("put", operation.microbatch))
+            keep(operation, batch)
+
+        def dispatching(operation: Operation, *given: Any) -> Any:
+            happened.append((operation.kind, operation.microbatch))
+            return dispatch(operation, *given)
+
+        operations._keep_targets, operations._dispatch = keeping, dispatching
+
+    batches = random_batches(REPLICATED, seed=7)[:1]
+    run(REPLICATED, SMALL, OPTIMIZER, batches, 3, WAYS[0], watched_by=note)
+    puts = [place for place, (what, _) in enumerate(happened) if what == "put"]
+    assert len(puts) == len(REPLICATED.microbatches)
+    assert [happened[place + 1] for place in puts] == [("F", happened[place][1]) for place in puts]
+    assert happened.index(("B", 0)) < puts[-1]
 
 
 @pytest.mark.parametrize("skip_above_norm", [None, 100.0])
