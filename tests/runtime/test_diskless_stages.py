@@ -13,9 +13,9 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_jax.config import Config, DataConfig, ModelConfig
 from skippipe_jax.program.compiler import compile_plan
 from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.diskless_stages import DisklessStages
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.state import StageState, make_states
+from skippipe_jax.runtime.state_transfer import DisklessStages
 from skippipe_jax.runtime.topology import Device, Topology
 from tests.harness.thread_hosts import ThreadHost, on_hosts
 from tests.harness.training_runs import assert_same_bits, by_name
