@@ -90,22 +90,18 @@ def devices_of_nodes(
     return tuple(devices)
 
 
-def meshes_of_nodes(
-    config: Config, case: Case, devices: Sequence[NodeDevices]
-) -> tuple[NodeMesh, ...]:
-    """Return the mesh of each node, from its devices.
+def require_meshes(config: Config, case: Case) -> None:
+    """Check that meshes of the case and of `config` divide the model and a microbatch evenly.
+
+    A mesh that depends on the devices of hosts is not checked yet.
 
     Raises:
-        InputError: if the model, or a microbatch, cannot be sharded evenly over a mesh, or a mesh
-            has several devices in `outer` mode.
+        InputError: naming the mesh; or `averaging.mode`, if a mesh has several devices in `outer`
+            mode.
     """
-    return tuple(_mesh_of_node(config, case, node, own) for node, own in enumerate(devices))
-
-
-def _mesh_of_node(config: Config, case: Case, node: int, devices: NodeDevices) -> NodeMesh:
-    mesh = config.node.mesh_of(case, node) or config.node.over(len(devices))
-    _require_mesh(config, case, node, mesh)
-    return mesh
+    for node, mesh in enumerate(config.node.meshes(case)):
+        if mesh is not None:
+            _require_mesh(config, case, node, mesh)
 
 
 def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None:
@@ -120,19 +116,6 @@ def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None
         )
 
 
-def require_meshes(config: Config, case: Case) -> None:
-    """Check the meshes of the case and of `config` as `meshes_of_nodes` does.
-
-    A mesh that depends on the devices of hosts is not checked yet.
-
-    Raises:
-        InputError: naming the mesh, or `averaging.mode`.
-    """
-    for node, mesh in enumerate(config.node.meshes(case)):
-        if mesh is not None:
-            _require_mesh(config, case, node, mesh)
-
-
 def spreads_of_host(
     config: Config, case: Case, host_of: Sequence[int], host: int
 ) -> tuple[NodeSharding, ...]:
@@ -141,35 +124,31 @@ def spreads_of_host(
     If it serves no node yet, return the spread that its first node would have.
 
     Raises:
-        InputError: as `devices_of_nodes` and `meshes_of_nodes` do.
+        InputError: as `devices_of_nodes` and `require_meshes` do.
     """
     nodes = [node for node, at in enumerate(host_of) if at == host]
-    if not nodes:
-        return spreads_of_nodes(config.node, 1, host)
-    meshes = [config.node.mesh_of(case, node) for node in nodes]
-    places = _local_places(config.node, meshes, host)
-    for node, (devices, _) in zip(nodes, places, strict=True):
-        _mesh_of_node(config, case, node, devices)
-    return tuple(dict.fromkeys(_local_spread(*place) for place in places))
+    meshes = [config.node.mesh_of(case, node) for node in nodes] or [config.node.mesh]
+    spreads = local_spreads(config.node, meshes, host)
+    for node, spread in zip(nodes, spreads, strict=False):
+        _require_mesh(config, case, node, spread.shape)
+    return tuple(dict.fromkeys(spreads))
 
 
-def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[NodeSharding, ...]:
-    """Return the spreads of `count` nodes of this host, all with the configured mesh."""
-    places = _local_places(node, [node.mesh] * count, host)
-    return tuple(_local_spread(*place) for place in places)
-
-
-def _local_places(
+def local_spreads(
     node: NodeConfig, meshes: Sequence[NodeMesh | None], host: int
-) -> list[tuple[NodeDevices, NodeMesh]]:
-    kinds = [[device.device_kind for device in jax.local_devices()]] * (host + 1)
-    devices = devices_of_nodes([host] * len(meshes), kinds, meshes)
-    return [(own, mesh or node.over(len(own))) for own, mesh in zip(devices, meshes, strict=True)]
+) -> list[NodeSharding]:
+    """Return the spreads of nodes of this host with these meshes; None divides its devices evenly.
 
-
-def _local_spread(devices: NodeDevices, mesh: NodeMesh) -> NodeSharding:
+    Raises:
+        InputError: as `devices_of_nodes` does.
+    """
     local = jax.local_devices()
-    return NodeSharding.over([local[device.number] for device in devices], mesh)
+    kinds = [[device.device_kind for device in local]] * (host + 1)
+    devices = devices_of_nodes([host] * len(meshes), kinds, meshes)
+    return [
+        NodeSharding.over([local[device.number] for device in own], mesh or node.over(len(own)))
+        for own, mesh in zip(devices, meshes, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +196,18 @@ class Topology:
         *,
         in_one_jax: bool = False,
     ) -> Topology:
-        """Lay out the run of `plan`; `numbers` are the hop numbers that its plans do not use."""
+        """Lay out the run of `plan`; `numbers` are the hop numbers that its plans do not use.
+
+        Raises:
+            InputError: as `require_meshes` does.
+        """
+        meshes = tuple(
+            config.node.mesh_of(plan.case, node) or config.node.over(len(own))
+            for node, own in enumerate(devices)
+        )
+        for node, mesh in enumerate(meshes):
+            _require_mesh(config, plan.case, node, mesh)
         # In `outer` mode nodes have separate replicas from the start, even in exact iterations.
-        meshes = meshes_of_nodes(config, plan.case, devices)
         places = [*zip(devices, meshes, strict=True)]
         replica_of = _replicas_of_nodes(plan, places, alone=config.averaging.is_outer)
         replicas = tuple(
