@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.hops import Queues
 
-from skippipe_jax.program.hops import Hop
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.events import EventLoop, Then
 from skippipe_jax.runtime.ring import RingMember
 from skippipe_jax.runtime.spread import whole

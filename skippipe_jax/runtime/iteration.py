@@ -22,8 +22,7 @@ from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging, Run
 
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import Compute, Program
-from skippipe_jax.program.hops import Hop
+from skippipe_jax.program.compiler import Compute, Hop, Program
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, PyTree
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop, HopNumbers
 from skippipe_jax.runtime.spread import NodeSharding
 
 # The amount that a server copies at a time: larger chunks would not be faster.

@@ -22,11 +22,10 @@ from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
-from skippipe_jax.program.compiler import Program
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers, Program
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
 from skippipe_jax.runtime.background_sync import BackgroundSync
-from skippipe_jax.runtime.buddies import BuddyCheckpoints, copy_routes
+from skippipe_jax.runtime.buddies import BuddyCheckpoints
 from skippipe_jax.runtime.compiled_ahead import compile_session
 from skippipe_jax.runtime.copied import Copy
 from skippipe_jax.runtime.emulation import Emulation
@@ -120,7 +119,7 @@ class Runtime:
         self.given = DisklessStages(topology, config, group)
         for link in links.values():
             link.expect(self.given.numbers, after=AFTER_A_STEP)
-        routes = copy_routes(topology, config) if group.is_elastic else []
+        routes = topology.copy_routes if group.is_elastic else ()
         first, every = group.generation.step, config.recovery.buddy_every
         self.buddies = BuddyCheckpoints(self.exchange, self.replicas, routes, every, first, copies)
         self._outer_steps = self._background = None

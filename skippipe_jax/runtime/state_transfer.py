@@ -25,7 +25,7 @@ from skippipe_jax.cluster.group import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.generations import RebuiltStage
-from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop, HopNumbers
 from skippipe_jax.runtime.spread import NodeSharding, whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import (

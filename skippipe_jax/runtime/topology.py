@@ -25,9 +25,8 @@ from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
-from skippipe_jax.program.compiler import Compute, Program
-from skippipe_jax.program.hops import HopNumbers
-from skippipe_jax.runtime.copied import pieces_of_copies
+from skippipe_jax.program.compiler import Compute, HopNumbers, Program
+from skippipe_jax.runtime.copied import CopyRoute, copy_routes
 from skippipe_jax.runtime.ring import GatheringRing, Ring
 from skippipe_jax.runtime.spread import NodeSharding
 
@@ -168,7 +167,7 @@ class Topology:
         rings: ring all-reduce of each stage that is averaged by one.
         gatherings: ring all-gather of each stage in `outer` mode.
         first_free_hop: first hop number that is unused, as are all above it.
-        copies: numbers of the hops of buddy checkpoints.
+        copy_routes: routes of buddy checkpoints.
     """
 
     plan: Plan
@@ -182,7 +181,7 @@ class Topology:
     rings: Mapping[int, Ring]
     gatherings: Mapping[int, GatheringRing]
     first_free_hop: int
-    copies: range = range(0)
+    copy_routes: tuple[CopyRoute, ...] = ()
 
     @classmethod
     def of(
@@ -249,10 +248,10 @@ class Topology:
             for stage, own in enumerate(replicas)
             if config.averaging.is_outer and len(own) > 1
         }
-        copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
+        routes = tuple(copy_routes(config, plan, host_of, replicas, numbers))
         of_hosts = plan, host, tuple(host_of), in_one_jax, tuple(devices), meshes
         of_stages = replica_of, replicas, rings, gatherings
-        return cls(*of_hosts, *of_stages, numbers.free, copies)
+        return cls(*of_hosts, *of_stages, numbers.free, routes)
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
@@ -311,14 +310,13 @@ class Topology:
     def offered(self, programs: Iterable[Program]) -> Mapping[int, set[int]]:
         """Return the numbers of the hops from this host to each other host that it may request.
 
-        These are the hops of all `programs` of this host and of rings, and those of all buddy
-        checkpoints for every host.
+        These are the hops of all `programs` of this host, of rings and of buddy checkpoints.
         """
         steps = (step for program in programs for step in program.instructions)
         hops = [step.leaves for step in steps if isinstance(step, Compute)]
-        for ring in (*self.rings.values(), *self.gatherings.values()):
-            hops += ring.hops
-        numbers = {other: {*self.copies} for other in self.hosts if other != self.host}
+        for own in (*self.rings.values(), *self.gatherings.values(), *self.copy_routes):
+            hops += own.hops
+        numbers = {other: set() for other in self.hosts if other != self.host}
         for hop in filter(None, hops):
             if self.is_local_node(hop.source) and not self.is_local_node(hop.target):
                 numbers[self.host_of[hop.target]].add(hop.number)

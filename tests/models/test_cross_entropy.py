@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import IGNORED_TARGET
-from skippipe_jax.models.block_footprint import LOGIT_BYTES, MOST_LOGIT_BYTES, tokens_of_chunk
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
+from skippipe_jax.models.footprint import LOGIT_BYTES, MOST_LOGIT_BYTES, tokens_of_chunk
 from skippipe_jax.models.node_memory import memory_of_node
 from skippipe_jax.runtime.stage_functions import TOTALS, stage_functions
 

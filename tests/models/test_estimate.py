@@ -19,8 +19,12 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax.cli.main import main
 from skippipe_jax.config import parse_config
 from skippipe_jax.config.model import RECOMPUTE
-from skippipe_jax.models.block_footprint import bytes_saved_by_blocks, passing_bytes
-from skippipe_jax.models.footprint import message_bytes, stage_parameters
+from skippipe_jax.models.footprint import (
+    bytes_saved_by_blocks,
+    message_bytes,
+    passing_bytes,
+    stage_parameters,
+)
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import kept_bytes
 from skippipe_jax.optim.outer import fragments_of

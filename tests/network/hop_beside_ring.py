@@ -20,7 +20,7 @@ import numpy as np
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import Config, ModelConfig, NetworkConfig
-from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop, HopNumbers
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.ring import RingPart

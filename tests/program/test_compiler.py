@@ -14,6 +14,8 @@ from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 
 from skippipe_jax.program.compiler import (
     Compute,
+    Hop,
+    HopNumbers,
     Instruction,
     Program,
     SumGradients,
@@ -22,7 +24,6 @@ from skippipe_jax.program.compiler import (
     global_order,
     hosts_of_nodes,
 )
-from skippipe_jax.program.hops import Hop, HopNumbers
 from tests.sched.examples import plan_of
 
 PROPERTIES = settings(max_examples=150)

@@ -11,8 +11,7 @@ import pytest
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop, HopNumbers, compile_plan
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.state import StageState, make_states
 from skippipe_jax.runtime.state_transfer import DisklessStages

@@ -20,7 +20,7 @@ from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.config import NodeMesh
-from skippipe_jax.program.hops import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop, HopNumbers
 from skippipe_jax.runtime.ring import (
     ANSWER_S,
     ENOUGH_CHUNKS,

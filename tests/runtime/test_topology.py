@@ -10,7 +10,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfig
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers
 from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
 from skippipe_jax.training.trainer import Trainer
 from tests.network import hop_beside_ring

@@ -17,7 +17,7 @@ import pytest
 
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.connections.addresses import require_free
-from skippipe_jax.program.hops import Hop
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
 from tests.harness.ports import free_port
 from tests.harness.thread_hosts import ThreadHost, on_hosts
