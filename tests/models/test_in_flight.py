@@ -66,19 +66,6 @@ def for_total(total: int) -> float:
 # What fits.
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("count", [1, 2, 5, 11, 12])
-def test_as_many_as_fit_and_no_more(count: int, recompute: str):
-    config = config_of(CASE, model={"recompute": recompute})
-    size = for_total(needed(config, count))
-    assert memory_of(config_of(CASE | {"memory_bytes": size}, model={"recompute": recompute})) == (
-        [count] * 5
-    )
-    if count > 1:
-        less = config_of(CASE | {"memory_bytes": size - 10}, model={"recompute": recompute})
-        assert memory_of(less) == [count - 1] * 5
-
-
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Config, Case, list[int]]:
     """A configuration, a case with sizes of its own for every node, and the nodes left open."""

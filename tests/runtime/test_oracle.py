@@ -359,6 +359,58 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, na
         assert float(own.totals[LOSS]) == pytest.approx(float(best.totals[LOSS]), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("network", "recompute"),
+    [
+        pytest.param(
+            {"activation_dtype": "int8", "gradient_rounding": "stochastic"},
+            "stage",
+            marks=pytest.mark.nightly,
+        ),
+        ({"activation_dtype": "bfloat16", "gradient_dtype": "int8"}, "none"),
+    ],
+    ids=["int8, stochastic", "bfloat16 and int8"],
+)
+def test_what_leaves_a_node_is_rounded_as_is_configured(network: dict[str, Any], recompute: str):
+    """By little, and by a draw that belongs to the microbatch, whichever node draws it."""
+    plan = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [0], [1, 3, 2], [0, 3]])
+    model = dataclasses.replace(SMALL, recompute=recompute)
+    batches, left = random_batches(plan, seed=3), list[Operation]()
+
+    def watch(runtime: Runtime) -> None:
+        operations, dispatch = runtime.operations, runtime.operations._dispatch
+        wire = operations.wire
+
+        def watched(operation: Operation, value: Any, leaves: bool) -> Any:
+            result, at_the_end = dispatch(operation, value, leaves)
+            if leaves:
+                left.append(operation)
+                how = wire.activations if operation.kind == "F" else wire.gradients
+                assert (result.shape, result.dtype) == (how.travelling.shape, how.travelling.dtype)
+                draw = operations._draw(operation, leaves)
+                assert (draw is not None) == wire.gradients.is_drawn
+                if draw is not None:
+                    of_run = runtime.config.seed, operations.iteration
+                    stage = plan.stage_of[operation.node]
+                    assert draw.tolist() == [*of_run, operation.microbatch, stage]
+            return result, at_the_end
+
+        operations._dispatch = watched
+
+    way = Way(live=False, execution="strict", network=NetworkConfig(**network))
+    runtime, _ = run(plan, model, OPTIMIZER, batches, 3, way, watched_by=watch)
+    # Hops there and back, of all microbatches but the one that stays.
+    hops = sum(2 * len(path) for path in plan.microbatches if len(path) > 1)
+    assert len(left) == len(batches) * hops
+    paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
+    exact, _ = oracle.train(model, OPTIMIZER, paths, len(plan.stages), batches, seed=0)
+    errors = [
+        oracle.relative_error(state.parameters, exact[plan.stage_of[node]])
+        for node, state in runtime.states.items()
+    ]
+    assert 10 * TOLERANCE < max(errors) < 0.05
+
+
 def test_a_token_that_comes_often_has_its_whole_gradient_though_parameters_are_in_bfloat16():
     """By the first moments after an iteration, which are in float32: rounded by nothing."""
     time, plan = 512, plan_of([[0]], [[0]])

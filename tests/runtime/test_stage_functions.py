@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -29,7 +28,7 @@ from skippipe_jax.runtime.stage_functions import (
     stage_functions,
 )
 from skippipe_jax.runtime.wire_format import Wire, WireFormat
-from tests.harness.oracle import clipped_rule, relative_error
+from tests.harness.oracle import relative_error
 
 BATCH, TIME, LAYERS = 2, 4, 2
 MODEL = ModelConfig(
@@ -152,52 +151,6 @@ class OneNode:
         )
 
 
-@pytest.mark.parametrize(
-    ("recompute", "clip_norm"),
-    [
-        ("none", 0.3),
-        pytest.param("none", None, marks=pytest.mark.nightly),
-        ("block", 99.0),
-        pytest.param("stage", 99.0, marks=pytest.mark.nightly),
-    ],
-)
-def test_update_is_that_of_the_mean_over_all_targets(recompute: str, clip_norm: float | None):
-    """Microbatches with 8, 3 and 0 targets: a mean of means would weigh the tokens otherwise."""
-    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=clip_norm)
-    node = OneNode(dataclasses.replace(MODEL, recompute=recompute), optimizer)
-    structure = nnx.graphdef(nnx.eval_shape(lambda: DataStage(MODEL, LAYERS, 0, jax.random.key(0))))
-    batches: list[Any] = [(random_tokens(), random_tokens()) for _ in range(3)]
-    batches[1][1].flat[3:] = -1
-    batches[2][1].flat[:] = -1
-
-    @jax.jit
-    def mean_loss(parameters: Any) -> jax.Array:
-        model: DataStage = nnx.merge(structure, parameters)
-        arrays = [tuple(map(jnp.asarray, batch)) for batch in batches]
-        sums = [model.loss(model(tokens), targets) for tokens, targets in arrays]
-        nats, tokens = jnp.sum(jnp.asarray(sums), axis=0)
-        return nats / tokens
-
-    transformation = clipped_rule(optimizer, STEPS)
-    parameters = jax.tree.map(np.asarray, node.parameters)
-    state = transformation.init(parameters)
-    for _ in range(2):
-        for batch in batches:
-            node.run(*batch)
-        loss, gradients = jax.value_and_grad(mean_loss)(parameters)
-        assert float(node.totals[TOKENS]) == 11
-        np.testing.assert_allclose(node.totals[LOSS] / 11, loss, rtol=1e-5)
-        node.update()
-        norm = float(np.sqrt(node.totals[SQUARED_NORM]) * BATCH * TIME / 11)
-        np.testing.assert_allclose(norm, optax.tree.norm(gradients), rtol=1e-5)
-        assert 0.3 < norm < 99.0
-        updates, state = transformation.update(gradients, state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
-        assert relative_error(node.parameters, parameters) < 1e-5
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(node.gradients))
-        node.totals = new_totals()
-
-
 def test_z_loss_is_part_of_the_gradient_but_not_of_the_loss():
     node = OneNode(MODEL, dataclasses.replace(OPTIMIZER, z_loss=0.5))
     structure = nnx.graphdef(nnx.eval_shape(lambda: DataStage(MODEL, LAYERS, 0, jax.random.key(0))))
@@ -262,9 +215,8 @@ def test_a_bound_beyond_float32_still_tells_what_is_infinite():
         assert bool(skips_update(guard, totals, BATCH * TIME)) == is_skipped
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_nothing_compiles_again_for_another_microbatch_or_iteration(recompute: str):
-    node = OneNode(dataclasses.replace(MODEL, recompute=recompute))
+def test_nothing_compiles_again_for_another_microbatch_or_iteration():
+    node = OneNode(MODEL)
     functions = node.functions
 
     def run_iteration(microbatches: int) -> list[int]:
@@ -345,11 +297,6 @@ def test_what_travels_is_packed_and_unpacked_within(recompute: str, back: WireFo
 def assert_same(found: Any, expected: Any) -> None:
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
-
-
-def test_stages_of_one_shape_share_their_functions():
-    assert functions_of(MODEL, True) is functions_of(dataclasses.replace(MODEL), True)
-    assert functions_of(MODEL, True) is not functions_of(MODEL, False)
 
 
 def test_donated_values_are_given_up():

@@ -63,36 +63,6 @@ def test_nodes_come_to_the_end_whatever_is_late(placement, seed: int, data: st.D
             assert ran[node] == list(order)
 
 
-@PROPERTIES
-@given(placements(), st.integers(0, 2**32), st.data())
-def test_one_host_takes_any_arrivals(placement, seed: int, data: st.DataObject):
-    """Others may send in any order: all that one node starts can end, and it starts all it may."""
-    plan, _ = placement
-    node = data.draw(st.sampled_from([n for n, order in enumerate(plan.order) if order]))
-    memory = plan.case.nodes[node].memory
-    turns = ReadyQueue(plan.order[node], memory, ready_first=True)
-    pick = random.Random(seed)
-    waiting = [operation for operation in plan.order[node] if operation.kind == "F"]
-    pick.shuffle(waiting)
-    ran: list[Operation] = []
-    while waiting:
-        turns.arrive(waiting.pop(pick.randrange(len(waiting))))
-        while (operation := turns.take()) is not None:
-            ran.append(operation)
-            assert turns.in_flight <= memory
-            # What follows on this node comes back at any time after it.
-            mine = [o for o in plan.order[node] if o.microbatch == operation.microbatch]
-            chain = [
-                o
-                for o in microbatch_chain(
-                    operation.microbatch, plan.microbatches[operation.microbatch]
-                )
-                if o in mine
-            ]
-            waiting += chain[chain.index(operation) + 1 :][:1]
-    assert sorted(ran) == sorted(plan.order[node])
-
-
 def forward(microbatch: int) -> Operation:
     return Operation("F", microbatch, 0)
 
