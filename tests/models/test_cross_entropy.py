@@ -74,7 +74,7 @@ def at_once(
 
 
 # Few kinds of program, each of which is compiled once, for many arrays.
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from([1, 3, TOKENS, TOKENS + 2]),
     st.sampled_from([("wv", 0.0), ("vw", 0.3)]),

@@ -103,13 +103,6 @@ def test_copies_for_buddies_are_counted_on_hosts(command: Any):
 
 def test_hops_that_differ_by_direction_are_told_apart(command: Any):
     words = ("--set", "network.activation_dtype=int8", "--set", "network.gradient_dtype=bfloat16")
-    _, said, _ = command(CONFIG, "--json", *words)
-    figures = json.loads(said)
-    sent = figures["bytes_per_iteration"]
-    assert (sent["hop"], sent["gradient_hop"]) == (64 * (16 + 2), 64 * 16 * 2)
-    assert sent["pipeline"] == 4 * (sent["hop"] + sent["gradient_hop"])
-    assert figures["case"]["activation_bytes"] == sent["hop"]
-    assert figures["case"]["gradient_bytes"] == sent["gradient_hop"]
     _, said, _ = command(CONFIG, *words)
     assert "1.15 kB per hop and 2.05 kB per hop back" in said
     assert "activation_bytes: 1152, gradient_bytes: 2048, stage_bytes:" in said
@@ -268,18 +261,6 @@ def test_the_table_has_columns_of_outer_averaging(command: Any):
         CONFIG | {"plan": {"case": SMALL_CASE | {"stages": [2, 1]}}, "averaging": OUTER}
     )
     assert said.splitlines()[3] != more.splitlines()[3]
-
-
-def test_rounded_gradients_are_not_what_outer_averaging_sends(command: Any):
-    """They are of its first iterations; the bytes in a case are those of changes, in float32."""
-    outer = {"averaging": OUTER | {"exact_steps": 3}}
-    rounded = {"network": {"averaging_dtype": "bfloat16"}}
-    plain, with_rounded, exact = (
-        json.loads(command(CONFIG | sections, "--json")[1])
-        for sections in (outer, outer | rounded, rounded)
-    )
-    assert with_rounded == plain
-    assert [2 * size for size in exact["case"]["stage_bytes"]] == plain["case"]["stage_bytes"]
 
 
 @pytest.mark.parametrize("plan", [{}, {"plan": "auto"}])

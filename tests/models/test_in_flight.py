@@ -114,7 +114,7 @@ def short(config: Config, case: Case, nodes: Sequence[int]) -> bool:
     return any(room.is_short for room in rooms(config, case) if set(room.nodes) & set(nodes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problems())
 def test_what_is_filled_in_fits_and_one_more_anywhere_does_not(
     problem: tuple[Config, Case, list[int]],

@@ -26,7 +26,7 @@ from skippipe_jax.program.compiler import (
 )
 from tests.sched.examples import plan_of
 
-PROPERTIES = settings(max_examples=150)
+PROPERTIES = settings(max_examples=60)
 
 
 @st.composite

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from skippipe_jax.config import ModelConfig, OptimizerConfig
-from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.models.llama import DataStage
 from skippipe_jax.runtime.stage_functions import (
     LOSS,
@@ -65,42 +64,6 @@ def random_tokens() -> np.ndarray:
 
 def random_activations() -> jax.Array:
     return jax.device_put(RANDOM.normal(size=(BATCH, TIME, MODEL.width)).astype(np.float32))
-
-
-def kept_bytes(model: ModelConfig, is_data_stage: bool, batch: int) -> int:
-    """What one forward leaves for its backward."""
-    functions = functions_of(model, is_data_stage)
-    parameters, _, _ = jax.eval_shape(functions.create, jax.random.key(0), 0)
-    shape = (batch, TIME) if is_data_stage else (batch, TIME, model.width)
-    inputs = jax.ShapeDtypeStruct(shape, jnp.int32 if is_data_stage else model.compute_dtype)
-    _, saved, _ = jax.eval_shape(functions.forward, parameters, new_gauge(), inputs)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
-
-
-@pytest.mark.parametrize("is_data_stage", [True, False])
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_no_parameters_are_kept_for_the_backward(
-    recompute: str, compute_dtype: str, is_data_stage: bool
-):
-    # A wide model, so that a copy of one kernel, whole or cast, outweighs all that is constant.
-    model = dataclasses.replace(
-        MODEL, width=64, ffn_width=96, recompute=recompute, compute_dtype=compute_dtype
-    )
-    kept = {batch: kept_bytes(model, is_data_stage, batch) for batch in (1, 2, 3)}
-    activations = kept[2] - kept[1]
-    assert kept[3] - kept[2] == activations > 0
-    constant = kept[1] - activations
-    smallest_kernel = LAYERS * model.width * model.head_width * 2
-    assert constant < smallest_kernel / 2
-
-    of_residual = TIME * model.width * jnp.dtype(compute_dtype).itemsize
-    of_tokens = TIME * 4 if is_data_stage else 0
-    if recompute == "block":
-        rotations = 2 * 4 * TIME * model.head_width // 2
-        assert (constant, activations) == (rotations, LAYERS * of_residual + of_tokens)
-    if recompute == "stage":
-        assert (constant, activations) == (0, of_tokens or of_residual)
 
 
 def test_gauge_counts_microbatches_in_flight_and_their_peak():

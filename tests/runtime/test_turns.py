@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_jax.runtime.turns import ReadyQueue
 from tests.program.test_compiler import placements
 
-PROPERTIES = settings(max_examples=200)
+PROPERTIES = settings(max_examples=80)
 
 
 def turns_of(plan: Plan, ready_first: Sequence[bool]) -> list[ReadyQueue]:
