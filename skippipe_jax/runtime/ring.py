@@ -29,7 +29,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -88,19 +87,89 @@ def chunks_ahead(case: Case, nodes: Sequence[int], size: float) -> tuple[int, ..
 
 
 @dataclass(frozen=True)
-class _ChunkRing:
+class Ring:
     """Ring of `nodes` in order, each with a replica, through which chunks pass.
 
-    In each step a replica sends at most `chunks` chunks of at most `chunk_length` numbers. The
-    replica at each position requests `ahead` chunks in advance. `numbers` are those of all hops.
+    In each of the `steps` a replica sends at most `chunks` chunks of at most `chunk_length`
+    numbers. The replica at each position requests `ahead` chunks in advance. `numbers` are those of
+    all hops.
+
+    With several `shards`, each device of a node has shards of the gradients, and the chunks of a
+    segment are those of the devices in turn. A device stores its chunks of a segment in `blocks`
+    arrays of equally many. For messages, `places` are the indices of the replicas in the stage, in
+    the order of the plan.
     """
 
     stage: int
     nodes: tuple[int, ...]
+    steps: int
     numbers: range
     chunks: int
     chunk_length: int
     ahead: tuple[int, ...]
+    blocks: int = 1
+    shards: int = 1
+    places: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        stage: int,
+        nodes: Sequence[int],
+        numbers: HopNumbers,
+        length: int,
+        *,
+        shards: int = 1,
+        width: int = 4,
+        hop_bytes: float = math.inf,
+    ) -> Ring:
+        """Make the all-reduce of `shards` of gradients of `length`, with hops of the next `numbers`.
+
+        Its links are those of the `case`, and each number takes `width` bytes on them. If the links
+        also carry hops, these have `hop_bytes`.
+        """
+        segment, steps = math.ceil(length / len(nodes)), 2 * (len(nodes) - 1)
+        size = segment * width * shards
+        largest = math.ceil(size / LARGEST_CHUNK_BYTES)
+        fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
+        wanted = max(fewest, math.ceil(size / chunk_bytes(case, nodes, hop_bytes)))
+        of_shard = math.ceil(wanted / shards)
+        of_block = math.ceil(of_shard / MOST_BLOCKS)
+        blocks = math.ceil(of_shard / of_block)
+        chunks = shards * blocks * of_block
+        chunk_length = math.ceil(segment / (blocks * of_block))
+        hops = numbers.take(steps * chunks * len(nodes))
+        ahead = chunks_ahead(case, nodes, chunk_length * width)
+        ahead = tuple(min(own, steps * chunks) for own in ahead)
+        given = stage, tuple(nodes), steps, hops, chunks, chunk_length, ahead
+        return cls(*given, blocks, shards)
+
+    @classmethod
+    def of_messages(
+        cls,
+        case: Case,
+        stage: int,
+        replicas: Sequence[int],
+        numbers: HopNumbers,
+        longest: jax.ShapeDtypeStruct,
+        *,
+        hop_bytes: float = math.inf,
+    ) -> Ring:
+        """Make the all-gather of messages, in the fastest ring of these replicas by the `case`.
+
+        Messages have at most the size of `longest`; the last chunk of one may have fewer numbers.
+        If the links also carry hops, these have `hop_bytes`.
+        """
+        nodes = best_ring(case, stage, sorted(replicas))
+        width, steps = jnp.dtype(longest.dtype).itemsize, len(nodes) - 1
+        size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
+        chunk_length = max(1, math.floor(size / width))
+        chunks = math.ceil(longest.size / chunk_length)
+        hops = numbers.take(steps * chunks * len(nodes))
+        ahead = chunks_ahead(case, nodes, chunk_length * width)
+        given = stage, nodes, steps, hops, chunks, chunk_length, ahead
+        return cls(*given, places=tuple(map(replicas.index, nodes)))
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
         """Return the hop by which the replica at `position` sends a chunk in a step."""
@@ -116,104 +185,12 @@ class _ChunkRing:
         following = self.nodes[(position + 1) % len(self.nodes)]
         return Hop(self.numbers[place], self.nodes[position], following)
 
-
-@dataclass(frozen=True)
-class Ring(_ChunkRing):
-    """Ring all-reduce between replicas on separate nodes.
-
-    With several `shards`, each device of a node has shards of the gradients, and the chunks of a
-    segment are those of the devices in turn. A device stores its chunks of a segment in `blocks`
-    arrays of equally many.
-    """
-
-    blocks: int
-    shards: int = 1
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        stage: int,
-        nodes: Sequence[int],
-        numbers: HopNumbers,
-        length: int,
-        *,
-        shards: int = 1,
-        width: int = 4,
-        hop_bytes: float = math.inf,
-    ) -> Ring:
-        """Make the ring for `shards` of gradients of `length`, with hops of the next `numbers`.
-
-        Its links are those of the `case`, and each number takes `width` bytes on them. If the links
-        also carry hops, these have `hop_bytes`.
-        """
-        segment = math.ceil(length / len(nodes))
-        size = segment * width * shards
-        largest = math.ceil(size / LARGEST_CHUNK_BYTES)
-        fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
-        wanted = max(fewest, math.ceil(size / chunk_bytes(case, nodes, hop_bytes)))
-        of_shard = math.ceil(wanted / shards)
-        of_block = math.ceil(of_shard / MOST_BLOCKS)
-        blocks = math.ceil(of_shard / of_block)
-        chunks = shards * blocks * of_block
-        chunk_length = math.ceil(segment / (blocks * of_block))
-        in_all = 2 * (len(nodes) - 1) * chunks
-        hops = numbers.take(in_all * len(nodes))
-        ahead = chunks_ahead(case, nodes, chunk_length * width)
-        ahead = tuple(min(own, in_all) for own in ahead)
-        return cls(stage, tuple(nodes), hops, chunks, chunk_length, ahead, blocks, shards)
-
-    @property
-    def steps(self) -> int:
-        """Number of steps, in each of which a replica sends one segment."""
-        return 2 * (len(self.nodes) - 1)
-
     def segment_sent(self, position: int, step: int) -> int:
-        """Return the segment that the replica at `position` sends in a step."""
+        """Return the segment that the replica at `position` sends in a step of an all-reduce."""
         return (position - step) % len(self.nodes)
 
 
-@dataclass(frozen=True)
-class GatheringRing(_ChunkRing):
-    """Ring all-gather, with hops for messages of at most `chunks` chunks.
-
-    `places` are the indices of the replicas in the stage, in the order of the plan. The last chunk
-    of a message may have fewer numbers.
-    """
-
-    places: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        stage: int,
-        replicas: Sequence[int],
-        numbers: HopNumbers,
-        longest: jax.ShapeDtypeStruct,
-        *,
-        hop_bytes: float = math.inf,
-    ) -> GatheringRing:
-        """Find the fastest ring of these replicas over the links of `case`.
-
-        Messages have at most the size of `longest`. If the links also carry hops, these have
-        `hop_bytes`.
-        """
-        nodes = best_ring(case, stage, sorted(replicas))
-        width = jnp.dtype(longest.dtype).itemsize
-        size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
-        chunk_length = max(1, math.floor(size / width))
-        chunks = math.ceil(longest.size / chunk_length)
-        hops = numbers.take((len(nodes) - 1) * chunks * len(nodes))
-        ahead = chunks_ahead(case, nodes, chunk_length * width)
-        places = tuple(map(replicas.index, nodes))
-        return cls(stage, nodes, hops, chunks, chunk_length, ahead, places)
-
-
-AnyRing = TypeVar("AnyRing", bound=_ChunkRing)
-
-
-class RingMember(ABC, Generic[AnyRing]):
+class RingMember(ABC):
     """Part of one replica in a ring. The caller sends the returned chunks, and passes in arrivals.
 
     Attributes:
@@ -225,18 +202,18 @@ class RingMember(ABC, Generic[AnyRing]):
         left: number of chunks that have not arrived.
     """
 
-    def __init__(self, ring: AnyRing, node: int, steps: int, likes: Sequence[jax.ShapeDtypeStruct]):
-        """Begin on `node`; `likes` are the shapes of the chunks of each of the `steps`."""
+    def __init__(self, ring: Ring, node: int, likes: Sequence[jax.ShapeDtypeStruct]):
+        """Begin on `node`; `likes` are the shapes of the chunks of each step."""
         self.ring = ring
         self.position = ring.nodes.index(node)
         self.ahead = ring.ahead[self.position]
-        self.left = steps * len(likes)
-        self._steps, self._likes = steps, likes
+        self.left = ring.steps * len(likes)
+        self._likes = likes
         self.unrequested = self._arriving()
 
     def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
         before = (self.position - 1) % len(self.ring.nodes)
-        for step in range(self._steps):
+        for step in range(self.ring.steps):
             for chunk, like in enumerate(self._likes):
                 yield step, chunk, self.ring.hop(before, step, chunk), like
 
@@ -249,7 +226,7 @@ class RingMember(ABC, Generic[AnyRing]):
         """Process a chunk that arrived in a step; return what to send next, if anything."""
         self.left -= 1
         array = self._received(step, chunk, array)
-        if step + 1 == self._steps:
+        if step + 1 == self.ring.steps:
             return None
         return self.ring.hop(self.position, step + 1, chunk), array
 
@@ -262,7 +239,7 @@ class RingMember(ABC, Generic[AnyRing]):
         """Store a chunk that arrived in a step; return the chunk to send on."""
 
 
-class RingPart(RingMember[Ring]):
+class RingPart(RingMember):
     """Part of one replica in a ring all-reduce."""
 
     def __init__(
@@ -284,7 +261,7 @@ class RingPart(RingMember[Ring]):
             )
             for device in shards
         ]
-        super().__init__(ring, node, ring.steps, likes * (ring.chunks // ring.shards))
+        super().__init__(ring, node, likes * (ring.chunks // ring.shards))
         self._shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding),
             gradients,
@@ -344,16 +321,16 @@ class RingPart(RingMember[Ring]):
         return _taken(blocks[block], start, self.ring.chunk_length, dtype)
 
 
-class Gathering(RingMember[GatheringRing]):
+class Gathering(RingMember):
     """Part of one replica in the all-gather of a fragment."""
 
-    def __init__(self, ring: GatheringRing, node: int, message: Array):
+    def __init__(self, ring: Ring, node: int, message: Array):
         """Begin with the message of the replica on `node`."""
         likes = [
             jax.ShapeDtypeStruct((min(ring.chunk_length, message.size - start),), message.dtype)
             for start in range(0, message.size, ring.chunk_length)
         ]
-        super().__init__(ring, node, len(ring.nodes) - 1, likes)
+        super().__init__(ring, node, likes)
         self._message = message
         # Received chunks by the position of their replica, and by their number.
         self._chunks: dict[int, dict[int, Array]] = {}

@@ -27,7 +27,7 @@ from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
 from skippipe_jax.program.compiler import Compute, HopNumbers, Program
 from skippipe_jax.runtime.copied import CopyRoute, copy_routes
-from skippipe_jax.runtime.ring import GatheringRing, Ring
+from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.spread import NodeSharding
 
 # `network.averaging: auto` uses the collective if no link between replicas is slower.
@@ -179,7 +179,7 @@ class Topology:
     replica_of: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
     rings: Mapping[int, Ring]
-    gatherings: Mapping[int, GatheringRing]
+    gatherings: Mapping[int, Ring]
     first_free_hop: int
     copy_routes: tuple[CopyRoute, ...] = ()
 
@@ -237,7 +237,7 @@ class Topology:
                 )
         shapes = stage_shapes(config.model, len(layers)) if config.averaging.is_outer else ()
         gatherings = {
-            stage: GatheringRing.of(
+            stage: Ring.of_messages(
                 plan.case,
                 stage,
                 own,

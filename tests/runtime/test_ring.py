@@ -30,7 +30,6 @@ from skippipe_jax.runtime.ring import (
     SHARE_OF_HOP,
     SMALLEST_CHUNK_BYTES,
     Gathering,
-    GatheringRing,
     Ring,
     RingPart,
     chunk_bytes,
@@ -278,13 +277,13 @@ def held_bytes() -> int:
 # Messages of replicas that go apart.
 
 
-def ring_of(replicas: list[int], length: int, chunk_length: int) -> GatheringRing:
+def ring_of(replicas: list[int], length: int, chunk_length: int) -> Ring:
     """The ring of replicas on these nodes, in the planner's order, with chunks of this length."""
     nodes = max(replicas) + 2
     plan = plan_of([[0], [*range(1, nodes)]], [[0, 1]])
     longest = jax.ShapeDtypeStruct((length,), jnp.int8)
     numbers = HopNumbers(7)
-    ring = GatheringRing.of(plan.case, 1, replicas, numbers, longest)
+    ring = Ring.of_messages(plan.case, 1, replicas, numbers, longest)
     most = -(-length // chunk_length)
     hops = HopNumbers(7).take((len(replicas) - 1) * most * len(replicas))
     return replace(ring, numbers=hops, chunks=most, chunk_length=chunk_length)
@@ -340,7 +339,7 @@ def test_a_ring_takes_a_number_for_every_hop(count: int):
     plan = plan_of([[0], replicas], [[0, 1]])
     numbers = HopNumbers(3)
     longest = jax.ShapeDtypeStruct((5_000_000,), jnp.int8)
-    ring = GatheringRing.of(plan.case, 1, replicas, numbers, longest)
+    ring = Ring.of_messages(plan.case, 1, replicas, numbers, longest)
     hops = [
         ring.hop(position, step, chunk).number
         for position in range(count)
