@@ -124,7 +124,7 @@ class Ring:
         width: int = 4,
         hop_bytes: float = math.inf,
     ) -> Ring:
-        """Make the all-reduce of `shards` of gradients of `length`, with hops of the next `numbers`.
+        """Make the all-reduce of gradients of `shards` of `length`, with hops of `numbers`.
 
         Its links are those of the `case`, and each number takes `width` bytes on them. If the links
         also carry hops, these have `hop_bytes`.

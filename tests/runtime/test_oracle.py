@@ -20,6 +20,7 @@ from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.config import (
+    AveragingConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -150,12 +151,14 @@ def run(
     devices: int,
     way: Way,
     *,
+    averaging: AveragingConfig | None = None,
     watched_by: Callable[[Runtime], None] = lambda _: None,
 ) -> tuple[Runtime, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
     config = Config(
         model=model,
         optimizer=optimizer,
+        averaging=averaging or AveragingConfig(),
         data=DataConfig(
             microbatch_size=BATCH,
             sequence_length=TIME,
@@ -163,7 +166,7 @@ def run(
         ),
         network=way.network,
         execution=way.execution,
-        train=TrainConfig(ITERATIONS),
+        train=TrainConfig(len(batches)),
     )
     runtime = open_alone(config, plan, devices)
     watched_by(runtime)
@@ -171,6 +174,9 @@ def run(
         runtime.run(iteration, dict(enumerate(own)), record=way.live)
         for iteration, own in enumerate(batches)
     ]
+    for outcome in outcomes:
+        outcome.sums()
+    runtime.close()
     return runtime, outcomes
 
 
@@ -277,14 +283,15 @@ def test_a_microbatch_is_on_a_device_only_once_its_forward_begins():
             happened.append(("put", operation.microbatch))
             keep(operation, batch)
 
-        def dispatching(operation: Operation, *given: Any) -> Any:
+        def dispatching(operation: Operation, *arguments: Any) -> Any:
             happened.append((operation.kind, operation.microbatch))
-            return dispatch(operation, *given)
+            return dispatch(operation, *arguments)
 
         operations._keep_targets, operations._dispatch = keeping, dispatching
 
-    batches = random_batches(REPLICATED, seed=7)[:1]
+    batches = random_batches(REPLICATED, seed=7)
     run(REPLICATED, SMALL, OPTIMIZER, batches, 3, WAYS[0], watched_by=note)
+    happened = happened[: len(happened) // len(batches)]
     puts = [place for place, (what, _) in enumerate(happened) if what == "put"]
     assert len(puts) == len(REPLICATED.microbatches)
     assert [happened[place + 1] for place in puts] == [("F", happened[place][1]) for place in puts]
