@@ -22,7 +22,7 @@ from skippipe_sched.problem.plan import Operation
 from skippipe_sched.timing.timeline import Averaging, Run
 
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import Compute, Hop, Program
+from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
@@ -115,6 +115,7 @@ class Iteration:
                 (arrives, self.operations.arriving(own), partial(self._store_input, own))
                 for own in queue.left
                 if (arrives := self.computes[own].arrives) is not None
+                and not self.topology.is_local_node(arrives.source)
             ]
             self.exchange.ask_in_turn(iter(requests), self.iteration, INPUTS_REQUESTED_AHEAD)
         self._begin()
@@ -182,7 +183,9 @@ class Iteration:
         queue.idle_since_s = None
         leaves = self.computes[operation].leaves
         result, at_the_end = self.operations.dispatch(operation, value, leaves=leaves is not None)
-        if leaves is not None and self._may_be_offered_early(leaves):
+        is_late = self.emulation is not None or self.connections is not None
+        if leaves is not None and not is_late and not self.topology.is_local_node(leaves.target):
+            # Offered while it is still being computed.
             self.exchange.give(leaves, self.iteration, result)
 
         def computed(end_s: float) -> None:
@@ -195,11 +198,6 @@ class Iteration:
                 self.loop.at(end_s, lambda _: self._end(run, result))
 
         self.loop.when_computed(at_the_end, computed)
-
-    def _may_be_offered_early(self, hop: Hop) -> bool:
-        """Return whether a hop may be offered while its array is still being computed."""
-        is_late = self.emulation is not None or self.connections is not None
-        return not is_late and not self.topology.is_local_node(hop.target)
 
     def _end(self, run: Run, result: jax.Array | None) -> None:
         """Pass on the result of an operation that has ended, and free its node."""
@@ -219,23 +217,23 @@ class Iteration:
         self, operation: Operation, following: Operation, end_s: float, result: jax.Array
     ) -> None:
         leaves = self.computes[operation].leaves
-        if leaves is None:
-            self._store_input(following, end_s, result)
-            return
-        is_local = self.topology.is_local_node(leaves.target)
+        is_local = leaves is None or self.topology.is_local_node(leaves.target)
 
-        def give(_: float) -> None:
-            self.exchange.give(leaves, self.iteration, result)
+        def give(at_s: float) -> None:
+            if leaves is None:
+                self._store_input(following, at_s, result)
+            elif is_local:
+                self._store_input(following, at_s, self.exchange.put(leaves, result))
+            else:
+                self.exchange.give(leaves, self.iteration, result)
 
-        if self.emulation is not None:
+        if leaves is not None and self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
             # The loop receives local hops before it stops, so its own timer is enough for them.
             at = self.loop.at if is_local else self._send_at
             at(arrival_s, give)
-        elif is_local and self.loop.waits:
-            give(end_s)
         elif is_local:
-            self._store_input(following, end_s, self.exchange.put(leaves, result))
+            give(end_s)
         elif self.connections is not None:
             hop = following.kind, operation.node, following.node
             self._send_at(self.connections.offer_s(*hop, end_s), give)
