@@ -74,8 +74,10 @@ class ExactIteration(TrainingIteration):
             return
         self.begun.add(replica)
         dtype = jnp.dtype(self.averaging_dtype or np.float32)
-        gradients, here = self.replicas.to_sum(replica), self.topology.spread(replica)
-        part = self.parts[replica] = RingPart(ring, replica, gradients, dtype, here)
+        here = self.topology.spread(replica)
+        # No variable holds the gradients, which the blocks of the part replace.
+        part = RingPart(ring, replica, self.replicas.to_sum(replica), dtype, here)
+        self.parts[replica] = part
         start_s = time.perf_counter()
 
         def ended(_: float) -> None:
