@@ -137,22 +137,6 @@ def test_what_is_filled_in_fits_and_one_more_anywhere_does_not(
         assert short(config, one_each, [node])
 
 
-def test_with_the_stage_computed_again_one_costs_its_input():
-    """And what may wait for it on its way: one for each of two data nodes."""
-    config = config_of(CASE, model={"recompute": "stage"})
-    one, two, three = (needed(config, count) for count in (1, 2, 3))
-    hop = 2 * 32 * 16 * 4
-    # The data stage keeps tokens and targets.
-    inner = [memory_of_stages(config, parse_case(SIZED | {"memory": n}))[1] for n in (1, 2)]
-    assert inner[1].total - inner[0].total == hop + 2 * hop
-    assert two - one == three - two <= inner[1].total - inner[0].total
-    size = for_total(needed(config_of(CASE), 4))
-    kept_whole = memory_of(config_of(CASE | {"memory_bytes": size}))
-    again = memory_of(config_of(CASE | {"memory_bytes": size}, model={"recompute": "stage"}))
-    assert kept_whole == [4] * 5
-    assert again == [12] * 5
-
-
 SIZED = CASE | {"activation_bytes": 1, "stage_bytes": 1}
 
 

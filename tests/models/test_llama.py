@@ -20,12 +20,9 @@ from skippipe_jax.config import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.models.llama import (
     DataStage,
     RMSNorm,
-    Stage,
-    create_stage,
     parameter_count,
     stage_shapes,
 )
-from tests.harness.oracle import relative_error
 
 BATCH, TIME = 2, 12
 SMALL = ModelConfig(
@@ -160,18 +157,6 @@ def test_parameters_do_not_depend_on_the_cut():
         np.testing.assert_array_equal(single["head"]["kernel"], half["head"]["kernel"])
     queries = [np.asarray(state["blocks"]["query"]["kernel"][0]) for state in layers_of[1]]
     assert not any(np.array_equal(a, b) for a, b in itertools.combinations(queries, 2))
-
-
-def test_stages_hold_the_blocks_of_their_layers():
-    key = jax.random.key(3)
-    stage = create_stage(SMALL, 1, (2, 2), key)
-    assert type(stage) is Stage
-    found, expected = (
-        nnx.to_pure_dict(nnx.state(blocks))
-        for blocks in (stage.blocks, created(SMALL, 2, 2, key).blocks)
-    )
-    assert relative_error(found, expected) < 1e-6
-    assert isinstance(create_stage(SMALL, 0, (2, 2), key), DataStage)
 
 
 def test_depth_does_not_grow_the_traced_program():
