@@ -70,8 +70,9 @@ class NodeSharding:
         Activations, which have three axes, are sharded as between blocks. All others are on the
         first device.
         """
-        is_sharded = self.mesh is not None and len(shape) == 3
-        return activations(self.mesh, shape[0]) if is_sharded else self.first
+        if self.mesh is None or len(shape) != 3:
+            return self.first
+        return activations(self.mesh, shape[0])
 
     def put(self, tree: PyTree, *, may_alias: bool | None = None) -> PyTree:
         """Put parameters, gradients or an optimizer's state on the devices of the node."""

@@ -214,7 +214,7 @@ class StateTransfers:
             if not own:
                 assert others is not None, "a remaining host lacks the state of its stage"
                 return others(stage, shapes)
-            arrays = [
+            arrays: list[Any] = [
                 self._source(transfer)
                 if transfer.source == transfer.target
                 else transfer.receive(
