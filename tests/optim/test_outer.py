@@ -102,7 +102,7 @@ def averagings(draw: st.DrawFn) -> tuple[AveragingConfig, int]:
     return averaging, layers
 
 
-@settings(properties, max_examples=12)
+@settings(properties, max_examples=8)
 @given(averagings(), st.integers(2, 4), st.booleans(), st.integers(0, 99))
 def test_it_equals_the_formulas(
     drawn: tuple[AveragingConfig, int], replicas: int, has_ends: bool, seed: int
@@ -213,7 +213,7 @@ def test_what_is_not_finite_comes_out_as_nothing_finite(wrong: float):
     np.testing.assert_allclose(arrived[[*range(128), *range(256, 300)]], 1.0, rtol=1e-6)
 
 
-@settings(properties, max_examples=8)
+@settings(properties, max_examples=5)
 @given(st.integers(1, 7), st.data())
 def test_fragments_hold_every_number_once(layers: int, data: st.DataObject):
     fragments = data.draw(st.integers(1, layers))
@@ -225,7 +225,7 @@ def test_fragments_hold_every_number_once(layers: int, data: st.DataObject):
             part = fragment.part(count)
             assert fragment.touched(count).keys() == part.keys()
             more = jax.tree.map(lambda leaf: leaf + 1.0, part)
-            count = fragment.put(count, more)
+            count = fragment.put(count, more, lambda jitted, *own: jitted.__wrapped__(*own))
             assert ("embedding" in part) == (number == 0 and "embedding" in stage)
             assert ("head" in part) == (number == fragments - 1 and "head" in stage)
         assert all(np.all(np.asarray(leaf) == 1.0) for leaf in jax.tree.leaves(count))

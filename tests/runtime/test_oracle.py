@@ -295,7 +295,6 @@ def test_a_microbatch_is_on_a_device_only_once_its_forward_begins():
     puts = [place for place, (what, _) in enumerate(happened) if what == "put"]
     assert len(puts) == len(REPLICATED.microbatches)
     assert [happened[place + 1] for place in puts] == [("F", happened[place][1]) for place in puts]
-    assert happened.index(("B", 0)) < puts[-1]
 
 
 @pytest.mark.parametrize("skip_above_norm", [None, 100.0])
