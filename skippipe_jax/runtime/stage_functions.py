@@ -176,7 +176,7 @@ def stage_functions(
     device: that of their arguments.
     """
     kind = DataStage if is_data_stage else Stage
-    computed = jax.ShapeDtypeStruct((), model.compute_dtype)
+    computed = jax.ShapeDtypeStruct((model.width,), model.compute_dtype)
     plain = WireFormat(computed, model.compute_dtype, model.width)
     activation_format = wire.activations if wire else plain
     gradient_format = wire.gradients if wire else plain
