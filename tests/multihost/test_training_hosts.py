@@ -105,6 +105,11 @@ OTHER_MESHES = ((1, 1), (1, 1), (2, 2), (1, 2), (1, 2))
             *("strict", "collective", "windows"),
             id="2 hosts",
         ),
+        pytest.param(
+            *("distributed", FOUR_STAGES, TIED, [0, 1, 0, 1, 2, 2], "strict", "ring", "windows"),
+            id="3 hosts of one JAX, ring",
+            marks=pytest.mark.nightly,
+        ),
         # The replicas of both stages that have two are on one host, which sums by collectives.
         pytest.param(
             *("independent", FOUR_STAGES, TIED, [0, 1, 1, 0, 0, 0], "strict", "auto", "windows"),
