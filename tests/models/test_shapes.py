@@ -76,7 +76,7 @@ def small_configs(draw: st.DrawFn) -> Config:
     return parse_config({"model": model, "data": data, "network": network})
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(small_configs(), st.integers(1, 3), st.booleans())
 def test_formulas_agree_for_any_shape(config: Config, layers: int, is_data_stage: bool):
     formula = dataclasses.asdict(

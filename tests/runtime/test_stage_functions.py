@@ -120,6 +120,7 @@ def test_z_loss_is_part_of_the_gradient_but_not_of_the_loss():
     tokens, targets = random_tokens(), random_tokens()
     targets.flat[5:] = -1
 
+    @jax.jit
     def terms(parameters: Any) -> tuple[jax.Array, jax.Array]:
         model: DataStage = nnx.merge(structure, parameters)
         logits = model.logits(model(jnp.asarray(tokens))).reshape(-1, MODEL.vocabulary_size)[:5]
