@@ -283,9 +283,9 @@ def test_a_microbatch_is_on_a_device_only_once_its_forward_begins():
             happened.append(("put", operation.microbatch))
             keep(operation, batch)
 
-        def dispatching(operation: Operation, *arguments: Any) -> Any:
+        def dispatching(operation: Operation, value: Any, leaves: bool) -> Any:
             happened.append((operation.kind, operation.microbatch))
-            return dispatch(operation, *arguments)
+            return dispatch(operation, value, leaves)
 
         operations._keep_targets, operations._dispatch = keeping, dispatching
 
