@@ -81,9 +81,7 @@ def test_first_weights_are_drawn_as_a_run_draws_them(
         def create(key: jax.Array, first_layer: int) -> tuple[Any, None, None]:
             return (jax.random.key_data(key).tolist(), first_layer), None, None
 
-    monkeypatch.setattr(
-        first_weights, "functions_of_stages", lambda stages, *_: [Functions] * stages
-    )
+    monkeypatch.setattr(first_weights, "functions_of_run", lambda _, stages: [Functions] * stages)
     config = parse_config(Campaign(tmp_path, quick=True).config(Run("full", 7)))
     weights = first_weights.drawn(config, 6)
     key = jax.random.key_data(jax.random.key(7)).tolist()

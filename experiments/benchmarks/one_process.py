@@ -28,8 +28,7 @@ from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import Stage, create_stage
 from skippipe_jax.optim.update_rule import update_rule
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers, compile_plan
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS

@@ -16,7 +16,7 @@ import numpy as np
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.data import TOKENIZER_FOLDER
 from skippipe_jax.interop import huggingface
-from skippipe_jax.runtime.stage_functions import Parameters, functions_of_stages
+from skippipe_jax.runtime.stage_functions import Parameters, functions_of_run
 from skippipe_jax.storage.files import new_directory
 
 
@@ -24,7 +24,7 @@ def drawn(config: Config, stages: int) -> Callable[[int], Parameters]:
     """The first weights of a stage, by its number, as a run with so many stages draws them."""
     layers = config.model.stage_partition(stages)
     # By the run's own program: compiled otherwise, some would be rounded otherwise.
-    functions = functions_of_stages(stages, config.model, config.optimizer, config.train.steps, 1)
+    functions = functions_of_run(config, stages)
     key = jax.random.key(config.seed)
     return lambda stage: functions[stage].create(key, layers.blocks(stage).start)[0]
 

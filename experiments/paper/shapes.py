@@ -32,9 +32,8 @@ from skippipe_sched.search.budget import Search
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import AUTO, RECOMPUTE, XLA
-from skippipe_jax.models.block_footprint import blocks_at_once, offloadable_bytes, passing_bytes
 from skippipe_jax.models.estimate import planned_case_and_visits
-from skippipe_jax.models.footprint import traffic
+from skippipe_jax.models.footprint import blocks_at_once, offloadable_bytes, passing_bytes, traffic
 from skippipe_jax.models.in_flight import USABLE_SHARE
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from skippipe_jax.models.node_memory import (
@@ -43,8 +42,7 @@ from skippipe_jax.models.node_memory import (
     memory_of_node,
     memory_of_stages,
 )
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers, compile_plan
 from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.stage_functions import (
     TOTALS,

@@ -20,7 +20,7 @@ from skippipe_jax.ensemble.mixtures import arithmetic
 from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.partial import Order
-from skippipe_jax.models.block_footprint import tokens_of_chunk
+from skippipe_jax.models.footprint import tokens_of_chunk
 from skippipe_jax.models.llama import StageStructure
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from skippipe_jax.models.attention import product
-from skippipe_jax.models.block_footprint import tokens_of_chunk
+from skippipe_jax.models.footprint import tokens_of_chunk
 from skippipe_jax.models.sharding import EVERY_PART, constrained
 
 NO_TARGET = -1

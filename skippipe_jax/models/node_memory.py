@@ -15,30 +15,28 @@ from skippipe_sched.problem.case import Case
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NodeMesh
 from skippipe_jax.config.hardware import AUTO, ITERATION, ONE_DEVICE
 from skippipe_jax.config.optimizer import MUON
-from skippipe_jax.models.block_footprint import (
+from skippipe_jax.models.footprint import (
     DTYPE_BYTES,
+    GRADIENT_BYTES,
     LOGIT_BYTES,
     TOKEN_BYTES,
     Cuts,
+    activation_bytes,
+    arrays_of_fragment,
+    block_matrices,
     block_parameters,
     blocks_at_once,
     bytes_of_places,
     bytes_saved_by_blocks,
-    offloadable_bytes,
-    passing_bytes,
-    saved_by_block,
-    tokens_of,
-    tokens_of_chunk,
-)
-from skippipe_jax.models.footprint import (
-    GRADIENT_BYTES,
-    activation_bytes,
-    arrays_of_fragment,
-    block_matrices,
     hop_bytes,
     message_bytes,
+    offloadable_bytes,
     optimizer_bytes,
+    passing_bytes,
+    saved_by_block,
     stage_parameters,
+    tokens_of,
+    tokens_of_chunk,
     transfer_dtypes,
 )
 

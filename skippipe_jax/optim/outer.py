@@ -37,60 +37,6 @@ Message = Shaped[Array, " length"]
 """Encoded `Part`. In int8 the bytes of the scales follow the numbers."""
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """Part of a stage that is averaged at one time.
-
-    Attributes:
-        blocks: its blocks, counted within the stage.
-        is_first: whether it includes the embedding, if the stage has one.
-        is_last: whether it includes final norm and head, if the stage has them.
-    """
-
-    blocks: range
-    is_first: bool
-    is_last: bool
-
-    def touched(self, stage: Stage) -> Stage:
-        """Return the whole arrays of a stage that overlap this fragment."""
-        return {name: own for name, own in stage.items() if self._touches(name)}
-
-    def part(self, stage: Stage) -> Part:
-        """Cut this fragment out of a stage, or out of the arrays that `touched` returns."""
-
-        def rows(leaf: Array) -> Array:
-            return leaf[self.blocks.start : self.blocks.stop]
-
-        return {
-            name: jax.tree.map(rows, own) if name == BLOCKS else own
-            for name, own in self.touched(stage).items()
-        }
-
-    def put_rows(self, blocks: PyTree, own: PyTree) -> PyTree:
-        """Return the arrays of all blocks of a stage with this fragment's rows replaced."""
-        return jax.tree.map(
-            lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(
-                leaf, rows, self.blocks.start, axis=0
-            ),
-            blocks,
-            own,
-        )
-
-    def _touches(self, name: str) -> bool:
-        if name == BLOCKS:
-            return True
-        return self.is_first if name == EMBEDDING else self.is_last
-
-
-def fragments_of(averaging: AveragingConfig, layers: int) -> list[Fragment]:
-    """Cut a stage of `layers` blocks into fragments, in the order of their numbers."""
-    last = averaging.fragments - 1
-    return [
-        Fragment(averaging.blocks_of(number, layers), number == 0, number == last)
-        for number in range(averaging.fragments)
-    ]
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outer:
@@ -121,26 +67,6 @@ def begin_with(parameters: PyTree, momentum: PyTree) -> Outer:
     return dataclasses.replace(begin(parameters), momentum=momentum)
 
 
-@dataclass(frozen=True)
-class FragmentFunctions:
-    """Functions of a replica for one fragment.
-
-    They donate the arrays of `Outer`, and `apply` those of the parameters. The optional last
-    argument of `send` and `apply` is a `Call`, for example one that only compiles.
-    """
-
-    send: Callable[..., tuple[Message, Part, Outer]]
-    """(parameters, outer) -> message, parameters of the fragment that were sent, outer"""
-    apply: Callable[..., tuple[Stage, Outer]]
-    """(parameters, outer, part that was sent, messages) -> parameters, outer
-
-    `messages` has the message of every replica by its index in the stage. They are summed in the
-    order of the index.
-    """
-    take_back: Callable[[Outer, Part, Message], Outer]
-    """(outer, part that was sent, local message) -> outer as it was before `send`"""
-
-
 Call = Callable[..., Any]
 """(jitted function, its arguments) -> its results, or their shapes"""
 
@@ -149,109 +75,179 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-@functools.cache
-def fragment_functions(averaging: AveragingConfig, fragment: Fragment) -> FragmentFunctions:
-    """Make the functions of a fragment, for stages with the same fragments."""
-    outer_optimizer = optax.sgd(averaging.rate, averaging.momentum, nesterov=True)
+@dataclass(frozen=True)
+class Fragment:
+    """Part of a stage that is averaged at one time, with the steps of its averaging.
 
-    # Jitted separately: fused with readers of these arrays, XLA copies them whole.
-    put_rows = jax.jit(fragment.put_rows, donate_argnums=0)
+    The steps donate the arrays of `Outer`, and `apply` those of the parameters. The optional last
+    argument of `send` and `apply` is a `Call`, for example one that only compiles.
 
-    def put(stage: Stage, part: Part, call: Call) -> Stage:
-        return stage | part | {BLOCKS: call(put_rows, stage[BLOCKS], part[BLOCKS])}
+    Attributes:
+        averaging: settings of the averaging.
+        blocks: its blocks, counted within the stage.
+        is_first: whether it includes the embedding, if the stage has one.
+        is_last: whether it includes final norm and head, if the stage has them.
+    """
 
-    @jax.jit
-    def sent(parameters: Stage, anchor: Stage, residual: Stage) -> tuple[Message, Part, Part]:
-        # Copies, as the next inner step donates the parameters.
-        own = jax.tree.map(jnp.copy, fragment.part(parameters))
-        change = jax.tree.map(
-            lambda anchor, own, left: anchor - own + left,
-            fragment.part(anchor),
-            own,
-            fragment.part(residual),
-        )
-        message = quantised(change, averaging.dtype)
-        left = jax.tree.map(jnp.subtract, change, dequantised(message, change, averaging.dtype))
-        return message, own, left
+    averaging: AveragingConfig
+    blocks: range
+    is_first: bool
+    is_last: bool
 
-    @jax.jit
-    def applied(
-        parameters: Stage, anchor: Stage, momentum: Stage, sent: Part, messages: Sequence[Message]
-    ) -> tuple[Part, Part, Part]:
-        before = fragment.part(anchor)
-        change = mean(messages, before, averaging.dtype)
-        state = optax.tree.set(outer_optimizer.init(before), trace=fragment.part(momentum))
-        updates, state = outer_optimizer.update(change, state, before)
-        after = cast(Part, optax.apply_updates(before, updates))
-        if averaging.delay == 0:
-            # No inner step since `send`, so all replicas take the anchor's bits.
-            own = after
-        else:
-            own = jax.tree.map(
-                lambda own, after, sent: own + (after - sent),
-                fragment.part(parameters),
-                after,
-                sent,
-            )
-        return own, after, optax.tree.get(state, "trace")
+    def touched(self, stage: Stage) -> Stage:
+        """Return the whole arrays of a stage that overlap this fragment."""
+        return {name: own for name, own in stage.items() if self._touches(name)}
 
-    @jax.jit
-    def taken_back(anchor: Stage, residual: Stage, sent: Part, message: Message) -> Part:
-        return jax.tree.map(
-            lambda left, change, anchor, own: left + (change - (anchor - own)),
-            fragment.part(residual),
-            dequantised(message, sent, averaging.dtype),
-            fragment.part(anchor),
-            sent,
+    def part(self, stage: Stage) -> Part:
+        """Cut this fragment out of a stage, or out of the arrays that `touched` returns."""
+
+        def rows(leaf: Array) -> Array:
+            return leaf[self.blocks.start : self.blocks.stop]
+
+        return {
+            name: jax.tree.map(rows, own) if name == BLOCKS else own
+            for name, own in self.touched(stage).items()
+        }
+
+    def put(self, stage: Stage, part: Part, call: Call = _called) -> Stage:
+        """Return a stage with this fragment replaced; its blocks are written over."""
+        return stage | part | {BLOCKS: call(_put_rows, stage[BLOCKS], part[BLOCKS], self.blocks)}
+
+    def _touches(self, name: str) -> bool:
+        if name == BLOCKS:
+            return True
+        return self.is_first if name == EMBEDDING else self.is_last
+
+    def message_shape(self, parameters: PyTree) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of the message about parameters of these shapes."""
+        return jax.eval_shape(
+            lambda stage: quantised(self.part(stage), self.averaging.dtype), parameters
         )
 
-    def send(parameters: Stage, outer: Outer, call: Call = _called) -> tuple[Any, Part, Outer]:
-        given = (parameters, outer.anchor, outer.residual)
-        message, own, left = call(sent, *map(fragment.touched, given))
-        return message, own, dataclasses.replace(outer, residual=put(outer.residual, left, call))
+    def send(
+        self, parameters: Stage, outer: Outer, call: Call = _called
+    ) -> tuple[Any, Part, Outer]:
+        """Return the message to send, the parameters of the fragment that it is of, and `outer`."""
+        given = map(self.touched, (parameters, outer.anchor, outer.residual))
+        message, own, left = call(_sent, self, *given)
+        residual = self.put(outer.residual, left, call)
+        return message, own, dataclasses.replace(outer, residual=residual)
 
     def apply(
+        self,
         parameters: Stage,
         outer: Outer,
         sent: Part,
         messages: Mapping[int, Any],
         call: Call = _called,
     ) -> tuple[Stage, Outer]:
-        given = (parameters, outer.anchor, outer.momentum)
+        """Apply the messages of all replicas, by their index in the stage, in the order of that.
+
+        `sent` are the parameters of the fragment that this replica has sent.
+        """
+        given = map(self.touched, (parameters, outer.anchor, outer.momentum))
         in_order = [messages[replica] for replica in sorted(messages)]
-        own, anchor, momentum = call(applied, *map(fragment.touched, given), sent, in_order)
+        own, anchor, momentum = call(_applied, self, *given, sent, in_order)
         outer = dataclasses.replace(
             outer,
-            anchor=put(outer.anchor, anchor, call),
-            momentum=put(outer.momentum, momentum, call),
+            anchor=self.put(outer.anchor, anchor, call),
+            momentum=self.put(outer.momentum, momentum, call),
         )
-        return put(parameters, own, call), outer
+        return self.put(parameters, own, call), outer
 
-    def take_back(outer: Outer, sent: Part, message: Message) -> Outer:
-        before = taken_back(*map(fragment.touched, (outer.anchor, outer.residual)), sent, message)
-        return dataclasses.replace(outer, residual=put(outer.residual, before, _called))
+    def take_back(self, outer: Outer, sent: Part, message: Message) -> Outer:
+        """Return `outer` as it was before `send`, for the sent part and the local message."""
+        given = map(self.touched, (outer.anchor, outer.residual))
+        before = _taken_back(self, *given, sent, message)
+        return dataclasses.replace(outer, residual=self.put(outer.residual, before))
 
-    return FragmentFunctions(send, apply, take_back)
 
-
-def message_shape(
-    averaging: AveragingConfig, fragment: Fragment, parameters: PyTree
-) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of the message about a fragment, for parameters of these shapes."""
-    return jax.eval_shape(
-        lambda stage: quantised(fragment.part(stage), averaging.dtype), parameters
+# Jitted separately: fused with readers of these arrays, XLA copies them whole.
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+def _put_rows(blocks: PyTree, own: PyTree, rows: range) -> PyTree:
+    """Return the arrays of all blocks of a stage with some rows replaced."""
+    return jax.tree.map(
+        lambda leaf, part: jax.lax.dynamic_update_slice_in_dim(leaf, part, rows.start, axis=0),
+        blocks,
+        own,
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sent(
+    fragment: Fragment, parameters: Stage, anchor: Stage, residual: Stage
+) -> tuple[Message, Part, Part]:
+    # Copies, as the next inner step donates the parameters.
+    own = jax.tree.map(jnp.copy, fragment.part(parameters))
+    change = jax.tree.map(
+        lambda anchor, own, left: anchor - own + left,
+        fragment.part(anchor),
+        own,
+        fragment.part(residual),
+    )
+    dtype = fragment.averaging.dtype
+    message = quantised(change, dtype)
+    left = jax.tree.map(jnp.subtract, change, dequantised(message, change, dtype))
+    return message, own, left
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _applied(
+    fragment: Fragment,
+    parameters: Stage,
+    anchor: Stage,
+    momentum: Stage,
+    sent: Part,
+    messages: Sequence[Message],
+) -> tuple[Part, Part, Part]:
+    averaging, before = fragment.averaging, fragment.part(anchor)
+    outer_optimizer = optax.sgd(averaging.rate, averaging.momentum, nesterov=True)
+    change = mean(messages, before, averaging.dtype)
+    state = optax.tree.set(outer_optimizer.init(before), trace=fragment.part(momentum))
+    updates, state = outer_optimizer.update(change, state, before)
+    after = cast(Part, optax.apply_updates(before, updates))
+    if averaging.delay == 0:
+        # No inner step since `send`, so all replicas take the anchor's bits.
+        own = after
+    else:
+        own = jax.tree.map(
+            lambda own, after, sent: own + (after - sent),
+            fragment.part(parameters),
+            after,
+            sent,
+        )
+    return own, after, optax.tree.get(state, "trace")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _taken_back(
+    fragment: Fragment, anchor: Stage, residual: Stage, sent: Part, message: Message
+) -> Part:
+    return jax.tree.map(
+        lambda left, change, anchor, own: left + (change - (anchor - own)),
+        fragment.part(residual),
+        dequantised(message, sent, fragment.averaging.dtype),
+        fragment.part(anchor),
+        sent,
+    )
+
+
+def fragments_of(averaging: AveragingConfig, layers: int) -> list[Fragment]:
+    """Cut a stage of `layers` blocks into fragments, in the order of their numbers."""
+    last = averaging.fragments - 1
+    return [
+        Fragment(averaging, averaging.blocks_of(number, layers), number == 0, number == last)
+        for number in range(averaging.fragments)
+    ]
 
 
 def longest_message(
     averaging: AveragingConfig, layers: int, parameters: PyTree
 ) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of the longest message about a fragment of a stage."""
-    messages = [
-        message_shape(averaging, fragment, parameters)
-        for fragment in fragments_of(averaging, layers)
-    ]
-    return max(messages, key=lambda message: message.size)
+    fragments = fragments_of(averaging, layers)
+    shapes = [fragment.message_shape(parameters) for fragment in fragments]
+    return max(shapes, key=lambda message: message.size)
 
 
 def quantised(change: PyTree, dtype: str) -> Message:

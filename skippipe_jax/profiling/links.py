@@ -27,7 +27,7 @@ from jaxtyping import Float
 
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.errors import PeerTimeout
-from skippipe_jax.program.hops import Hop
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.transport import HostLink
 
 # Above all iterations of training, so that transfers have different names.

@@ -3,6 +3,9 @@
 Every host runs its part of the same order. The inputs of the earliest operation not yet run are
 therefore complete, so hosts cannot deadlock. The compiler refuses a plan whose orders could
 deadlock, or that puts more microbatches in flight on a node than its memory holds.
+
+A number identifies the same hop on every host. All hosts therefore take the same numbers in the
+same order: for the paths of all plans, for the rings of the stages, and for held-out microbatches.
 """
 
 from __future__ import annotations
@@ -15,8 +18,34 @@ from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Operation, Plan, microbatch_chain
 from skippipe_sched.timing.simulate import simulate_plan
 
-from skippipe_jax.program.hops import Hop, HopNumbers
 from skippipe_jax.program.schedule import with_exact_averaging
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Transfer from node to node, identified within its iteration by `number`."""
+
+    number: int
+    source: int
+    target: int
+
+
+class HopNumbers:
+    """Allocator of hop numbers, each of which it gives out once.
+
+    Attributes:
+        free: the first number that is free, as are all above it.
+    """
+
+    def __init__(self, free: int = 0):
+        """Start at number `free`."""
+        self.free = free
+
+    def take(self, count: int) -> range:
+        """Take the next `count` numbers."""
+        taken = range(self.free, self.free + count)
+        self.free = taken.stop
+        return taken
 
 
 @dataclass(frozen=True)

@@ -47,24 +47,16 @@ class _LocalStep:
     is_computed: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Part:
     """Part of a replica in the ring of its stage; an emulated ring `takes_s` seconds longer."""
 
-    replica: int
     step: int
     own: FragmentInTransit
     gathering: Gathering
     takes_s: float
-    start_s: float = 0.0
-
-
-@dataclass
-class _Round:
-    """Unfinished rings of this host for the messages sent after a step, by replica."""
-
-    left: dict[int, _Part] = field(default_factory=dict)
     since_s: float = field(default_factory=time.perf_counter)
+    start_s: float = 0.0
 
 
 class BackgroundSync:
@@ -94,7 +86,8 @@ class BackgroundSync:
         self._exchange = Exchange(self._loop, exchange.topology, exchange.links)
         self._local_steps: deque[_LocalStep] = deque()
         self._contributed = step
-        self._rounds: dict[int, _Round] = {}
+        # Of unfinished rings.
+        self._parts: list[_Part] = []
         self._averagings: list[Averaging] = []
         self._error: Exception | None = None
         self._has_ended = False
@@ -115,9 +108,9 @@ class BackgroundSync:
         gathering = Gathering(ring, replica, own.message)
         # Computed now, from 0 on: when the ring ends, `emulation` is in a later iteration.
         takes_s = emulation.averaging_end_s(ring.stage, 0.0) if emulation else 0.0
-        part = _Part(replica, step, own, gathering, takes_s)
+        part = _Part(step, own, gathering, takes_s)
         with self._lock:
-            self._rounds.setdefault(step, _Round()).left[replica] = part
+            self._parts.append(part)
         self._loop.post(partial(self._begin, part))
 
     def end(self, step: int, local: jax.Array) -> Summed:
@@ -156,18 +149,17 @@ class BackgroundSync:
     def waits(self, step: int) -> Iterator[tuple[str, float]]:
         """Yield a description of each wait for the commit of a step, and its start time."""
         with self._lock:
-            rounds = [(since, own) for since, own in sorted(self._rounds.items()) if since <= step]
             hosts = self.topology.host_of
-            for sent_after, own in rounds:
-                for part in own.left.values():
-                    ring = part.gathering.ring
-                    source = ring.nodes[part.gathering.position - 1]
-                    yield (
-                        f"the message of stage {ring.stage} sent after step {sent_after} from node "
-                        f"{source} on host {hosts[source]}",
-                        own.since_s,
-                    )
-            if not any(own.left for _, own in rounds):
+            parts = [part for part in self._parts if part.step <= step]
+            for part in sorted(parts, key=lambda part: part.step):
+                ring = part.gathering.ring
+                source = ring.nodes[part.gathering.position - 1]
+                yield (
+                    f"the message of stage {ring.stage} sent after step {part.step} from node "
+                    f"{source} on host {hosts[source]}",
+                    part.since_s,
+                )
+            if not parts:
                 others = [str(host) for host in self.topology.hosts if host != self.topology.host]
                 yield (
                     f"the commit of step {step} on host {', '.join(others)}",
@@ -227,7 +219,7 @@ class BackgroundSync:
         part.own.messages = part.gathering.messages()
         with self._lock:
             self._averagings.append(Averaging(part.gathering.ring.stage, part.start_s, at_s))
-            del self._rounds[part.step].left[part.replica]
+            self._parts.remove(part)
         self._contribute()
 
     def _computed(self, made: _LocalStep, _: float) -> None:
@@ -240,7 +232,7 @@ class BackgroundSync:
             if not self._local_steps or self._contributed == self._local_steps[0].step:
                 return
             made = self._local_steps[0]
-            lacks = any(own.left for step, own in self._rounds.items() if step <= made.step)
+            lacks = any(part.step <= made.step for part in self._parts)
             if lacks or not made.is_computed:
                 return
             self._contributed = made.step
@@ -255,8 +247,6 @@ class BackgroundSync:
         with self._lock:
             self.committed_step = made.step
             self._local_steps.popleft()
-            for step in [step for step in self._rounds if step <= made.step]:
-                del self._rounds[step]
         made.summed.set_result(summed)
         self._notify_commits()
         self._contribute()

@@ -12,66 +12,19 @@ other host could request them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import numpy as np
 
-from skippipe_jax.config import Config
 from skippipe_jax.consensus.generations import Copies
-from skippipe_jax.models.footprint import buddy_checkpoint_bytes
-from skippipe_jax.program.hops import Hop
-from skippipe_jax.runtime.copied import Bytes, Copy, packed, pieces, pieces_of_copies
+from skippipe_jax.runtime.copied import Bytes, Copy, CopyRoute, packed
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.replicas import Replicas
-from skippipe_jax.runtime.topology import Topology
 
 # Pieces of a copy that are requested at once: one on the link, and the next one.
 REQUESTED_AHEAD = 2
-
-
-@dataclass(frozen=True)
-class CopyRoute:
-    """Route of the copies of a stage: from its first replica to a node of its buddy."""
-
-    stage: int
-    size: int
-    source: int
-    target: int
-    hops: tuple[Hop, ...]
-
-    def part(self, turn: int, every: int) -> Iterator[tuple[Hop, slice]]:
-        """Return the pieces that are sent in iteration `turn` of `every`, and their hops."""
-        length = -(-self.size // every)
-        begin = min(turn * length, self.size)
-        here = pieces(min(length, self.size - begin))
-        return (
-            (hop, slice(begin + piece.start, begin + piece.stop))
-            for hop, piece in zip(self.hops, here, strict=False)
-        )
-
-
-def copy_routes(topology: Topology, config: Config) -> list[CopyRoute]:
-    """Return the routes of all stages with a buddy: a stage that all hosts serve has none."""
-    plan, host_of = topology.plan, topology.host_of
-    sizes = buddy_checkpoint_bytes(config, len(plan.stages))
-    numbers = iter(topology.copies)
-    routes = []
-    for stage, own in enumerate(pieces_of_copies(config, len(plan.stages))):
-        hop_numbers = [*itertools.islice(numbers, len(own))]
-        serving = {host_of[node] for node in plan.stages[stage]}
-        further = (*plan.stages[stage + 1 :], *plan.stages[:stage])
-        target = next(
-            (node for nodes in further for node in nodes if host_of[node] not in serving), None
-        )
-        if target is not None:
-            source = topology.replicas[stage][0]
-            hops = tuple(Hop(number, source, target) for number in hop_numbers)
-            routes.append(CopyRoute(stage, sizes[stage], source, target, hops))
-    return routes
 
 
 class BuddyCheckpoints:

@@ -9,6 +9,7 @@ gradients, which are zeros before an iteration. JAX also caches the compiled pro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,11 +21,10 @@ from skippipe_sched.problem.case import Case
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.node_memory import gathers_once
-from skippipe_jax.optim.outer import begin, fragments_of, message_shape
+from skippipe_jax.optim.outer import begin, fragments_of
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.runtime.operations import TrainingOperations, add_targets
-from skippipe_jax.runtime.outer_steps import functions_of_fragments, inner_steps, share_of_norm
-from skippipe_jax.runtime.reduction import sum_of_trees
+from skippipe_jax.runtime.outer_steps import inner_steps, share_of_norm
 from skippipe_jax.runtime.replicas import Replicas
 from skippipe_jax.runtime.ring import Gathering, RingPart
 from skippipe_jax.runtime.spread import NodeSharding
@@ -202,7 +202,7 @@ class _Replica:
         if self.count == 1:
             return
         outer = ahead(begin, parameters)
-        for fragment in functions_of_fragments(config, cut[self.stage]):
+        for fragment in fragments_of(config.averaging, cut[self.stage]):
             message, sent, outer = fragment.send(parameters, outer, ahead)
             if self.count is not None:
                 messages = dict.fromkeys(range(self.count), message)
@@ -275,20 +275,20 @@ def compile_session(
         _add_up_zeros(operations, norms, are_numbers=counts_by_consensus)
 
 
-def _sum_zeros(replicas: Replicas, replica: int, dtype: str | None) -> None:
+def _sum_zeros(replicas: Replicas, replica: int, dtype: Any) -> None:
     """Sum the gradients of a replica in the ring of its stage, if any, with zeros as input."""
     topology = replicas.topology
     ring = topology.rings.get(topology.stage_of[replica])
     if ring is None:
         return
-    here = topology.spread(replica)
-    part = RingPart(ring, replica, replicas.to_sum(replica), jnp.dtype(dtype or np.float32), here)
-    zeros = _zeros(part.travelling, here)
-    next(part.begin())
-    for step, chunk, *_ in part.unrequested:
+    dtype, here = jnp.dtype(dtype or np.float32), topology.spread(replica)
+    part = RingPart(ring, replica, replicas.to_sum(replica), dtype, here)
+    for _ in itertools.islice(part.begin(), ring.shards):
+        pass
+    for step, chunk, _, like in part.unrequested:
         # One chunk of each block, as the others call the same programs.
-        if chunk % part.of_block == 0:
-            part.arrive(step, chunk, zeros)
+        if part.starts_block(chunk):
+            part.arrive(step, chunk, _zeros(like, here))
     replicas.states[replica].gradients = part.result()
 
 
@@ -300,7 +300,7 @@ def _gather_zeros(config: Config, replicas: Replicas, replica: int) -> None:
     if stage not in topology.gatherings:
         return
     for fragment in fragments_of(config.averaging, layers):
-        message = _zeros(message_shape(config.averaging, fragment, parameters), here)
+        message = _zeros(fragment.message_shape(parameters), here)
         gathering = Gathering(topology.gatherings[stage], replica, message)
         for _ in gathering.begin():
             pass
@@ -319,10 +319,8 @@ def _add_up_zeros(
     local = add_up(topology, parts, False, {}, replicas.squared_norms_of_blocks())
     if are_numbers:
         local = jax.device_put(np.asarray(local))
-    elif topology.sums_totals_by_links:
-        local = sum_of_trees([local for _ in topology.hosts])
     apart(local, len(topology.devices))
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, here: NodeSharding) -> jax.Array:
-    return jax.device_put(np.zeros(shape.shape, shape.dtype), here.of_hop(shape.shape))
+    return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding or here.first)

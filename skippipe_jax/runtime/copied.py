@@ -1,4 +1,4 @@
-"""Buddy checkpoints as bytes: packing of a stage's state, and its division into pieces."""
+"""Buddy checkpoints as bytes: packing of a stage's state, its pieces, and their routes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from jaxtyping import PyTree, UInt8
+from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import BUDDY
 from skippipe_jax.models.footprint import buddy_checkpoint_bytes
+from skippipe_jax.program.compiler import Hop, HopNumbers
 
 Bytes = UInt8[np.ndarray, " bytes"]
 
@@ -69,11 +71,48 @@ def pieces(size: int, of: int | None = None) -> Iterator[slice]:
     return (slice(start, min(start + of, size)) for start in range(0, size, of))
 
 
-def pieces_of_copies(config: Config, stages: int) -> Sequence[range]:
-    """Return for each stage the range of pieces of its copy in one iteration; empty without any."""
+@dataclass(frozen=True)
+class CopyRoute:
+    """Route of the copies of a stage: from its first replica to a node of its buddy."""
+
+    stage: int
+    size: int
+    source: int
+    target: int
+    hops: tuple[Hop, ...]
+
+    def part(self, turn: int, every: int) -> Iterator[tuple[Hop, slice]]:
+        """Return the pieces that are sent in iteration `turn` of `every`, and their hops."""
+        length = -(-self.size // every)
+        begin = min(turn * length, self.size)
+        here = pieces(min(length, self.size - begin))
+        return (
+            (hop, slice(begin + piece.start, begin + piece.stop))
+            for hop, piece in zip(self.hops, here, strict=False)
+        )
+
+
+def copy_routes(
+    config: Config,
+    plan: Plan,
+    host_of: Sequence[int],
+    replicas: Sequence[Sequence[int]],
+    numbers: HopNumbers,
+) -> Iterator[CopyRoute]:
+    """Yield the routes of all stages with a buddy, with hops of the next `numbers`.
+
+    A stage that all hosts serve has no buddy.
+    """
     if config.recovery.lost_stage != BUDDY:
-        return []
-    every = config.recovery.buddy_every
-    return [
-        range(len([*pieces(-(-size // every))])) for size in buddy_checkpoint_bytes(config, stages)
-    ]
+        return
+    for stage, size in enumerate(buddy_checkpoint_bytes(config, len(plan.stages))):
+        serving = {host_of[node] for node in plan.stages[stage]}
+        further = (*plan.stages[stage + 1 :], *plan.stages[:stage])
+        target = next(
+            (node for nodes in further for node in nodes if host_of[node] not in serving), None
+        )
+        if target is not None:
+            source = replicas[stage][0]
+            in_a_turn = len([*pieces(-(-size // config.recovery.buddy_every))])
+            hops = tuple(Hop(number, source, target) for number in numbers.take(in_a_turn))
+            yield CopyRoute(stage, size, source, target, hops)

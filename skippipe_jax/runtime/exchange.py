@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import jax
+from jax.sharding import Sharding
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.hops import Queues
 
-from skippipe_jax.program.hops import Hop
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.events import EventLoop, Then
 from skippipe_jax.runtime.ring import RingMember
 from skippipe_jax.runtime.spread import whole
@@ -34,7 +35,7 @@ class Exchange:
         self.links = links
         # Between nodes of this host: arrays sent before they were requested, and the reverse.
         self.offered: dict[tuple[int, Hop], jax.Array] = {}
-        self.requested: dict[tuple[int, Hop], Arrived] = {}
+        self.requested: dict[tuple[int, Hop], tuple[Sharding, Arrived]] = {}
         self._connections: dict[Case, Queues] = {}
 
     def connections(self, case: Case) -> Queues | None:
@@ -49,24 +50,27 @@ class Exchange:
             sent = array if self._keeps_sharding(hop) else whole(array)
             self.links[self.topology.host_of[hop.target]].send(hop, iteration, sent)
             return
-        array, name = self.put(hop, array), (iteration, hop)
+        name = iteration, hop
         if name in self.requested:
-            self._deliver(array, self.requested.pop(name))
+            self._deliver(array, *self.requested.pop(name))
         else:
             self.offered[name] = array
 
     def put(self, hop: Hop, array: jax.Array) -> jax.Array:
-        """Put an array on the node of this host to which a hop leads."""
+        """Put an activation or gradient on the node of this host to which a hop leads."""
         return jax.device_put(array, self.topology.spread(hop.target).of_hop(array.shape))
 
     def ask(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct, then: Arrived) -> None:
-        """Request the array of a hop; call `then` with its time of arrival and the array."""
-        name = iteration, hop
+        """Request the array of a hop; call `then` with its time of arrival and the array.
+
+        It has the sharding of `like`, by default that of activations on the node.
+        """
+        spread, name = self.topology.spread(hop.target), (iteration, hop)
+        there = here = like.sharding or spread.of_hop(like.shape)
         if not self.topology.is_local_node(hop.source):
             link = self.links[self.topology.host_of[hop.source]]
-            spread = self.topology.spread(hop.target)
-            there = spread.of_hop(like.shape)
-            here = there if self._keeps_sharding(hop) else spread.first
+            if like.sharding is None and not self._keeps_sharding(hop):
+                here = spread.first
             like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
             array = link.receive(hop, iteration, like)
             self.loop.when_ready(
@@ -74,9 +78,9 @@ class Exchange:
                 lambda at_s: then(at_s, array if here == there else jax.device_put(array, there)),
             )
         elif name in self.offered:
-            self._deliver(self.offered.pop(name), then)
+            self._deliver(self.offered.pop(name), there, then)
         else:
-            self.requested[name] = then
+            self.requested[name] = there, then
 
     def give_in_turn(self, own: Iterator[tuple[Hop, jax.Array]], iteration: int) -> None:
         """Send one array after another, with other events processed in between."""
@@ -121,5 +125,6 @@ class Exchange:
         meshes = self.topology.meshes
         return meshes[hop.source] == meshes[hop.target]
 
-    def _deliver(self, array: jax.Array, then: Arrived) -> None:
+    def _deliver(self, array: jax.Array, there: Sharding, then: Arrived) -> None:
+        array = jax.device_put(array, there)
         self.loop.at(self.loop.last_event_s, lambda at_s: then(at_s, array))

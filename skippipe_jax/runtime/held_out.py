@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from skippipe_jax.data.batches import Batch
-from skippipe_jax.program.compiler import compile_held_out
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers, compile_held_out
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.iteration import Iteration
 from skippipe_jax.runtime.operations import HeldOutOperations

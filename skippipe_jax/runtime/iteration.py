@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -24,7 +23,6 @@ from skippipe_sched.timing.timeline import Averaging, Run
 
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program
-from skippipe_jax.program.hops import Hop
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import Then, seconds_since
 from skippipe_jax.runtime.exchange import Exchange
@@ -41,21 +39,6 @@ INPUTS_REQUESTED_AHEAD = 8
 MAX_NAMED_WAITS = 5
 
 
-@dataclass
-class NodeProgress:
-    """Progress of a node, with the inputs that have arrived."""
-
-    turns: ReadyQueue
-    idle_since_s: float | None
-    busy_s: float = 0.0
-    inputs: dict[Operation, tuple[float, jax.Array]] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        """True once all operations of the node have ended."""
-        return not self.turns.left and self.idle_since_s is not None
-
-
 @dataclass(kw_only=True, eq=False)
 class Iteration:
     """Execution of the operations of a program on the nodes of this host.
@@ -67,7 +50,7 @@ class Iteration:
         case: case of the plan, which limits the microbatches in flight on a node, and says whether
             hops share connections; None if the order of the operations is limit enough.
         name: name of the iteration in timeout messages.
-        nodes: progress of each node.
+        nodes: operations that each node has left, and their inputs.
         ended: operations that have ended.
         runs: times of each ended operation.
     """
@@ -96,12 +79,10 @@ class Iteration:
         for compute in computes:
             by_node[compute.operation.node].append(compute)
         self.nodes = {
-            node: NodeProgress(
-                ReadyQueue(
-                    [compute.operation for compute in own],
-                    math.inf if self.case is None else self.case.nodes[node].memory,
-                    ready_first=self.ready_first,
-                ),
+            node: ReadyQueue(
+                [compute.operation for compute in own],
+                math.inf if self.case is None else self.case.nodes[node].memory,
+                ready_first=self.ready_first,
                 idle_since_s=self.loop.last_event_s,
             )
             for node, own in by_node.items()
@@ -112,7 +93,7 @@ class Iteration:
     @property
     def is_done(self) -> bool:
         """True once all nodes of this host are done."""
-        return all(progress.is_done for progress in self.nodes.values())
+        return all(queue.is_done for queue in self.nodes.values())
 
     @property
     def has_ended(self) -> bool:
@@ -127,16 +108,20 @@ class Iteration:
         """
         for operation, compute in self.computes.items():
             if operation.kind == "F" and compute.arrives is None:
-                first = self.operations.first_input(operation, batches[operation.microbatch])
-                self._store_input(operation, self.loop.last_event_s, first)
-        for progress in self.nodes.values() if self.loop.waits else ():
+                batch = batches[operation.microbatch]
+                self._store_input(operation, self.loop.last_event_s, batch)
+        for queue in self.nodes.values() if self.loop.waits else ():
             requests = [
                 (arrives, self.operations.arriving(own), partial(self._store_input, own))
-                for own in progress.turns.left
+                for own in queue.left
                 if (arrives := self.computes[own].arrives) is not None
+                and not self.topology.is_local_node(arrives.source)
             ]
             self.exchange.ask_in_turn(iter(requests), self.iteration, INPUTS_REQUESTED_AHEAD)
         self._begin()
+        for node, queue in self.nodes.items():
+            if queue.is_done:
+                self._node_done(node)
         while not self.has_ended:
             self._start_ready()
             self.loop.run_one(self._describe_waits)
@@ -144,8 +129,8 @@ class Iteration:
     def _begin(self) -> None:
         """Begin work that does not depend on any operation."""
 
-    def _operation_ended(self, operation: Operation) -> None:
-        """Continue with work that depends on an operation, which has ended."""
+    def _node_done(self, node: int) -> None:
+        """Continue with work that depends on a node, which has run all its operations."""
 
     def _send_at(self, time_s: float, then: Then) -> None:
         """Schedule a send that an emulated link or a shared connection delays."""
@@ -153,26 +138,24 @@ class Iteration:
 
     def _waits(self) -> Iterator[tuple[str, float]]:
         """Yield a description of each pending wait, and its start time."""
-        for progress in self.nodes.values():
-            if progress.turns.left and progress.idle_since_s is not None:
-                operation = progress.turns.left[0]
+        for queue in self.nodes.values():
+            if queue.left and queue.idle_since_s is not None:
+                operation = queue.left[0]
                 arrives = self.computes[operation].arrives
                 sender = ""
                 if arrives is not None:
                     host = self.topology.host_of[arrives.source]
                     sender = f" from node {arrives.source} on host {host}"
-                yield f"the input of the {operation}{sender}", progress.idle_since_s
+                yield f"the input of the {operation}{sender}", queue.idle_since_s
 
     def _describe_waits(self) -> str | None:
         """Describe the pending waits for a timeout message; return None while a node computes."""
-        if any(progress.idle_since_s is None for progress in self.nodes.values()):
+        if any(queue.idle_since_s is None for queue in self.nodes.values()):
             return None
         return timeout_text(self.name, self._waits(), self.loop.deadline_s)
 
-    def _store_input(self, operation: Operation, at_s: float, array: jax.Array) -> None:
-        progress = self.nodes[operation.node]
-        progress.inputs[operation] = at_s, array
-        progress.turns.arrive(operation)
+    def _store_input(self, operation: Operation, at_s: float, value: jax.Array | Batch) -> None:
+        self.nodes[operation.node].arrive(operation, at_s, value)
 
     def _start_ready(self) -> None:
         """Start an operation on every idle node that has a ready one.
@@ -181,26 +164,28 @@ class Iteration:
         the previous ones is dispatched.
         """
         if self.loop.waits:
-            for progress in self.nodes.values():
-                if progress.inputs and progress.idle_since_s is not None:
-                    self._start_next(progress)
+            for queue in self.nodes.values():
+                if queue.inputs and queue.idle_since_s is not None:
+                    self._start_next(queue)
         elif not self.loop.has_events:
             for operation in itertools.islice(self.in_order, 1):
                 self._start_next(self.nodes[operation.node])
 
-    def _start_next(self, progress: NodeProgress) -> None:
-        operation = progress.turns.take()
+    def _start_next(self, queue: ReadyQueue) -> None:
+        operation = queue.take()
         if operation is None:
             return
-        arrived_s, value = progress.inputs.pop(operation)
+        arrived_s, value = queue.inputs.pop(operation)
         start_s = time.perf_counter()
         if self.emulation is not None:
-            ready_s = max(arrived_s, progress.idle_since_s or 0.0)
+            ready_s = max(arrived_s, queue.idle_since_s or 0.0)
             start_s = self.emulation.operation_start_s(ready_s, start_s)
-        progress.idle_since_s = None
+        queue.idle_since_s = None
         leaves = self.computes[operation].leaves
         result, at_the_end = self.operations.dispatch(operation, value, leaves=leaves is not None)
-        if leaves is not None and self._may_be_offered_early(leaves):
+        is_late = self.emulation is not None or self.connections is not None
+        if leaves is not None and not is_late and not self.topology.is_local_node(leaves.target):
+            # Offered while it is still being computed.
             self.exchange.give(leaves, self.iteration, result)
 
         def computed(end_s: float) -> None:
@@ -214,56 +199,53 @@ class Iteration:
 
         self.loop.when_computed(at_the_end, computed)
 
-    def _may_be_offered_early(self, hop: Hop) -> bool:
-        """Return whether a hop may be offered while its array is still being computed."""
-        is_late = self.emulation is not None or self.connections is not None
-        return not is_late and not self.topology.is_local_node(hop.target)
-
     def _end(self, run: Run, result: jax.Array | None) -> None:
         """Pass on the result of an operation that has ended, and free its node."""
         self.runs.append(run)
         node, end_s = run.operation.node, run.end_s
-        progress = self.nodes[node]
-        progress.busy_s += end_s - run.start_s
-        progress.idle_since_s = end_s
+        queue = self.nodes[node]
+        queue.busy_s += end_s - run.start_s
+        queue.idle_since_s = end_s
         self.ended.add(run.operation)
         following = self.program.following.get(run.operation)
         if following is not None and result is not None:
             self._pass_on(run.operation, following, end_s, result)
-        self._operation_ended(run.operation)
+        if queue.is_done:
+            self._node_done(node)
 
     def _pass_on(
         self, operation: Operation, following: Operation, end_s: float, result: jax.Array
     ) -> None:
         leaves = self.computes[operation].leaves
-        if leaves is None:
-            self._store_input(following, end_s, result)
-            return
-        is_local = self.topology.is_local_node(leaves.target)
+        is_local = leaves is None or self.topology.is_local_node(leaves.target)
 
-        def give(_: float) -> None:
-            self.exchange.give(leaves, self.iteration, result)
+        def give(at_s: float) -> None:
+            if leaves is None:
+                self._store_input(following, at_s, result)
+            elif is_local:
+                self._store_input(following, at_s, self.exchange.put(leaves, result))
+            else:
+                self.exchange.give(leaves, self.iteration, result)
 
-        if self.emulation is not None:
+        if leaves is not None and self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
             # The loop receives local hops before it stops, so its own timer is enough for them.
             at = self.loop.at if is_local else self._send_at
             at(arrival_s, give)
-        elif is_local and self.loop.waits:
-            give(end_s)
         elif is_local:
-            self._store_input(following, end_s, self.exchange.put(leaves, result))
+            give(end_s)
         elif self.connections is not None:
             hop = following.kind, operation.node, following.node
             self._send_at(self.connections.offer_s(*hop, end_s), give)
 
 
 @dataclass(kw_only=True, eq=False)
-class TrainingIteration(Iteration, ABC):
+class TrainingIteration(Iteration):
     """Iteration of training, which also averages and updates.
 
     Attributes:
         stop: whether this host has a request to stop.
+        averagings: averagings that ended in this iteration.
         outcome: result, or None until the iteration has ended on this host.
     """
 
@@ -274,6 +256,7 @@ class TrainingIteration(Iteration, ABC):
         super().__post_init__()
         self.replicas = self.operations.replicas
         self.stop = False
+        self.averagings: list[Averaging] = []
         self.outcome: Outcome | None = None
 
     @property
@@ -303,12 +286,8 @@ class TrainingIteration(Iteration, ABC):
         by_s = time.time() - time.perf_counter() + offset_s
         return replace(self.outcome, recording=self._recording(by_s))
 
-    @abstractmethod
-    def _averagings(self) -> list[Averaging]:
-        """Return the averagings of this iteration."""
-
     def _busy_s(self) -> dict[int, float]:
-        return {node: progress.busy_s for node, progress in self.nodes.items()}
+        return {node: queue.busy_s for node, queue in self.nodes.items()}
 
     def _gauges(self) -> dict[int, Gauge]:
         return {node: state.gauge for node, state in self.operations.nodes.items()}
@@ -322,7 +301,7 @@ class TrainingIteration(Iteration, ABC):
             ),
             tuple(
                 Averaging(own.stage, own.start_s + by_s, own.end_s + by_s)
-                for own in self._averagings()
+                for own in self.averagings
             ),
         )
 

@@ -36,11 +36,6 @@ class Operations(ABC):
     def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of the array that a hop brings to an operation."""
 
-    def first_input(self, operation: Operation, batch: Batch) -> jax.Array:
-        """Put the tokens of a microbatch on its data node and return them; keep its targets."""
-        self._keep_targets(operation, batch)
-        return self._put(marked_tokens(batch), operation.node)
-
     @abstractmethod
     def _keep_targets(self, operation: Operation, batch: Batch) -> None: ...
 
@@ -50,13 +45,19 @@ class Operations(ABC):
     ) -> tuple[Any, jax.Array]: ...
 
     def dispatch(
-        self, operation: Operation, value: jax.Array, *, leaves: bool
+        self, operation: Operation, value: jax.Array | Batch, *, leaves: bool
     ) -> tuple[Any, jax.Array]:
         """Dispatch an operation on its input, which is encoded if it came from another node.
+
+        The input of a microbatch's first operation is its batch. Its tokens are put on the data
+        node only now, and its targets, which are kept for the loss.
 
         Returns its output (encoded if it `leaves` the node, None if there is none), and an array
         that is ready when the operation has ended.
         """
+        if isinstance(value, dict):
+            self._keep_targets(operation, value)
+            value = self._put(marked_tokens(value), operation.node)
         if not self.names_dispatches:
             return self._dispatch(operation, value, leaves)
         stage = self.topology.stage_of[operation.node]

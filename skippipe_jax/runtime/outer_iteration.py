@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
-from skippipe_sched.problem.plan import Operation
-from skippipe_sched.timing.timeline import Averaging
 
 from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.events import Then, seconds_since
@@ -41,22 +39,12 @@ class OuterIteration(TrainingIteration):
         self.not_stepped = set(self.replicas.states)
         # For each replica with messages to apply, the step after which they were sent.
         self.to_apply: dict[int, int] = {}
-        self.averaged: list[Averaging] = []
-
-    def _begin(self) -> None:
-        for node, progress in self.nodes.items():
-            if progress.is_done:
-                self._take_step(node)
-
-    def _operation_ended(self, operation: Operation) -> None:
-        if self.nodes[operation.node].is_done:
-            self._take_step(operation.node)
 
     def _send_at(self, time_s: float, then: Then) -> None:
         # The loop of the iteration may stop before the send.
         self.behind.at(time_s, then)
 
-    def _take_step(self, node: int) -> None:
+    def _node_done(self, node: int) -> None:
         """Take the local step of a replica whose node is done, and send the due fragment."""
         self.norms.append(self.steps.step(node, self.operations.targets[node]))
         own = self.steps.send(node, self.step)
@@ -85,15 +73,12 @@ class OuterIteration(TrainingIteration):
         self._end_iteration()
 
     def _end_iteration(self) -> None:
-        self.averaged = self.behind.take_averagings()
+        self.averagings = self.behind.take_averagings()
         ended_s = self.loop.last_event_s
         summed, nodes = self.summed, len(self.topology.devices)
         self.outcome = Outcome(
             lambda: apart(jax.device_put(summed.result()), nodes), self._gauges(), ended_s=ended_s
         )
-
-    def _averagings(self) -> list[Averaging]:
-        return self.averaged
 
     def _describe_waits(self) -> str | None:
         # Arrivals in the background rings are progress, too.

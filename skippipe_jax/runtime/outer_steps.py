@@ -18,14 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from skippipe_jax.config import Config
 from skippipe_jax.models.footprint import stage_parameters
-from skippipe_jax.optim.outer import (
-    FragmentFunctions,
-    begin,
-    fragment_functions,
-    fragments_of,
-    inner_optimizer,
-    message_shape,
-)
+from skippipe_jax.optim.outer import Fragment, begin, fragments_of, inner_optimizer
 from skippipe_jax.runtime.stage_functions import (
     SQUARED_NORM,
     TOKENS,
@@ -60,7 +53,7 @@ class OuterSteps:
         self._states = states
         cut = config.model.stage_partition(len(topology.plan.stages))
         self._inner = inner_steps(config, len(topology.plan.stages))
-        self._fragments = [functions_of_fragments(config, layers) for layers in cut]
+        self._fragments = [fragments_of(config.averaging, layers) for layers in cut]
         self.begin(step)
 
     def begin(self, step: int) -> None:
@@ -88,8 +81,8 @@ class OuterSteps:
         fragment, state = self.averaging.fragment_sent_after(step), self._states[replica]
         if fragment is None or state.outer is None:
             return None
-        functions = self._fragments[self._topology.stage_of[replica]][fragment]
-        message, sent, state.outer = functions.send(state.parameters, state.outer)
+        own = self._fragments[self._topology.stage_of[replica]][fragment]
+        message, sent, state.outer = own.send(state.parameters, state.outer)
         state.under_way[step] = FragmentInTransit(fragment, sent, message, committed_with=step)
         return state.under_way[step]
 
@@ -113,21 +106,21 @@ def settle(config: Config, layers: int, state: StageState, step: int) -> None:
     A fragment committed with `step`, or before, has all its messages on every remaining replica. It
     is applied. All others are taken back, and sent again later.
     """
-    functions = functions_of_fragments(config, layers)
+    fragments = fragments_of(config.averaging, layers)
     for sent_after in sorted(state.under_way):
         if state.under_way[sent_after].committed_with <= step:
-            _apply(functions, state, sent_after)
+            _apply(fragments, state, sent_after)
             continue
         own = state.under_way.pop(sent_after)
         assert state.outer is not None, "no fragment was sent"
-        state.outer = functions[own.fragment].take_back(state.outer, own.sent, own.message)
+        state.outer = fragments[own.fragment].take_back(state.outer, own.sent, own.message)
 
 
-def _apply(functions: Sequence[FragmentFunctions], state: StageState, sent_after: int) -> None:
+def _apply(fragments: Sequence[Fragment], state: StageState, sent_after: int) -> None:
     own = state.under_way.pop(sent_after)
     assert own.messages is not None, "a message has not arrived"
     assert state.outer is not None, "no fragment was sent"
-    state.parameters, state.outer = functions[own.fragment].apply(
+    state.parameters, state.outer = fragments[own.fragment].apply(
         state.parameters, state.outer, own.sent, own.messages
     )
 
@@ -166,12 +159,6 @@ def share_of_norm(squared_norm: Float[Array, ""], replicas: int) -> Totals:
     return jnp.zeros(TOTALS).at[SQUARED_NORM].set(squared_norm / replicas)
 
 
-def functions_of_fragments(config: Config, layers: int) -> list[FragmentFunctions]:
-    """Make the functions of each fragment of a stage of `layers` blocks."""
-    fragments = fragments_of(config.averaging, layers)
-    return [fragment_functions(config.averaging, fragment) for fragment in fragments]
-
-
 def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int]) -> OwnOrigin:
     """Return the origin of local states in a checkpoint with the same settings of averaging."""
     averaging = config.averaging
@@ -183,8 +170,8 @@ def from_own_states(checkpoint: Checkpoint, config: Config, layers: Sequence[int
         def shapes(fragment: int | None) -> dict[str, Any]:
             assert fragment is not None, "no fragment was sent"
             own = fragments[fragment]
-            message = message_shape(averaging, own, parameters)
-            return {"sent": jax.eval_shape(own.part, parameters), "message": message}
+            sent = jax.eval_shape(own.part, parameters)
+            return {"sent": sent, "message": own.message_shape(parameters)}
 
         under_way: dict[int, int | None] = {}
 

@@ -129,7 +129,7 @@ def open_collectives(replicas: Replicas) -> None:
         if stage not in topology.rings:
             replicas.sum_by_collective(stage)
             jax.block_until_ready([state.gradients for state in replicas.states.values()])
-    if not topology.sums_totals_by_links:
+    if topology.in_one_jax:
         local = add_up(topology, [], False, {})
         jax.block_until_ready(sum_by_collective(topology, local))
 

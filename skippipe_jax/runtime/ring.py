@@ -4,7 +4,7 @@ All-reduce: the gradients are cut into one segment for each of n replicas, and e
 chunks. In the first n - 1 steps a replica sends the sum of its chunk and the received one; then
 each segment is summed on one replica. In n - 1 more steps the sums go round the ring, so that all
 replicas have the same bits. If the replicas have equal meshes, the shards of each device go round
-as they are: a chunk then has a row for each device.
+as they are, cut like the gradients of a single device.
 
 All-gather: each replica has one message about a fragment. In n - 1 steps it sends first its own
 message, then those received from its predecessor, so that every message reaches every replica
@@ -12,54 +12,164 @@ unchanged.
 
 A chunk is sent on as soon as it has arrived, so sending, receiving and adding overlap, and every
 link of the ring is always busy, as `skippipe_sched.timing.averaging` predicts.
-`skippipe_jax.runtime.pace` determines the size of chunks, and the number that is requested in
-advance.
+
+A link sends arrays in the order in which they were both offered and requested (see
+`skippipe_jax.runtime.transport`). If a ring shares links with hops, because its hosts serve several
+nodes, an activation would wait for all data of the ring ahead of it. Chunks therefore take a small
+share of a hop's time, and a host requests no more of them than keep the link busy. Inputs of
+operations are requested long in advance: once offered, an input is sent after these few chunks and
+before all others.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.pace import LARGEST_CHUNK_BYTES, chunk_bytes, chunks_ahead
-from skippipe_jax.runtime.rows import blocks_of, cut_rows, joined_blocks, joined_rows
+from skippipe_jax.program.compiler import Hop, HopNumbers
 from skippipe_jax.runtime.spread import NodeSharding
 
+# The amount that a server copies at a time: larger chunks would not be faster.
+LARGEST_CHUNK_BYTES = 1 << 20
+# Share of a hop's bytes. Two chunks, the least in flight, delay a hop by an eighth of its time.
+SHARE_OF_HOP = 1 / 16
+# A chunk of any size takes about a millisecond of a core, so it is to occupy the link for 20 ms. It
+# has an overhead of 400 bytes, which is to be about a hundredth of it.
+LEAST_CHUNK_S = 0.02
+SMALLEST_CHUNK_BYTES = 1 << 15
+# Time that a receiver may take to request the next chunk.
+ANSWER_S = 0.02
 # Chunks of a segment, so that adding overlaps with sending: the fewest for small gradients, and
 # enough for large ones, even if a link is so fast that chunks could be larger.
 FEWEST_CHUNKS, ENOUGH_CHUNKS = 4, 32
 # Most arrays of a segment, which limits the results of the function that cuts the gradients.
 MOST_BLOCKS = 32
 
-Block = Float[Array, "*rows chunks_numbers"]
-Chunk = Float[Array, "*rows numbers"]
+Block = Float[Array, " chunks_numbers"]
+Chunk = Float[Array, " numbers"]
+
+
+def chunk_bytes(case: Case, nodes: Sequence[int], hop_bytes: float) -> float:
+    """Return the maximum bytes of a chunk of a ring over nodes in this order.
+
+    Hops of `hop_bytes` share its links; `math.inf` means that none do.
+    """
+    bandwidth = case.link_matrices[1]
+    following = (*nodes[1:], nodes[0])
+    slowest = min(float(bandwidth[link]) for link in zip(nodes, following, strict=True))
+    of_hop = min(SHARE_OF_HOP * hop_bytes, LARGEST_CHUNK_BYTES)
+    return max(of_hop, SMALLEST_CHUNK_BYTES, slowest * LEAST_CHUNK_S)
+
+
+def chunks_ahead(case: Case, nodes: Sequence[int], size: float) -> tuple[int, ...]:
+    """Return how many chunks of `size` bytes each node requests in advance from its predecessor.
+
+    These are one chunk on the link and as many as the link carries in a round trip.
+    """
+    latency, bandwidth = case.link_matrices
+    before = (nodes[-1], *nodes[:-1])
+    ahead = []
+    for link in zip(before, nodes, strict=True):
+        round_trip_s = latency[link] + latency[link[::-1]] + ANSWER_S
+        ahead.append(1 + math.ceil(bandwidth[link] * round_trip_s / size))
+    return tuple(ahead)
 
 
 @dataclass(frozen=True)
-class _ChunkRing:
+class Ring:
     """Ring of `nodes` in order, each with a replica, through which chunks pass.
 
-    In each step a replica sends at most `chunks` chunks of at most `chunk_length` numbers. The
-    replica at each position requests `ahead` chunks in advance. `numbers` are those of all hops.
+    In each of the `steps` a replica sends at most `chunks` chunks of at most `chunk_length`
+    numbers. The replica at each position requests `ahead` chunks in advance. `numbers` are those of
+    all hops.
+
+    With several `shards`, each device of a node has shards of the gradients, and the chunks of a
+    segment are those of the devices in turn. A device stores its chunks of a segment in `blocks`
+    arrays of equally many. For messages, `places` are the indices of the replicas in the stage, in
+    the order of the plan.
     """
 
     stage: int
     nodes: tuple[int, ...]
+    steps: int
     numbers: range
     chunks: int
     chunk_length: int
     ahead: tuple[int, ...]
+    blocks: int = 1
+    shards: int = 1
+    places: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        stage: int,
+        nodes: Sequence[int],
+        numbers: HopNumbers,
+        length: int,
+        *,
+        shards: int = 1,
+        width: int = 4,
+        hop_bytes: float = math.inf,
+    ) -> Ring:
+        """Make the all-reduce of gradients of `shards` of `length`, with hops of `numbers`.
+
+        Its links are those of the `case`, and each number takes `width` bytes on them. If the links
+        also carry hops, these have `hop_bytes`.
+        """
+        segment, steps = math.ceil(length / len(nodes)), 2 * (len(nodes) - 1)
+        size = segment * width * shards
+        largest = math.ceil(size / LARGEST_CHUNK_BYTES)
+        fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
+        wanted = max(fewest, math.ceil(size / chunk_bytes(case, nodes, hop_bytes)))
+        of_shard = math.ceil(wanted / shards)
+        of_block = math.ceil(of_shard / MOST_BLOCKS)
+        blocks = math.ceil(of_shard / of_block)
+        chunks = shards * blocks * of_block
+        chunk_length = math.ceil(segment / (blocks * of_block))
+        hops = numbers.take(steps * chunks * len(nodes))
+        ahead = chunks_ahead(case, nodes, chunk_length * width)
+        ahead = tuple(min(own, steps * chunks) for own in ahead)
+        given = stage, tuple(nodes), steps, hops, chunks, chunk_length, ahead
+        return cls(*given, blocks, shards)
+
+    @classmethod
+    def of_messages(
+        cls,
+        case: Case,
+        stage: int,
+        replicas: Sequence[int],
+        numbers: HopNumbers,
+        longest: jax.ShapeDtypeStruct,
+        *,
+        hop_bytes: float = math.inf,
+    ) -> Ring:
+        """Make the all-gather of messages, in the fastest ring of these replicas by the `case`.
+
+        Messages have at most the size of `longest`; the last chunk of one may have fewer numbers.
+        If the links also carry hops, these have `hop_bytes`.
+        """
+        nodes = best_ring(case, stage, sorted(replicas))
+        width, steps = jnp.dtype(longest.dtype).itemsize, len(nodes) - 1
+        size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
+        chunk_length = max(1, math.floor(size / width))
+        chunks = math.ceil(longest.size / chunk_length)
+        hops = numbers.take(steps * chunks * len(nodes))
+        ahead = chunks_ahead(case, nodes, chunk_length * width)
+        given = stage, nodes, steps, hops, chunks, chunk_length, ahead
+        return cls(*given, places=tuple(map(replicas.index, nodes)))
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
         """Return the hop by which the replica at `position` sends a chunk in a step."""
@@ -75,101 +185,12 @@ class _ChunkRing:
         following = self.nodes[(position + 1) % len(self.nodes)]
         return Hop(self.numbers[place], self.nodes[position], following)
 
-
-@dataclass(frozen=True)
-class Ring(_ChunkRing):
-    """Ring all-reduce. A segment has `chunks` chunks, stored in `blocks` arrays of equally many.
-
-    The replicas are on separate devices. With several `rows`, a node has each block once for each
-    of its devices.
-    """
-
-    blocks: int
-    rows: int = 1
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        stage: int,
-        nodes: Sequence[int],
-        numbers: HopNumbers,
-        length: int,
-        *,
-        rows: int = 1,
-        width: int = 4,
-        hop_bytes: float = math.inf,
-    ) -> Ring:
-        """Make the ring for gradients of `rows` of `length`, with hops of the next `numbers`.
-
-        Its links are those of the `case`, and each number takes `width` bytes on them. If the links
-        also carry hops, these have `hop_bytes`.
-        """
-        segment, width = math.ceil(length / len(nodes)), width * rows
-        largest = math.ceil(segment * width / LARGEST_CHUNK_BYTES)
-        fewest = min(max(largest, FEWEST_CHUNKS), ENOUGH_CHUNKS)
-        wanted = max(fewest, math.ceil(segment * width / chunk_bytes(case, nodes, hop_bytes)))
-        of_block = math.ceil(wanted / MOST_BLOCKS)
-        blocks = math.ceil(wanted / of_block)
-        chunks = blocks * of_block
-        chunk_length = math.ceil(segment / chunks)
-        in_all = 2 * (len(nodes) - 1) * chunks
-        hops = numbers.take(in_all * len(nodes))
-        ahead = chunks_ahead(case, nodes, chunk_length * width)
-        ahead = tuple(min(own, in_all) for own in ahead)
-        return cls(stage, tuple(nodes), hops, chunks, chunk_length, ahead, blocks, rows)
-
-    @property
-    def steps(self) -> int:
-        """Number of steps, in each of which a replica sends one segment."""
-        return 2 * (len(self.nodes) - 1)
-
     def segment_sent(self, position: int, step: int) -> int:
-        """Return the segment that the replica at `position` sends in a step."""
+        """Return the segment that the replica at `position` sends in a step of an all-reduce."""
         return (position - step) % len(self.nodes)
 
 
-@dataclass(frozen=True)
-class GatheringRing(_ChunkRing):
-    """Ring all-gather, with hops for messages of at most `chunks` chunks.
-
-    `places` are the indices of the replicas in the stage, in the order of the plan. The last chunk
-    of a message may have fewer numbers.
-    """
-
-    places: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        stage: int,
-        replicas: Sequence[int],
-        numbers: HopNumbers,
-        longest: jax.ShapeDtypeStruct,
-        *,
-        hop_bytes: float = math.inf,
-    ) -> GatheringRing:
-        """Find the fastest ring of these replicas over the links of `case`.
-
-        Messages have at most the size of `longest`. If the links also carry hops, these have
-        `hop_bytes`.
-        """
-        nodes = best_ring(case, stage, sorted(replicas))
-        width = jnp.dtype(longest.dtype).itemsize
-        size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
-        chunk_length = max(1, math.floor(size / width))
-        chunks = math.ceil(longest.size / chunk_length)
-        hops = numbers.take((len(nodes) - 1) * chunks * len(nodes))
-        ahead = chunks_ahead(case, nodes, chunk_length * width)
-        places = tuple(map(replicas.index, nodes))
-        return cls(stage, nodes, hops, chunks, chunk_length, ahead, places)
-
-
-AnyRing = TypeVar("AnyRing", bound=_ChunkRing)
-
-
-class RingMember(ABC, Generic[AnyRing]):
+class RingMember(ABC):
     """Part of one replica in a ring. The caller sends the returned chunks, and passes in arrivals.
 
     Attributes:
@@ -181,18 +202,18 @@ class RingMember(ABC, Generic[AnyRing]):
         left: number of chunks that have not arrived.
     """
 
-    def __init__(self, ring: AnyRing, node: int, steps: int, likes: Sequence[jax.ShapeDtypeStruct]):
-        """Begin on `node`; `likes` are the shapes of the chunks of each of the `steps`."""
+    def __init__(self, ring: Ring, node: int, likes: Sequence[jax.ShapeDtypeStruct]):
+        """Begin on `node`; `likes` are the shapes of the chunks of each step."""
         self.ring = ring
         self.position = ring.nodes.index(node)
         self.ahead = ring.ahead[self.position]
-        self.left = steps * len(likes)
-        self._steps, self._likes = steps, likes
+        self.left = ring.steps * len(likes)
+        self._likes = likes
         self.unrequested = self._arriving()
 
     def _arriving(self) -> Iterator[tuple[int, int, Hop, jax.ShapeDtypeStruct]]:
         before = (self.position - 1) % len(self.ring.nodes)
-        for step in range(self._steps):
+        for step in range(self.ring.steps):
             for chunk, like in enumerate(self._likes):
                 yield step, chunk, self.ring.hop(before, step, chunk), like
 
@@ -205,7 +226,7 @@ class RingMember(ABC, Generic[AnyRing]):
         """Process a chunk that arrived in a step; return what to send next, if anything."""
         self.left -= 1
         array = self._received(step, chunk, array)
-        if step + 1 == self._steps:
+        if step + 1 == self.ring.steps:
             return None
         return self.ring.hop(self.position, step + 1, chunk), array
 
@@ -218,12 +239,8 @@ class RingMember(ABC, Generic[AnyRing]):
         """Store a chunk that arrived in a step; return the chunk to send on."""
 
 
-class RingPart(RingMember[Ring]):
-    """Part of one replica in a ring all-reduce.
-
-    Attributes:
-        travelling: shape and dtype of the array of each hop.
-    """
+class RingPart(RingMember):
+    """Part of one replica in a ring all-reduce."""
 
     def __init__(
         self,
@@ -235,78 +252,85 @@ class RingPart(RingMember[Ring]):
     ):
         """Begin with the gradients of the replica on `node`; hops carry sums as `dtype`.
 
-        If `here` is a mesh, the gradients are sharded over it.
+        `here` has the devices of the node, by default one. The gradients may be sharded over them.
         """
-        rows = () if ring.rows == 1 else (ring.rows,)
-        self.travelling = jax.ShapeDtypeStruct((*rows, ring.chunk_length), dtype)
-        super().__init__(ring, node, ring.steps, [self.travelling] * ring.chunks)
-        self._here = None if here is None or here.mesh is None else here
-        self.like = jax.eval_shape(lambda tree: tree, gradients)
+        shards = (None,) if here is None else here.devices[: ring.shards]
+        likes = [
+            jax.ShapeDtypeStruct(
+                (ring.chunk_length,), dtype, sharding=device and SingleDeviceSharding(device)
+            )
+            for device in shards
+        ]
+        super().__init__(ring, node, likes * (ring.chunks // ring.shards))
+        self._shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding),
+            gradients,
+        )
         # In `blocks`, sums replace the gradients. A chunk is copied out only when it is sent, so
         # that little memory is used in addition.
-        self.of_block = ring.chunks // ring.blocks
-        length = self.of_block * ring.chunk_length
-        blocks = len(ring.nodes) * ring.blocks
-        if self._is_cut:
-            assert self._here is not None, "the node has no mesh"
-            self.blocks = cut_rows(gradients, self._here, blocks, length)
-        else:
-            if self._here is not None:
-                gradients = jax.device_put(gradients, self._here.first)
-            self.blocks = _cut(gradients, blocks, length)
-
-    @property
-    def _is_cut(self) -> bool:
-        return self.ring.rows > 1
+        self._of_block = ring.chunks // (ring.blocks * ring.shards)
+        length, blocks = self._of_block * ring.chunk_length, len(ring.nodes) * ring.blocks
+        if here is not None and ring.shards == 1:
+            gradients = jax.device_put(gradients, here.first)
+        own = [gradients]
+        if ring.shards > 1:
+            own = [jax.tree.map(lambda leaf, d=d: _shard_on(leaf, d), gradients) for d in shards]
+        self.blocks = [_cut(tree, blocks, length) for tree in own]
 
     def _received(self, step: int, chunk: int, array: Chunk) -> Chunk:
-        block, start = self._place(self.ring.segment_sent(self.position - 1, step), chunk)
+        blocks, block, start = self._place(self.ring.segment_sent(self.position - 1, step), chunk)
         last_sum = len(self.ring.nodes) - 2
         if step <= last_sum:
-            array = _added(self.blocks[block], start, array)
+            array = _added(blocks[block], start, array)
         if step >= last_sum:
             # The complete sum: its replica also keeps it in the rounded form that it sends.
-            self._keep(block, start, array)
+            is_whole = self._of_block == 1
+            blocks[block] = array if is_whole else _kept(blocks[block], start, array)
         return array
 
     def result(self) -> PyTree:
         """Return the sum of all replicas' gradients, once no chunk is `left`."""
-        if self._is_cut:
-            assert self._here is not None, "the node has no mesh"
-            return joined_rows(self.blocks, self._here, self.like)
-        leaves, structure = jax.tree.flatten(self.like)
-        summed = _join(self.blocks, tuple(leaf.shape for leaf in leaves))
-        whole = jax.tree.unflatten(structure, summed)
-        return whole if self._here is None else self._here.put(whole)
+        leaves, structure = jax.tree.flatten(self._shapes)
+        if self.ring.shards == 1:
+            summed = _join(self.blocks[0], tuple(leaf.shape for leaf in leaves))
+            shardings = [leaf.sharding for leaf in leaves]
+            return structure.unflatten(jax.device_put(summed, shardings))
+        shapes = tuple(leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
+        summed = zip(*(_join(own, shapes) for own in self.blocks), strict=True)
+        return structure.unflatten(
+            jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts))
+            for leaf, parts in zip(leaves, summed, strict=True)
+        )
 
-    def _place(self, segment: int, chunk: int) -> tuple[int, int]:
-        """Return the block of a chunk, and its start in the block."""
-        block, chunks_before = divmod(chunk, self.of_block)
-        return segment * self.ring.blocks + block, chunks_before * self.ring.chunk_length
+    def starts_block(self, chunk: int) -> bool:
+        """Return whether a chunk is the first one of a block."""
+        return self._place(0, chunk)[2] == 0
+
+    def _place(self, segment: int, chunk: int) -> tuple[list[Block], int, int]:
+        """Return the blocks of a chunk's device, its block among them, and its start in that."""
+        chunk, shard = divmod(chunk, self.ring.shards)
+        block, chunks_before = divmod(chunk, self._of_block)
+        first = segment * self.ring.blocks
+        return self.blocks[shard], first + block, chunks_before * self.ring.chunk_length
 
     def _own(self, chunk: int) -> Chunk:
-        block, start = self._place(self.position, chunk)
-        if self.of_block == 1:
-            return self.blocks[block].astype(self.travelling.dtype)
-        return _taken(self.blocks[block], start, self.travelling)
-
-    def _keep(self, block: int, start: int, summed: Chunk) -> None:
-        if self.of_block == 1:
-            self.blocks[block] = summed
-        else:
-            self.blocks[block] = _kept(self.blocks[block], start, summed)
+        blocks, block, start = self._place(self.position, chunk)
+        dtype = self._likes[chunk].dtype
+        if self._of_block == 1:
+            return blocks[block].astype(dtype)
+        return _taken(blocks[block], start, self.ring.chunk_length, dtype)
 
 
-class Gathering(RingMember[GatheringRing]):
+class Gathering(RingMember):
     """Part of one replica in the all-gather of a fragment."""
 
-    def __init__(self, ring: GatheringRing, node: int, message: Array):
+    def __init__(self, ring: Ring, node: int, message: Array):
         """Begin with the message of the replica on `node`."""
         likes = [
             jax.ShapeDtypeStruct((min(ring.chunk_length, message.size - start),), message.dtype)
             for start in range(0, message.size, ring.chunk_length)
         ]
-        super().__init__(ring, node, len(ring.nodes) - 1, likes)
+        super().__init__(ring, node, likes)
         self._message = message
         # Received chunks by the position of their replica, and by their number.
         self._chunks: dict[int, dict[int, Array]] = {}
@@ -314,7 +338,8 @@ class Gathering(RingMember[GatheringRing]):
     def _own(self, chunk: int) -> Array:
         if len(self._likes) == 1:
             return self._message
-        return _taken(self._message, chunk * self.ring.chunk_length, self._likes[chunk])
+        like = self._likes[chunk]
+        return _taken(self._message, chunk * self.ring.chunk_length, like.size, like.dtype)
 
     def _received(self, step: int, chunk: int, array: Array) -> Array:
         source = (self.position - 1 - step) % len(self.ring.nodes)
@@ -331,22 +356,44 @@ class Gathering(RingMember[GatheringRing]):
         return {places[self.position]: self._message, **others}
 
 
-_cut = jax.jit(blocks_of, static_argnums=(1, 2))
-_join = jax.jit(joined_blocks, static_argnums=1)
+def _shard_on(array: Array, device: jax.Device) -> Array:
+    """Return the shard of an array on a device."""
+    return next(own.data for own in array.addressable_shards if own.device == device)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _cut(tree: PyTree, blocks: int, length: int) -> list[Block]:
+    """Cut the numbers of a tree into blocks of one `length`, the last padded with zeros."""
+    flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
+    flat = jnp.pad(flat, (0, blocks * length - flat.size))
+    return [flat[block * length : (block + 1) * length] for block in range(blocks)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _join(blocks: Sequence[Block], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Join the blocks to arrays of these shapes, in float32."""
+    flat = jnp.concatenate(blocks).astype(jnp.float32)
+    starts = itertools.accumulate(map(math.prod, shapes), initial=0)
+    return [
+        flat[start : start + math.prod(shape)].reshape(shape)
+        for start, shape in zip(starts, shapes, strict=False)
+    ]
+
+
 _concatenated = jax.jit(jnp.concatenate)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _taken(block: Array, start: int, like: jax.ShapeDtypeStruct) -> Array:
-    return jax.lax.dynamic_slice_in_dim(block, start, like.shape[-1], axis=-1).astype(like.dtype)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _taken(block: Array, start: int, length: int, dtype: jnp.dtype) -> Array:
+    return jax.lax.dynamic_slice_in_dim(block, start, length).astype(dtype)
 
 
 @jax.jit
 def _added(block: Block, start: int, arrived: Chunk) -> Chunk:
-    own = jax.lax.dynamic_slice_in_dim(block, start, arrived.shape[-1], axis=-1)
+    own = jax.lax.dynamic_slice_in_dim(block, start, arrived.size)
     return (own + arrived.astype(own.dtype)).astype(arrived.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _kept(block: Block, start: int, summed: Chunk) -> Block:
-    return jax.lax.dynamic_update_slice_in_dim(block, summed.astype(block.dtype), start, axis=-1)
+    return jax.lax.dynamic_update_slice_in_dim(block, summed.astype(block.dtype), start, axis=0)

@@ -22,14 +22,12 @@ from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.models.node_memory import gathers_once
-from skippipe_jax.program.compiler import Program
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers, Program
 from skippipe_jax.program.schedule import OWN, Schedule, with_exact_averaging
 from skippipe_jax.runtime.background_sync import BackgroundSync
-from skippipe_jax.runtime.buddies import BuddyCheckpoints, copy_routes
+from skippipe_jax.runtime.buddies import BuddyCheckpoints
 from skippipe_jax.runtime.compiled_ahead import compile_session
 from skippipe_jax.runtime.copied import Copy
-from skippipe_jax.runtime.diskless_stages import DisklessStages
 from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.events import EventLoop
 from skippipe_jax.runtime.exchange import Exchange
@@ -40,9 +38,9 @@ from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps, settle
 from skippipe_jax.runtime.replicas import Replicas, open_collectives
 from skippipe_jax.runtime.stage_functions import activation, wire_of_run
-from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources, StageRebuild
+from skippipe_jax.runtime.stage_rebuild import NO_RECOVERY_SOURCES, RecoverySources
 from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make_states
-from skippipe_jax.runtime.state_transfer import StateTransfers, transfer_states
+from skippipe_jax.runtime.state_transfer import DisklessStages, StateTransfers
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes
 from skippipe_jax.runtime.totals import Outcome
 from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers
@@ -121,7 +119,7 @@ class Runtime:
         self.given = DisklessStages(topology, config, group)
         for link in links.values():
             link.expect(self.given.numbers, after=AFTER_A_STEP)
-        routes = copy_routes(topology, config) if group.is_elastic else []
+        routes = topology.copy_routes if group.is_elastic else ()
         first, every = group.generation.step, config.recovery.buddy_every
         self.buddies = BuddyCheckpoints(self.exchange, self.replicas, routes, every, first, copies)
         self._outer_steps = self._background = None
@@ -307,20 +305,13 @@ def open_runtime(
     clock_offset = None
     if config.trace != "never":
         clock_offset = DaemonThreads().submit(group.clock_offset_s)
-    state_transfers = StateTransfers(topology, config, group.holders)
+    transfers_of_states = StateTransfers(topology, config, group, kept or {}, remains)
     make = partial(make_states, config, topology)
-    if state_transfers.transfers or group.generation.remade:
-        given = state_transfers.shapes, state_transfers.numbers, kept or {}, remains
-        remaking = StageRebuild(topology, group, *given)
+    if transfers_of_states.transfers:
         for link in links.values():
-            link.expect(range(topology.first_free_hop, state_transfers.numbers.free), once=True)
-        # Send before the first wait, so that two hosts cannot wait for each other.
-        remaking.give(links)
-        remade = remaking.origin(links, origin)
-        # An earlier group, ended during its start, may have rebuilt a stage from other sources.
-        anew = {made.stage for made in group.generation.remade}
-        own = {of: state for of, state in (kept or {}).items() if of[0] not in anew}
-        states = transfer_states(state_transfers, make, remade, own, links, group)
+            numbers = range(topology.first_free_hop, transfers_of_states.numbers.free)
+            link.expect(numbers, once=True)
+        states = transfers_of_states.run(links, make, origin)
     else:
         states = make(origin, kept, own_origin=own_origin, step=step)
     given = schedule, programs, topology, links, group, states, clock_offset

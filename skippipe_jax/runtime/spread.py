@@ -67,22 +67,16 @@ class NodeSharding:
     def of_hop(self, shape: Sequence[int]) -> Sharding:
         """Return the sharding of an array that arrives from a node with an equal mesh.
 
-        Activations, which have three axes, are sharded as between blocks. Arrays of rings have two
-        axes, with a row for each device. All others are on the first device.
+        Activations, which have three axes, are sharded as between blocks. All others are on the
+        first device.
         """
-        if self.mesh is None or len(shape) not in (2, 3):
+        if self.mesh is None or len(shape) != 3:
             return self.first
-        if len(shape) == 2:
-            return NamedSharding(self.mesh, ROWS)
         return activations(self.mesh, shape[0])
 
     def put(self, tree: PyTree, *, may_alias: bool | None = None) -> PyTree:
         """Put parameters, gradients or an optimizer's state on the devices of the node."""
         return jax.device_put(tree, self.of_tree(tree), may_alias=may_alias)
-
-
-ROWS = PartitionSpec(AXES)
-"""Partition of [devices, numbers]: a row on each device."""
 
 
 def activations(mesh: Mesh, batch: int) -> NamedSharding:

@@ -172,12 +172,14 @@ def stage_functions(
 ) -> StageFunctions:
     """Make the functions of a stage of `layers` blocks in a run of `steps` iterations.
 
-    Without a `wire`, hops are not encoded. Without a `mesh`, the functions run on one device: that
-    of their arguments.
+    Without a `wire`, hops have the compute dtype. Without a `mesh`, the functions run on one
+    device: that of their arguments.
     """
     kind = DataStage if is_data_stage else Stage
-    activation_format = wire.activations if wire else None
-    gradient_format = wire.gradients if wire else None
+    computed = jax.ShapeDtypeStruct((model.width,), model.compute_dtype)
+    plain = WireFormat(computed, model.compute_dtype, model.width)
+    activation_format = wire.activations if wire else plain
+    gradient_format = wire.gradients if wire else plain
     transformation = update_rule(optimizer, steps)
     structure = nnx.graphdef(nnx.eval_shape(lambda: kind(model, layers, 0, jax.random.key(0))))
 
@@ -187,7 +189,7 @@ def stage_functions(
     def linearized(parameters: Parameters, inputs: Array) -> tuple[Array, Callable]:
         if is_data_stage:
             return jax.vjp(lambda parameters: apply(parameters, inputs), parameters)
-        return jax.vjp(apply, parameters, _arrived(inputs, activation_format))
+        return jax.vjp(apply, parameters, activation_format.unpack(inputs))
 
     def create(key: PRNGKeyArray, first_layer: int):
         parameters = nnx.to_pure_dict(nnx.state(kind(model, layers, first_layer, key)))
@@ -206,13 +208,13 @@ def stage_functions(
         in_flight = gauge[0] + 1
         gauge = jnp.stack([in_flight, jnp.maximum(gauge[1], in_flight)])
         if model.recompute == "stage":
-            computed = inputs if is_data_stage else _arrived(inputs, activation_format)
             # Saved encoded, which takes fewer bytes.
-            outputs, saved = apply(parameters, computed), inputs
+            unpacked = inputs if is_data_stage else activation_format.unpack(inputs)
+            outputs, saved = apply(parameters, unpacked), inputs
         else:
             outputs, vjp = linearized(parameters, inputs)
             saved = Saved.of(vjp, parameters)
-        return _leaving(outputs, activation_format if leaves else None), saved, gauge
+        return activation_format.pack(outputs) if leaves else outputs, saved, gauge
 
     def backward(
         parameters: Parameters,
@@ -228,12 +230,13 @@ def stage_functions(
             _, vjp = linearized(parameters, saved)
         else:
             vjp = saved.vjp(parameters)
-        of_parameters, *of_inputs = vjp(_arrived(cotangent, gradient_format))
+        of_parameters, *of_inputs = vjp(gradient_format.unpack(cotangent))
         gauge = gauge.at[0].add(-1)
         gradients = add(gradients, of_parameters)
         if not of_inputs:
             return None, gradients, gauge
-        return _leaving(of_inputs[0], gradient_format if leaves else None, draw), gradients, gauge
+        [sent] = of_inputs
+        return gradient_format.pack(sent, draw) if leaves else sent, gradients, gauge
 
     def loss(
         parameters: Parameters,
@@ -254,9 +257,9 @@ def stage_functions(
 
         (of_parameters, of_outputs), (tokens, nats, z_loss) = jax.grad(
             scaled_loss, argnums=(0, 1), has_aux=True
-        )(parameters, _arrived(outputs, activation_format))
+        )(parameters, activation_format.unpack(outputs))
         totals = totals.at[LOSS].add(nats).at[TOKENS].add(tokens).at[Z_LOSS].add(z_loss)
-        of_outputs = _leaving(of_outputs, gradient_format if leaves else None, draw)
+        of_outputs = gradient_format.pack(of_outputs, draw) if leaves else of_outputs
         # Plus 0: an unchanged input would be ready before the other outputs.
         return of_outputs, add(gradients, of_parameters), totals, gauge + 0
 
@@ -319,7 +322,7 @@ def stage_functions(
     # a data stage, whose inputs are tokens, there is none. The gradient of activations can reuse
     # their buffer, if both have the same encoding.
     overwritten = (1,) if is_data_stage else (1, 4)
-    is_alike = wire is None or wire.activations.travelling == wire.gradients.travelling
+    is_alike = activation_format.travelling == gradient_format.travelling
     return StageFunctions(
         state_memory=state_memory,
         create=jax.jit(create, out_shardings=state),
@@ -353,16 +356,6 @@ def stage_functions(
     )
 
 
-def _arrived(array: Array, wire_format: WireFormat | None) -> Array:
-    """Decode an input from another node; an input from the same node is not encoded."""
-    return array if wire_format is None else wire_format.unpack(array)
-
-
-def _leaving(array: Array, wire_format: WireFormat | None, draw: Draw | None = None) -> Array:
-    """Encode an output that leaves the node, if there is a format."""
-    return array if wire_format is None else wire_format.pack(array, draw)
-
-
 def skips_update(
     optimizer: OptimizerConfig, totals: Totals | np.ndarray, microbatch_tokens: int
 ) -> Any:
@@ -383,26 +376,14 @@ def skips_update(
     return ~(is_within & (squared_norm < np.inf) & (tokens > 0))
 
 
-def functions_of_stages(
-    stages: int,
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
-    steps: int,
-    microbatch_tokens: int,
-    wire: Wire | None = None,
-) -> list[StageFunctions]:
-    """Jit the functions of each of `stages` stages; stages of one shape share them."""
-    return [
-        stage_functions(model, optimizer, steps, stage == 0, count, microbatch_tokens, wire)
-        for stage, count in enumerate(model.stage_partition(stages))
-    ]
-
-
 def functions_of_run(config: Config, stages: int) -> list[StageFunctions]:
-    """Jit the functions of each stage of a run with `stages` stages."""
+    """Jit the functions of each stage of a run with `stages` stages; alike ones share them."""
     tokens = config.data.microbatch_size * config.data.sequence_length
-    steps, wire = config.train.steps, wire_of_run(config)
-    return functions_of_stages(stages, config.model, config.optimizer, steps, tokens, wire)
+    given, wire = (config.model, config.optimizer, config.train.steps), wire_of_run(config)
+    return [
+        stage_functions(*given, stage == 0, layers, tokens, wire)
+        for stage, layers in enumerate(config.model.stage_partition(stages))
+    ]
 
 
 def wire_of_run(config: Config) -> Wire:

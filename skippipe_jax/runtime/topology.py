@@ -25,10 +25,9 @@ from skippipe_jax.config.hardware import ONE_DEVICE
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.models.node_memory import parameters_per_device
 from skippipe_jax.optim.outer import longest_message
-from skippipe_jax.program.compiler import Compute, Program
-from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.copied import pieces_of_copies
-from skippipe_jax.runtime.ring import GatheringRing, Ring
+from skippipe_jax.program.compiler import Compute, HopNumbers, Program
+from skippipe_jax.runtime.copied import CopyRoute, copy_routes
+from skippipe_jax.runtime.ring import Ring
 from skippipe_jax.runtime.spread import NodeSharding
 
 # `network.averaging: auto` uses the collective if no link between replicas is slower.
@@ -90,22 +89,18 @@ def devices_of_nodes(
     return tuple(devices)
 
 
-def meshes_of_nodes(
-    config: Config, case: Case, devices: Sequence[NodeDevices]
-) -> tuple[NodeMesh, ...]:
-    """Return the mesh of each node, from its devices.
+def require_meshes(config: Config, case: Case) -> None:
+    """Check that meshes of the case and of `config` divide the model and a microbatch evenly.
+
+    A mesh that depends on the devices of hosts is not checked yet.
 
     Raises:
-        InputError: if the model, or a microbatch, cannot be sharded evenly over a mesh, or a mesh
-            has several devices in `outer` mode.
+        InputError: naming the mesh; or `averaging.mode`, if a mesh has several devices in `outer`
+            mode.
     """
-    return tuple(_mesh_of_node(config, case, node, own) for node, own in enumerate(devices))
-
-
-def _mesh_of_node(config: Config, case: Case, node: int, devices: NodeDevices) -> NodeMesh:
-    mesh = config.node.mesh_of(case, node) or config.node.over(len(devices))
-    _require_mesh(config, case, node, mesh)
-    return mesh
+    for node, mesh in enumerate(config.node.meshes(case)):
+        if mesh is not None:
+            _require_mesh(config, case, node, mesh)
 
 
 def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None:
@@ -120,19 +115,6 @@ def _require_mesh(config: Config, case: Case, node: int, mesh: NodeMesh) -> None
         )
 
 
-def require_meshes(config: Config, case: Case) -> None:
-    """Check the meshes of the case and of `config` as `meshes_of_nodes` does.
-
-    A mesh that depends on the devices of hosts is not checked yet.
-
-    Raises:
-        InputError: naming the mesh, or `averaging.mode`.
-    """
-    for node, mesh in enumerate(config.node.meshes(case)):
-        if mesh is not None:
-            _require_mesh(config, case, node, mesh)
-
-
 def spreads_of_host(
     config: Config, case: Case, host_of: Sequence[int], host: int
 ) -> tuple[NodeSharding, ...]:
@@ -141,35 +123,31 @@ def spreads_of_host(
     If it serves no node yet, return the spread that its first node would have.
 
     Raises:
-        InputError: as `devices_of_nodes` and `meshes_of_nodes` do.
+        InputError: as `devices_of_nodes` and `require_meshes` do.
     """
     nodes = [node for node, at in enumerate(host_of) if at == host]
-    if not nodes:
-        return spreads_of_nodes(config.node, 1, host)
-    meshes = [config.node.mesh_of(case, node) for node in nodes]
-    places = _local_places(config.node, meshes, host)
-    for node, (devices, _) in zip(nodes, places, strict=True):
-        _mesh_of_node(config, case, node, devices)
-    return tuple(dict.fromkeys(_local_spread(*place) for place in places))
+    meshes = [config.node.mesh_of(case, node) for node in nodes] or [config.node.mesh]
+    spreads = local_spreads(config.node, meshes, host)
+    for node, spread in zip(nodes, spreads, strict=False):
+        _require_mesh(config, case, node, spread.shape)
+    return tuple(dict.fromkeys(spreads))
 
 
-def spreads_of_nodes(node: NodeConfig, count: int, host: int) -> tuple[NodeSharding, ...]:
-    """Return the spreads of `count` nodes of this host, all with the configured mesh."""
-    places = _local_places(node, [node.mesh] * count, host)
-    return tuple(_local_spread(*place) for place in places)
-
-
-def _local_places(
+def local_spreads(
     node: NodeConfig, meshes: Sequence[NodeMesh | None], host: int
-) -> list[tuple[NodeDevices, NodeMesh]]:
-    kinds = [[device.device_kind for device in jax.local_devices()]] * (host + 1)
-    devices = devices_of_nodes([host] * len(meshes), kinds, meshes)
-    return [(own, mesh or node.over(len(own))) for own, mesh in zip(devices, meshes, strict=True)]
+) -> list[NodeSharding]:
+    """Return the spreads of nodes of this host with these meshes; None divides its devices evenly.
 
-
-def _local_spread(devices: NodeDevices, mesh: NodeMesh) -> NodeSharding:
+    Raises:
+        InputError: as `devices_of_nodes` does.
+    """
     local = jax.local_devices()
-    return NodeSharding.over([local[device.number] for device in devices], mesh)
+    kinds = [[device.device_kind for device in local]] * (host + 1)
+    devices = devices_of_nodes([host] * len(meshes), kinds, meshes)
+    return [
+        NodeSharding.over([local[device.number] for device in own], mesh or node.over(len(own)))
+        for own, mesh in zip(devices, meshes, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +166,8 @@ class Topology:
         replicas: replicas of each stage.
         rings: ring all-reduce of each stage that is averaged by one.
         gatherings: ring all-gather of each stage in `outer` mode.
-        totals: numbers of the hops of totals, one for each pair of hosts.
         first_free_hop: first hop number that is unused, as are all above it.
-        copies: numbers of the hops of buddy checkpoints.
+        copy_routes: routes of buddy checkpoints.
     """
 
     plan: Plan
@@ -202,10 +179,9 @@ class Topology:
     replica_of: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
     rings: Mapping[int, Ring]
-    gatherings: Mapping[int, GatheringRing]
-    totals: range
+    gatherings: Mapping[int, Ring]
     first_free_hop: int
-    copies: range = range(0)
+    copy_routes: tuple[CopyRoute, ...] = ()
 
     @classmethod
     def of(
@@ -219,9 +195,18 @@ class Topology:
         *,
         in_one_jax: bool = False,
     ) -> Topology:
-        """Lay out the run of `plan`; `numbers` are the hop numbers that its plans do not use."""
+        """Lay out the run of `plan`; `numbers` are the hop numbers that its plans do not use.
+
+        Raises:
+            InputError: as `require_meshes` does.
+        """
+        meshes = tuple(
+            config.node.mesh_of(plan.case, node) or config.node.over(len(own))
+            for node, own in enumerate(devices)
+        )
+        for node, mesh in enumerate(meshes):
+            _require_mesh(config, plan.case, node, mesh)
         # In `outer` mode nodes have separate replicas from the start, even in exact iterations.
-        meshes = meshes_of_nodes(config, plan.case, devices)
         places = [*zip(devices, meshes, strict=True)]
         replica_of = _replicas_of_nodes(plan, places, alone=config.averaging.is_outer)
         replicas = tuple(
@@ -246,13 +231,13 @@ class Topology:
                     members,
                     numbers,
                     length,
-                    rows=cut.devices,
+                    shards=cut.devices,
                     width=jnp.dtype(config.network.averaging_dtype or "float32").itemsize,
                     hop_bytes=_hop_bytes(plan, host_of, members),
                 )
         shapes = stage_shapes(config.model, len(layers)) if config.averaging.is_outer else ()
         gatherings = {
-            stage: GatheringRing.of(
+            stage: Ring.of_messages(
                 plan.case,
                 stage,
                 own,
@@ -263,11 +248,10 @@ class Topology:
             for stage, own in enumerate(replicas)
             if config.averaging.is_outer and len(own) > 1
         }
-        totals = numbers.take((max(host_of) + 1) ** 2)
-        copies = numbers.take(sum(map(len, pieces_of_copies(config, len(plan.stages)))))
+        routes = tuple(copy_routes(config, plan, host_of, replicas, numbers))
         of_hosts = plan, host, tuple(host_of), in_one_jax, tuple(devices), meshes
         of_stages = replica_of, replicas, rings, gatherings
-        return cls(*of_hosts, *of_stages, totals, numbers.free, copies)
+        return cls(*of_hosts, *of_stages, numbers.free, routes)
 
     @cached_property
     def stage_of(self) -> Sequence[int]:
@@ -323,36 +307,20 @@ class Topology:
             if devices[0].host in of_hosts
         }
 
-    def hops_of_totals(self, other: int) -> tuple[Hop, Hop]:
-        """Return the hops of totals to another host and back."""
-        own, hosts, nodes = self.host, len(self.hosts), self.first_nodes
-        return (
-            Hop(self.totals[own * hosts + other], nodes[own], nodes[other]),
-            Hop(self.totals[other * hosts + own], nodes[other], nodes[own]),
-        )
-
     def offered(self, programs: Iterable[Program]) -> Mapping[int, set[int]]:
         """Return the numbers of the hops from this host to each other host that it may request.
 
-        These are the hops of all `programs` of this host, of rings and totals, and those of all
-        buddy checkpoints for every host.
+        These are the hops of all `programs` of this host, of rings and of buddy checkpoints.
         """
         steps = (step for program in programs for step in program.instructions)
         hops = [step.leaves for step in steps if isinstance(step, Compute)]
-        for ring in (*self.rings.values(), *self.gatherings.values()):
-            hops += ring.hops
-        others = [other for other in self.hosts if other != self.host]
-        hops += [self.hops_of_totals(other)[0] for other in others]
-        numbers = {other: {*self.copies} for other in others}
+        for own in (*self.rings.values(), *self.gatherings.values(), *self.copy_routes):
+            hops += own.hops
+        numbers = {other: set() for other in self.hosts if other != self.host}
         for hop in filter(None, hops):
             if self.is_local_node(hop.source) and not self.is_local_node(hop.target):
                 numbers[self.host_of[hop.target]].add(hop.number)
         return numbers
-
-    @property
-    def sums_totals_by_links(self) -> bool:
-        """True if hosts send each other totals: collectives do not reach all, or links are slow."""
-        return len(self.hosts) > 1 and (bool(self.rings) or not self.in_one_jax)
 
 
 def _replicas_of_nodes(

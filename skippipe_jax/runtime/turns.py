@@ -14,6 +14,7 @@ memory, so x may start as soon as its node is free. Hence there is progress unti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from skippipe_sched.problem.plan import Operation
 
@@ -21,19 +22,40 @@ IN_FLIGHT_CHANGE = {"F": 1, "L": 0, "B": -1}
 
 
 class ReadyQueue:
-    """Ready queue of the operations of one node in one iteration."""
+    """Ready queue of the operations of one node in one iteration.
 
-    def __init__(self, order: Sequence[Operation], memory: float, *, ready_first: bool):
+    Attributes:
+        left: operations that have not been started, in the order of the plan.
+        inputs: inputs that have arrived, and when, of operations that have not been started.
+        idle_since_s: when the node became idle; None while it computes.
+        busy_s: seconds that the node has computed.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Operation],
+        memory: float,
+        *,
+        ready_first: bool,
+        idle_since_s: float = 0.0,
+    ):
         """Begin with nothing in flight; `order` has at most `memory` microbatches in flight."""
         self.left = list(order)
         self.memory = memory
         self.ready_first = ready_first
         self.in_flight = 0
-        self.arrived: set[Operation] = set()
+        self.inputs: dict[Operation, tuple[float, Any]] = {}
+        self.idle_since_s: float | None = idle_since_s
+        self.busy_s = 0.0
 
-    def arrive(self, operation: Operation) -> None:
-        """Note that the input of an operation has arrived."""
-        self.arrived.add(operation)
+    @property
+    def is_done(self) -> bool:
+        """True once all operations of the node have ended."""
+        return not self.left and self.idle_since_s is not None
+
+    def arrive(self, operation: Operation, at_s: float = 0.0, value: Any = None) -> None:
+        """Store the input of an operation, which arrived at `at_s`."""
+        self.inputs[operation] = at_s, value
 
     def take(self) -> Operation | None:
         """Return the operation to start now on a free node, or None if the node has to wait."""
@@ -41,7 +63,7 @@ class ReadyQueue:
         for position, operation in enumerate(self.left):
             # A forward that overtakes is in flight in addition to all that it passes.
             fits = operation.kind != "F" or most_in_flight < self.memory
-            if fits and operation in self.arrived:
+            if fits and operation in self.inputs:
                 del self.left[position]
                 self.in_flight += IN_FLIGHT_CHANGE[operation.kind]
                 return operation

@@ -19,10 +19,10 @@ from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.runtime.copied import Copy, packed
-from skippipe_jax.runtime.diskless_stages import beside
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import with_count
 from skippipe_jax.runtime.state import State, shapes_of_state
+from skippipe_jax.runtime.state_transfer import beside
 from skippipe_jax.storage.checkpoint import Checkpoint, open_checkpoint
 from skippipe_jax.storage.joined_folder import is_joined
 from skippipe_jax.storage.loading import load_stage_numpy, stage_step

@@ -6,8 +6,7 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
-from skippipe_jax.program.compiler import compile_plan
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers, compile_plan
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.topology import Topology, devices_of_nodes

@@ -23,12 +23,6 @@ from skippipe_jax.data.batches import IGNORED_TARGET, Batch
 from skippipe_jax.models.llama import create_stage
 from skippipe_jax.optim.update_rule import update_rule
 
-Hop = Callable[[int, int, int, jax.Array], jax.Array]
-"""(iteration, microbatch, position, what the stage there hands on) -> what arrives of it
-
-`jax.grad` goes through it, and through its gradient on the way back.
-"""
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -51,15 +45,14 @@ def train(
     iterations: Sequence[Sequence[Batch]],
     seed: int,
     steps: int | None = None,
-    hop: Hop | None = None,
 ) -> tuple[list[Any], list[float]]:
     """Parameters of every stage after the iterations, and the loss of each iteration.
 
     `stage_paths[m]` are the stages that microbatch m visits in order, `iterations[i][m]` its batch
-    in iteration i. Without a `hop` all that is handed on arrives as it is.
+    in iteration i.
     """
     phase = Phase(model.stage_partition(stages), stage_paths, iterations)
-    return train_by(model, optimizer, [phase], seed, steps or len(iterations), hop=hop)
+    return train_by(model, optimizer, [phase], seed, steps or len(iterations))
 
 
 def train_by(
@@ -68,8 +61,6 @@ def train_by(
     phases: Sequence[Phase],
     seed: int,
     steps: int,
-    *,
-    hop: Hop | None = None,
 ) -> tuple[list[Any], list[float]]:
     """The same over several phases, with the stages of the last one."""
 
@@ -86,13 +77,13 @@ def train_by(
         layers = tuple(phase.layers)
         if layers not in step_of_cut:
             structures = [nnx.graphdef(module) for module in modules(layers)]
-            loss = _loss(structures, range(len(layers)), optimizer, hop)
+            loss = _loss(structures, range(len(layers)), optimizer)
             step_of_cut[layers] = _step(loss, transformation, optimizer)
         parameters, state = cut((parameters, state), layers)
         for batches in phase.iterations:
             unpacked = [one_by_one(batch) for batch in batches]
             parameters, state, value = step_of_cut[layers](
-                parameters, state, unpacked, phase.stage_paths, len(losses)
+                parameters, state, unpacked, phase.stage_paths
             )
             losses.append(float(value))
     return parameters, losses
@@ -121,7 +112,6 @@ def _loss(
     structures: Sequence[Any],
     stage_of: Mapping[int, int] | Sequence[int],
     optimizer: OptimizerConfig,
-    hop: Hop | None = None,
 ):
     """Parameters, batches and paths of an iteration -> what is minimised, and what is reported.
 
@@ -142,19 +132,13 @@ def _loss(
         return jnp.sum(jnp.log(z) ** 2 * (targets >= 0))
 
     def loss(
-        parameters: list[Any],
-        batches: Sequence[Batch],
-        paths: Sequence[Sequence[int]],
-        iteration: int = 0,
+        parameters: list[Any], batches: Sequence[Batch], paths: Sequence[Sequence[int]]
     ) -> tuple[jax.Array, jax.Array]:
         nats = tokens = squares = jnp.zeros(())
-        for microbatch, (path, batch) in enumerate(zip(paths, batches, strict=True)):
+        for path, batch in zip(paths, batches, strict=True):
             x = batch["tokens"]
-            for position, place in enumerate(path):
-                stage = stage_of[place]
-                x = apply(structures[stage], parameters[place], x)
-                if hop is not None:
-                    x = hop(iteration, microbatch, position, x)
+            for place in path:
+                x = apply(structures[stage_of[place]], parameters[place], x)
             first = parameters[path[0]]
             own = loss_of(structures[0], first, x, batch["targets"])
             nats, tokens = nats + own[0], tokens + own[1]
@@ -176,9 +160,8 @@ def _step(loss: Callable[..., Any], transformation: Any, optimizer: OptimizerCon
         state: Any,
         batches: Sequence[Batch],
         stage_paths: Sequence[Sequence[int]],
-        iteration: int,
     ):
-        gradients, value = jax.grad(loss, has_aux=True)(parameters, batches, stage_paths, iteration)
+        gradients, value = jax.grad(loss, has_aux=True)(parameters, batches, stage_paths)
         # Without a target there is no loss, which is NaN then, and nothing to learn.
         if not any((batch["targets"] >= 0).any() for batch in batches):
             return parameters, state, value

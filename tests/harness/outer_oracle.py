@@ -53,18 +53,14 @@ def train(
     seed: int,
     steps: int,
     *,
-    hop: oracle.Hop | None = None,
     recorded: Recorded | None = None,
 ) -> Trained:
-    """Train with `stages[s]` as the nodes of stage s, and `microbatches[m]` as a path over nodes.
-
-    `hop` is as in `tests.harness.oracle`.
-    """
+    """Train with `stages[s]` as the nodes of stage s, and `microbatches[m]` a path over nodes."""
     layers, key = model.stage_partition(len(stages)), jax.random.key(seed)
     modules = [create_stage(model, stage, layers, key) for stage in range(len(stages))]
     stage_of = {node: stage for stage, nodes in enumerate(stages) for node in nodes}
     structures = [nnx.graphdef(module) for module in modules]
-    gradient = jax.grad(oracle._loss(structures, stage_of, optimizer, hop), has_aux=True)
+    gradient = jax.grad(oracle._loss(structures, stage_of, optimizer), has_aux=True)
     parameters: list[Any] = [
         nnx.to_pure_dict(nnx.state(modules[stage_of[node]])) for node in range(len(stage_of))
     ]
@@ -74,7 +70,7 @@ def train(
     for iteration, batches in enumerate(iterations, start=1):
         unpacked = [oracle.one_by_one(batch) for batch in batches]
         # Of the mean over all targets: each replica's own is of those that have visited it.
-        gradients, value = gradient(parameters, unpacked, microbatches, iteration - 1)
+        gradients, value = gradient(parameters, unpacked, microbatches)
         losses.append(float(value))
         if iteration <= averaging.exact_steps:
             parameters = inner.step_together(parameters, gradients)

@@ -13,7 +13,8 @@ import yaml
 from skippipe_jax import Run
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
-from skippipe_jax.runtime.stage_functions import functions_of_stages
+from skippipe_jax.runtime.stage_functions import functions_of_run
+from skippipe_jax.runtime.state import shapes_of_state
 from skippipe_jax.storage.arrays import ArrayFiles
 from skippipe_jax.storage.checkpoint import open_checkpoint
 from skippipe_jax.storage.loading import load_stage
@@ -97,18 +98,12 @@ def steps_done(run_dir: Path) -> int:
 def arrays_of_checkpoint(run_dir: Path, step: int) -> list[Arrays]:
     """Parameters and optimizer state of every stage."""
     config, plan = RunDir(run_dir).config(), RunDir(run_dir).plan()
-    batch_tokens = config.data.microbatch_size * config.data.sequence_length
-    functions = functions_of_stages(
-        len(plan.stages), config.model, config.optimizer, config.train.steps, batch_tokens
-    )
     checkpoint = open_checkpoint(run_dir, step)
     cut = config.model.stage_partition(len(plan.stages))
-    arrays = []
-    for stage, of_stage in enumerate(functions):
-        parameters, optimizer_state, _ = jax.eval_shape(of_stage.create, jax.random.key(0), 0)
-        shapes = {"parameters": parameters, "optimizer_state": optimizer_state}
-        arrays.append(by_name(load_stage(checkpoint, cut, stage, shapes)))
-    return arrays
+    return [
+        by_name(load_stage(checkpoint, cut, stage, shapes_of_state(functions)))
+        for stage, functions in enumerate(functions_of_run(config, len(plan.stages)))
+    ]
 
 
 def assert_same_run(run_dir: Path, expected: Path, steps: int) -> None:

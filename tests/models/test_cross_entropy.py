@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from skippipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from skippipe_jax.data.batches import IGNORED_TARGET
-from skippipe_jax.models.block_footprint import LOGIT_BYTES, MOST_LOGIT_BYTES, tokens_of_chunk
 from skippipe_jax.models.cross_entropy import Head, cross_entropy, scores
+from skippipe_jax.models.footprint import LOGIT_BYTES, MOST_LOGIT_BYTES, tokens_of_chunk
 from skippipe_jax.models.node_memory import memory_of_node
 from skippipe_jax.runtime.stage_functions import TOTALS, stage_functions
 
@@ -74,7 +74,7 @@ def at_once(
 
 
 # Few kinds of program, each of which is compiled once, for many arrays.
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from([1, 3, TOKENS, TOKENS + 2]),
     st.sampled_from([("wv", 0.0), ("vw", 0.3)]),

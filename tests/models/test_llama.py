@@ -1,4 +1,4 @@
-"""The model against NumPy programs written from the published formulas."""
+"""The parts of the model, and how it is cut; `tests/interop` holds the whole against others'."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -18,16 +18,11 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import PRESETS, ModelConfig, RopeScaling
 from skippipe_jax.models.llama import (
-    Block,
     DataStage,
     RMSNorm,
-    Stage,
-    create_stage,
     parameter_count,
-    rotary_frequencies,
     stage_shapes,
 )
-from tests.harness.oracle import relative_error
 
 BATCH, TIME = 2, 12
 SMALL = ModelConfig(
@@ -82,77 +77,8 @@ def random_tokens(config: ModelConfig) -> np.ndarray:
     return RANDOM.integers(0, config.vocabulary_size, (BATCH, TIME), dtype=np.int32)
 
 
-# The same model, written down a second time.
-
-
 def naive_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + epsilon) * scale
-
-
-def naive_frequencies(config: ModelConfig) -> list[float]:
-    """As Hugging Face's `_compute_llama3_parameters` says it, one pair at a time."""
-    frequencies = []
-    for pair in range(config.head_width // 2):
-        frequency = 1.0 / config.rope_theta ** (2 * pair / config.head_width)
-        scaling = config.rope_scaling
-        if scaling is not None:
-            wavelength = 2 * math.pi / frequency
-            longest = scaling.original_context / scaling.low_frequency_factor
-            shortest = scaling.original_context / scaling.high_frequency_factor
-            if wavelength > longest:
-                frequency /= scaling.factor
-            elif wavelength >= shortest:
-                smooth = (scaling.original_context / wavelength - scaling.low_frequency_factor) / (
-                    scaling.high_frequency_factor - scaling.low_frequency_factor
-                )
-                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-        frequencies.append(frequency)
-    return frequencies
-
-
-def naive_rotate(head: np.ndarray, frequencies: Sequence[float]) -> np.ndarray:
-    """Each pair (i, i + half) of a [time, head_width] head is a complex number that turns."""
-    half = len(frequencies)
-    pairs = head[:, :half] + 1j * head[:, half:]
-    pairs = pairs * np.exp(1j * np.outer(np.arange(len(head)), frequencies))
-    return np.concatenate([pairs.real, pairs.imag], axis=1)
-
-
-def naive_attention(x: np.ndarray, kernels: dict[str, np.ndarray], config: ModelConfig):
-    frequencies = naive_frequencies(config)
-    wide = config.head_width
-    out = np.zeros_like(x)
-    for batch, sequence in enumerate(x):
-        queries, keys, values = (sequence @ kernels[name] for name in ("query", "key", "value"))
-        heads = []
-        for head in range(config.heads):
-            # Consecutive query heads share a head of keys and values.
-            shared = head // (config.heads // config.kv_heads)
-            own, theirs = slice(head * wide, (head + 1) * wide), slice(shared * wide, None)
-            query = naive_rotate(queries[:, own], frequencies)
-            key = naive_rotate(keys[:, theirs][:, :wide], frequencies)
-            scores = query @ key.T / math.sqrt(wide)
-            scores[np.triu_indices(len(sequence), 1)] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
-            heads.append(weights @ values[:, theirs][:, :wide])
-        out[batch] = np.concatenate(heads, axis=1) @ kernels["output"]
-    return out
-
-
-def naive_block(x: np.ndarray, parameters: dict[str, Any], config: ModelConfig) -> np.ndarray:
-    kernels = {name: entry["kernel"] for name, entry in parameters.items() if "kernel" in entry}
-    scales = {name: entry["scale"] for name, entry in parameters.items() if "scale" in entry}
-    epsilon = config.norm_epsilon
-    x = x + naive_attention(naive_norm(x, scales["attention_norm"], epsilon), kernels, config)
-    hidden = naive_norm(x, scales["ffn_norm"], epsilon)
-    gate = hidden @ kernels["gate"]
-    return x + (gate / (1 + np.exp(-gate)) * (hidden @ kernels["up"])) @ kernels["down"]
-
-
-def in_float64(module: nnx.Module) -> dict[str, Any]:
-    tree = nnx.to_pure_dict(nnx.state(module))
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
 
 
 def test_norm_divides_by_the_root_of_the_mean_square():
@@ -169,43 +95,6 @@ def test_norm_of_bfloat16_is_computed_in_float32():
     assert result.dtype == jnp.bfloat16
     # One rounding of the result: half of the 8 bits of a bfloat16.
     np.testing.assert_allclose(np.asarray(result, np.float64), exact, rtol=2**-8)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [None, RopeScaling(), RopeScaling(factor=32.0), RopeScaling(4.0, 2.0, 16.0, 1024)],
-)
-def test_rotary_frequencies_are_the_published_ones(scaling: RopeScaling | None):
-    config = ModelConfig(width=128, heads=1, kv_heads=1, rope_theta=5e5, rope_scaling=scaling)
-    np.testing.assert_allclose(rotary_frequencies(config), naive_frequencies(config), rtol=2e-6)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("scaling", [None, RopeScaling(original_context=8)])
-def test_block_equals_the_naive_block(kv_heads: int, scaling: RopeScaling | None):
-    config = dataclasses.replace(SMALL, kv_heads=kv_heads, rope_scaling=scaling)
-    block = random_module(lambda: Block(config, nnx.Rngs(1)))
-    x = RANDOM.normal(size=(BATCH, TIME, 16)).astype(np.float32)
-    expected = naive_block(x.astype(np.float64), in_float64(block), config)
-    assert np.abs(expected - x).mean() > 0.3
-    result = nnx.jit(lambda block, x: block(x))(block, jnp.asarray(x))
-    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_whole_model_equals_the_naive_model(tied: bool):
-    config = dataclasses.replace(SMALL, tied_head=tied)
-    model = whole_model(config)
-    parameters = in_float64(model)
-    assert ("head" in parameters) is not tied
-    tokens = random_tokens(config)
-    x = parameters["embedding"][tokens]
-    for layer in range(config.layers):
-        own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], parameters["blocks"])
-        x = naive_block(x, own, config)
-    x = naive_norm(x, parameters["final_norm"]["scale"], config.norm_epsilon)
-    head = parameters["embedding"].T if tied else parameters["head"]["kernel"]
-    np.testing.assert_allclose(logits_of(model, tokens), x @ head, rtol=1e-5, atol=1e-5)
 
 
 def test_loss_is_the_sum_over_targets_that_count():
@@ -268,18 +157,6 @@ def test_parameters_do_not_depend_on_the_cut():
         np.testing.assert_array_equal(single["head"]["kernel"], half["head"]["kernel"])
     queries = [np.asarray(state["blocks"]["query"]["kernel"][0]) for state in layers_of[1]]
     assert not any(np.array_equal(a, b) for a, b in itertools.combinations(queries, 2))
-
-
-def test_stages_hold_the_blocks_of_their_layers():
-    key = jax.random.key(3)
-    stage = create_stage(SMALL, 1, (2, 2), key)
-    assert type(stage) is Stage
-    found, expected = (
-        nnx.to_pure_dict(nnx.state(blocks))
-        for blocks in (stage.blocks, created(SMALL, 2, 2, key).blocks)
-    )
-    assert relative_error(found, expected) < 1e-6
-    assert isinstance(create_stage(SMALL, 0, (2, 2), key), DataStage)
 
 
 def test_depth_does_not_grow_the_traced_program():

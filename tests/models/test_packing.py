@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from skippipe_sched.errors import InputError
 from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import (
@@ -23,7 +22,6 @@ from skippipe_jax.config import (
     ModelConfig,
     NetworkConfig,
     TrainConfig,
-    parse_config,
 )
 from skippipe_jax.config.model import RECOMPUTE
 from skippipe_jax.data.batches import Batch
@@ -96,10 +94,13 @@ def documents_one_by_one() -> tuple[list[Any], list[float]]:
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("recompute", "devices"),
-    [("none", 2), pytest.param("block", 1, marks=pytest.mark.nightly), ("stage", 1)],
+    ("recompute", "devices", "way"),
+    [
+        ("none", 2, "strict, ring"),
+        ("stage", 1, "ready-first"),
+        pytest.param("block", 1, "strict", marks=pytest.mark.nightly),
+    ],
 )
 def test_training_equals_that_on_documents_one_by_one(recompute: str, devices: int, way: str):
     model = dataclasses.replace(MODEL, recompute=recompute)
@@ -155,7 +156,7 @@ def number_of_document(batch: Batch) -> np.ndarray:
     return np.cumsum([0, *batch["begins"][0, 1:]])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(Marks, Seeds)
 def test_every_document_has_the_losses_that_it_has_alone(begins: list[bool], seed: int):
     batch = row_of_documents(begins, seed)
@@ -164,21 +165,6 @@ def test_every_document_has_the_losses_that_it_has_alone(begins: list[bool], see
     for number in range(document[-1] + 1):
         together = packed[document == number]
         np.testing.assert_allclose(together, alone[number, : len(together)], rtol=0, atol=1e-5)
-
-
-@settings(max_examples=60)
-@given(Marks, Seeds, st.data())
-def test_a_changed_document_changes_no_bit_of_the_others_losses(
-    begins: list[bool], seed: int, data: st.DataObject
-):
-    before = row_of_documents(begins, seed)
-    document = number_of_document(before)
-    changed = document == data.draw(st.integers(0, document[-1]))
-    others = (before["tokens"] + data.draw(st.integers(1, 10))) % 11
-    after: Batch = {**before, "tokens": np.where(changed, others, before["tokens"])}
-    [was], [is_now] = nats(before), nats(after)
-    np.testing.assert_array_equal(is_now[~changed], was[~changed])
-    assert np.all(is_now[changed] != was[changed])
 
 
 def test_evaluation_keeps_documents_apart():
@@ -259,8 +245,3 @@ def test_stages_are_measured_with_packing():
     config = config_with("documents")
     timings = measure_stage(config, (True, 1), single(jax.devices()[0]), budget_s=0.0)
     assert min(timings[operation].median_s for operation in (LOSS, BACKWARD)) > 0
-
-
-def test_packing_that_is_none_is_refused():
-    with pytest.raises(InputError, match=r"data\.packing = 'sentences'"):
-        parse_config({"data": {"packing": "sentences"}})

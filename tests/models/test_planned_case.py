@@ -90,13 +90,6 @@ def test_bytes_follow_from_the_configuration(
     assert size_mismatches(config, case) == []
 
 
-def test_a_case_may_leave_open_its_stages_too():
-    open_stages = {"stages": "auto", "stage_count": 4, "path_length": "auto"}
-    config = config_of(OPEN | open_stages)
-    for case in configured_cases(config, Path()):
-        assert len(case.stage_bytes) == len(case.stages) == 4
-
-
 def test_a_case_in_a_file_is_filled_in_too(tmp_path: Path):
     links = "location_a,location_b,latency_ms,bandwidth_GiB_per_s\nBelgium,Iowa,50,0.1\n"
     (tmp_path / "mine.csv").write_text(links)

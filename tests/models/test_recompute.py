@@ -41,7 +41,7 @@ def forward_and_backward(model: ModelConfig) -> tuple[Any, list[jax.Array]]:
     ("attention", "compute_dtype"),
     [
         ("xla", "float32"),
-        ("xla", "bfloat16"),
+        pytest.param("xla", "bfloat16", marks=pytest.mark.nightly),
         pytest.param("blockwise", "float32", marks=pytest.mark.nightly),
     ],
 )

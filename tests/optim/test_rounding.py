@@ -101,18 +101,6 @@ def summed() -> jax.Array:
     return jnp.zeros(TOTALS).at[TOKENS].set(16.0).at[SQUARED_NORM].set(1.0)
 
 
-def test_what_is_held_in_bfloat16_stays_so_and_the_counters_count():
-    functions = functions_of()
-    parameters, state, gradients = functions.create(jax.random.key(0), 0)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves((parameters, state))]
-    assert set(dtypes) == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
-    gradients = jax.tree.map(lambda leaf: leaf + 0.1, gradients)
-    draw = np.array([3, 0], np.uint32)
-    parameters, state, gradients = functions.update(parameters, state, gradients, summed(), draw)
-    assert [leaf.dtype for leaf in jax.tree.leaves((parameters, state))] == dtypes
-    assert {int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32} == {1}
-
-
 @pytest.mark.parametrize(
     "moment_dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"]
 )

@@ -16,7 +16,7 @@ from tests.sched.optimum import random_small_case
 
 @pytest.mark.parametrize("method", METHODS)
 @given(case=cases(), seed=st.integers(0, 2**40))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_every_plan_has_a_program_for_each_host(method, case, seed):
     try:
         plan = make_plan(case, method, Search(seed, 0.01))

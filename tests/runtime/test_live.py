@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from skippipe_sched.problem.plan import Operation, Plan
-from skippipe_sched.timing.jitter import draw_time_factors
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
@@ -24,9 +20,8 @@ from skippipe_jax.data.batches import Batch
 from skippipe_jax.errors import PeerTimeout
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.storage.recording import Recording, measured_timeline
-from tests.harness import oracle
 from tests.harness.one_host import open_alone
-from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, plans, random_batches
+from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, random_batches
 from tests.sched.examples import plan_of
 
 MODEL = ModelConfig(
@@ -117,19 +112,6 @@ def test_an_iteration_takes_what_was_predicted(tmp_path: Path, contention: str, 
 
 
 @pytest.mark.nightly
-def test_luck_is_that_of_the_simulator(tmp_path: Path):
-    plan = plan_of(STAGES, PATHS, **SECONDS)
-    network = {"mode": "emulate", "emulate_compute": True, "jitter": 0.5, "averaging": "ring"}
-    expected = [
-        simulate_plan(plan, draw_time_factors(len(PATHS), len(STAGES), 0.5, SEED, iteration))
-        for iteration in range(1, 1 + ATTEMPTS)
-    ]
-    assert min(own.iteration_s for own in expected) > 1.2 * simulate_plan(plan).iteration_s
-    trained = Trained(plan, ready_first=False, **network)
-    assert_close(trained.timelines(tmp_path), expected)
-
-
-@pytest.mark.nightly
 @pytest.mark.alone
 def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
     # From node 1 to node 3, and only there, a hop takes long; node 3 should start with it.
@@ -165,36 +147,6 @@ def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
     quick = next((own for own in ready_first if own.iteration_s < 0.85 * strict_s), None)
     assert quick is not None
     assert quick.order[3][0] == Operation("F", 1, 3)
-
-
-@settings(
-    max_examples=3,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(plans(), st.booleans())
-def test_nodes_keep_to_order_and_memory_whatever_is_late(
-    tmp_path: Path, plan: Plan, ready_first: bool
-):
-    trained = Trained(plan, ready_first=ready_first, mode="emulate", jitter=5.0)
-    ran = next(trained.timelines(tmp_path)).order
-    if not ready_first:
-        assert ran == plan.order
-    for node, operations in enumerate(ran):
-        assert sorted(operations) == sorted(plan.order[node])
-        in_flight = accumulate({"F": 1, "L": 0, "B": -1}[o.kind] for o in operations)
-        assert max(in_flight, default=0) <= plan.case.nodes[node].memory
-
-
-def test_losses_of_ready_first_with_jitter_equal_the_oracle():
-    plan = plan_of(STAGES, PATHS, forward_s=0.01, stage_bytes=1e6, activation_bytes=1e6)
-    trained = Trained(plan, ready_first=True, mode="emulate", emulate_compute=True, jitter=0.3)
-    batches = random_batches(plan, seed=1)
-    found = [trained.run(iteration, own)[0] for iteration, own in enumerate(batches)]
-    stage_paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
-    _, expected = oracle.train(
-        trained.model, OPTIMIZER, stage_paths, len(STAGES), batches, seed=SEED, steps=10
-    )
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 class Alone(Membership):

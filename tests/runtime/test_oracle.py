@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from skippipe_sched.methods.repair import repair_plan
 from skippipe_sched.problem.case import parse_case
-from skippipe_sched.problem.plan import Plan, Predicted
+from skippipe_sched.problem.plan import Operation, Plan, Predicted
 from skippipe_sched.timing.simulate import simulate
 
 from skippipe_jax.config import (
+    AveragingConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -149,12 +151,14 @@ def run(
     devices: int,
     way: Way,
     *,
+    averaging: AveragingConfig | None = None,
     watched_by: Callable[[Runtime], None] = lambda _: None,
 ) -> tuple[Runtime, list[Outcome]]:
     """Train in this process, with the nodes spread over some of its devices."""
     config = Config(
         model=model,
         optimizer=optimizer,
+        averaging=averaging or AveragingConfig(),
         data=DataConfig(
             microbatch_size=BATCH,
             sequence_length=TIME,
@@ -162,7 +166,7 @@ def run(
         ),
         network=way.network,
         execution=way.execution,
-        train=TrainConfig(ITERATIONS),
+        train=TrainConfig(len(batches)),
     )
     runtime = open_alone(config, plan, devices)
     watched_by(runtime)
@@ -170,6 +174,9 @@ def run(
         runtime.run(iteration, dict(enumerate(own)), record=way.live)
         for iteration, own in enumerate(batches)
     ]
+    for outcome in outcomes:
+        outcome.sums()
+    runtime.close()
     return runtime, outcomes
 
 
@@ -265,7 +272,32 @@ def test_with_all_that_an_optimizer_may_do():
 REPLICATED = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [1, 3, 2], [0, 3]])
 
 
-@pytest.mark.parametrize("skip_above_norm", [None, 100.0])
+def test_a_microbatch_is_on_a_device_only_once_its_forward_begins():
+    happened: list[tuple[str, int]] = []
+
+    def note(runtime: Runtime) -> None:
+        operations = runtime.operations
+        keep, dispatch = operations._keep_targets, operations._dispatch
+
+        def keeping(operation: Operation, batch: Batch) -> None:
+            happened.append(("put", operation.microbatch))
+            keep(operation, batch)
+
+        def dispatching(operation: Operation, value: Any, leaves: bool) -> Any:
+            happened.append((operation.kind, operation.microbatch))
+            return dispatch(operation, value, leaves)
+
+        operations._keep_targets, operations._dispatch = keeping, dispatching
+
+    plan = plan_of([[0]], [[0]] * 3)
+    batches = random_batches(plan, seed=7)
+    run(plan, dataclasses.replace(SMALL, layers=1), OPTIMIZER, batches, 1, WAYS[0], watched_by=note)
+    puts = [place for place, (what, _) in enumerate(happened) if what == "put"]
+    assert len(puts) == len(batches) * len(plan.microbatches)
+    assert [happened[place + 1] for place in puts] == [("F", happened[place][1]) for place in puts]
+
+
+@pytest.mark.parametrize("skip_above_norm", [None, pytest.param(100.0, marks=pytest.mark.nightly)])
 def test_an_iteration_without_a_target_changes_nothing(skip_above_norm: float | None):
     batches = random_batches(REPLICATED, seed=7)
     for batch in batches[1]:
@@ -331,6 +363,58 @@ def test_what_is_rounded_by_chance_is_rounded_alike_on_all_replicas(way: Way, na
     _, exact = run(REPLICATED, small, in_full, batches, 3, way)
     for own, best in zip(outcomes, exact, strict=True):
         assert float(own.totals[LOSS]) == pytest.approx(float(best.totals[LOSS]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("network", "recompute"),
+    [
+        pytest.param(
+            {"activation_dtype": "int8", "gradient_rounding": "stochastic"},
+            "stage",
+            marks=pytest.mark.nightly,
+        ),
+        ({"activation_dtype": "bfloat16", "gradient_dtype": "int8"}, "none"),
+    ],
+    ids=["int8, stochastic", "bfloat16 and int8"],
+)
+def test_what_leaves_a_node_is_rounded_as_is_configured(network: dict[str, Any], recompute: str):
+    """By little, and by a draw that belongs to the microbatch, whichever node draws it."""
+    plan = plan_of([[0, 1], [2], [3, 4]], [[0, 2, 4], [0], [1, 3, 2], [0, 3]])
+    model = dataclasses.replace(SMALL, recompute=recompute)
+    batches, left = random_batches(plan, seed=3), list[Operation]()
+
+    def watch(runtime: Runtime) -> None:
+        operations, dispatch = runtime.operations, runtime.operations._dispatch
+        wire = operations.wire
+
+        def watched(operation: Operation, value: Any, leaves: bool) -> Any:
+            result, at_the_end = dispatch(operation, value, leaves)
+            if leaves:
+                left.append(operation)
+                how = wire.activations if operation.kind == "F" else wire.gradients
+                assert (result.shape, result.dtype) == (how.travelling.shape, how.travelling.dtype)
+                draw = operations._draw(operation, leaves)
+                assert (draw is not None) == wire.gradients.is_drawn
+                if draw is not None:
+                    of_run = runtime.config.seed, operations.iteration
+                    stage = plan.stage_of[operation.node]
+                    assert draw.tolist() == [*of_run, operation.microbatch, stage]
+            return result, at_the_end
+
+        operations._dispatch = watched
+
+    way = Way(live=False, execution="strict", network=NetworkConfig(**network))
+    runtime, _ = run(plan, model, OPTIMIZER, batches, 3, way, watched_by=watch)
+    # Hops there and back, of all microbatches but the one that stays.
+    hops = sum(2 * len(path) for path in plan.microbatches if len(path) > 1)
+    assert len(left) == len(batches) * hops
+    paths = [[plan.stage_of[node] for node in path] for path in plan.microbatches]
+    exact, _ = oracle.train(model, OPTIMIZER, paths, len(plan.stages), batches, seed=0)
+    errors = [
+        oracle.relative_error(state.parameters, exact[plan.stage_of[node]])
+        for node, state in runtime.states.items()
+    ]
+    assert 10 * TOLERANCE < max(errors) < 0.05
 
 
 def test_a_token_that_comes_often_has_its_whole_gradient_though_parameters_are_in_bfloat16():

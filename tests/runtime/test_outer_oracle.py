@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -25,13 +26,19 @@ from skippipe_jax.runtime.emulation import Emulation
 from skippipe_jax.runtime.runtime import Runtime
 from skippipe_jax.runtime.stage_functions import LOSS, TOKENS
 from skippipe_jax.runtime.state import FragmentInTransit
-from skippipe_jax.runtime.totals import Outcome
 from tests.harness import oracle, outer_oracle
 from tests.harness.one_host import open_alone
-from tests.runtime.test_oracle import BATCH, OPTIMIZER, TIME, TOLERANCE, plans
+from tests.runtime.test_oracle import (
+    BATCH,
+    OPTIMIZER,
+    SMALL,
+    TIME,
+    TOLERANCE,
+    Way,
+    plans,
+    run,
+)
 from tests.sched.examples import plan_of
-
-WORD_COUNT = 11
 
 
 @st.composite
@@ -55,7 +62,7 @@ def random_batches(plan: Plan, iterations: int, seed: int) -> list[list[Batch]]:
     random = np.random.default_rng(seed)
 
     def batch(microbatch: int) -> Batch:
-        ids = random.integers(0, WORD_COUNT, (BATCH, TIME + 1), dtype=np.int32)
+        ids = random.integers(0, SMALL.vocabulary_size, (BATCH, TIME + 1), dtype=np.int32)
         share = random.choice([0.0, 0.5, 0.9]) if microbatch else 0.7
         counted = random.random((BATCH, TIME)) < share
         return {"tokens": ids[:, :-1], "targets": np.where(counted, ids[:, 1:], -1)}
@@ -64,49 +71,7 @@ def random_batches(plan: Plan, iterations: int, seed: int) -> list[list[Batch]]:
 
 
 def model_of(stage_layers: tuple[int, ...]) -> ModelConfig:
-    return ModelConfig(
-        vocabulary_size=WORD_COUNT,
-        width=8,
-        layers=sum(stage_layers),
-        stage_layers=stage_layers,
-        heads=2,
-        kv_heads=1,
-        ffn_width=12,
-        context=TIME,
-    )
-
-
-def run(
-    plan: Plan,
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
-    averaging: AveragingConfig,
-    batches: list[list[Batch]],
-    devices: int,
-    *,
-    execution: str = "strict",
-    watched_by: Callable[[Runtime], None] = lambda _: None,
-) -> tuple[Runtime, list[Outcome]]:
-    """Train in this process, with the nodes spread over some of its devices."""
-    config = Config(
-        model=model,
-        optimizer=optimizer,
-        averaging=averaging,
-        data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
-        network=NetworkConfig(),
-        execution=execution,
-        train=TrainConfig(len(batches)),
-    )
-    runtime = open_alone(config, plan, devices)
-    watched_by(runtime)
-    outcomes = [
-        runtime.run(iteration, dict(enumerate(own)), record=iteration == 0)
-        for iteration, own in enumerate(batches)
-    ]
-    for outcome in outcomes:
-        outcome.sums()
-    runtime.close()
-    return runtime, outcomes
+    return dataclasses.replace(SMALL, layers=sum(stage_layers), stage_layers=stage_layers)
 
 
 def messages_of(runtime: Runtime, sent: dict[tuple[int, int, int], np.ndarray]) -> None:
@@ -136,14 +101,15 @@ def assert_equals_the_oracle(
     execution: str = "strict",
 ) -> None:
     sent: dict[tuple[int, int, int], np.ndarray] = {}
+    way = Way(live=True, execution=execution, network=NetworkConfig())
     runtime, outcomes = run(
         plan,
         model,
         optimizer,
-        averaging,
         batches,
         devices,
-        execution=execution,
+        way,
+        averaging=averaging,
         watched_by=lambda runtime: messages_of(runtime, sent),
     )
     given = model, optimizer, averaging, plan.stages, plan.microbatches, batches, 0, len(batches)
@@ -208,3 +174,45 @@ def test_fragments_that_overlap_equal_the_oracle(dtype: str, name: str):
     batches = random_batches(plan, averaging.min_steps + 5, seed=5)
     optimizer = dataclasses.replace(OPTIMIZER, name=name, clip_norm=0.05)
     assert_equals_the_oracle(plan, model_of((2, 3)), optimizer, averaging, batches, 2)
+
+
+def test_an_emulated_averaging_takes_what_the_iteration_drew_that_sent_it():
+    plan = plan_of([[0, 1]], [[0], [1]], stage_bytes=1e8)
+    averaging = AveragingConfig(mode="outer", every=4, fragments=1, delay=3, dtype="float32")
+    network = NetworkConfig(mode="emulate", jitter=1.0)
+    config = Config(
+        model=model_of((1,)),
+        averaging=averaging,
+        data=DataConfig(microbatch_size=BATCH, sequence_length=TIME),
+        network=network,
+        train=TrainConfig(8),
+    )
+    runtime = open_alone(config, plan, devices=2)
+    behind, emulation = runtime._background, Emulation(plan, network, seed=0)
+    assert behind is not None
+    seconds = []
+    for iteration in range(50):
+        emulation.begin(iteration)
+        seconds.append(emulation.averaging_end_s(0, 0.0))
+    longest, shortest = (seconds.index(own) for own in (max(seconds), min(seconds)))
+    assert seconds[longest] > 4 * seconds[shortest]
+    emulation.begin(longest)
+    goes_on = threading.Event()
+
+    def wait(_: float) -> None:
+        assert goes_on.wait(30.0)
+
+    behind.at(0.0, wait)
+    assert runtime._outer_steps is not None
+    for replica in runtime.states:
+        own = runtime._outer_steps.send(replica, averaging.every)
+        assert isinstance(own, FragmentInTransit)
+        behind.send(replica, averaging.every, own, emulation)
+    emulation.begin(shortest)
+    goes_on.set()
+    done, until_s = [], time.monotonic() + 30.0
+    while len(done) < 2 and time.monotonic() < until_s:
+        done += behind.take_averagings()
+    runtime.close()
+    # What has come before a replica began counts from then.
+    assert [own.end_s - own.start_s > seconds[longest] / 2 for own in done] == [True, True]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from skippipe_jax.config import AveragingConfig, Config, DataConfig, ModelConfig, TrainConfig
-from skippipe_jax.optim.outer import begin
-from skippipe_jax.runtime.outer_steps import functions_of_fragments, settle
+from skippipe_jax.optim.outer import begin, fragments_of
+from skippipe_jax.runtime.outer_steps import settle
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.state import MOMENTUM, FragmentInTransit, StageState
 
@@ -46,8 +46,8 @@ def trained(seed: int) -> StageState:
 def sent(state: StageState, committed_with: int = SENT_AFTER) -> FragmentInTransit:
     """Its second fragment, as it sends it."""
     assert state.outer is not None
-    functions = functions_of_fragments(CONFIG, LAYERS)[1]
-    message, part, state.outer = functions.send(state.parameters, state.outer)
+    fragment = fragments_of(CONFIG.averaging, LAYERS)[1]
+    message, part, state.outer = fragment.send(state.parameters, state.outer)
     state.under_way[SENT_AFTER] = FragmentInTransit(1, part, message, committed_with)
     return state.under_way[SENT_AFTER]
 

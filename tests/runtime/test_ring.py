@@ -1,34 +1,176 @@
-"""The ring: the sum of all, the same bits everywhere, whatever the order of arrival."""
+"""Rings: what all replicas end with, in any order of arrival, and what is on its way at once."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skippipe_sched.problem.case import Case, parse_case
+from skippipe_sched.problem.links import GIBIBYTE
 
-from skippipe_jax.program.hops import Hop, HopNumbers
-from skippipe_jax.runtime.ring import Ring, RingPart
-from tests.runtime.test_pace import MB, case_of
+from skippipe_jax.config import NodeMesh
+from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.runtime.ring import (
+    ANSWER_S,
+    ENOUGH_CHUNKS,
+    FEWEST_CHUNKS,
+    LARGEST_CHUNK_BYTES,
+    LEAST_CHUNK_S,
+    SHARE_OF_HOP,
+    SMALLEST_CHUNK_BYTES,
+    Gathering,
+    Ring,
+    RingPart,
+    chunk_bytes,
+)
+from skippipe_jax.runtime.spread import NodeSharding
+from tests.sched.examples import plan_of
+
+MB, MS = 1e6, 1e-3
+# Float32.
+WIDTH = 4
+
+
+def case_of(nodes: int, bandwidth: float, latency_s: float = 0.0) -> Case:
+    """Nodes with links of so many bytes per second; those to node 0 are ten times as quick."""
+    places = [str(node) for node in range(nodes)]
+    links = [
+        [source, target, latency_s / MS, bandwidth / GIBIBYTE * (1 if target != "0" else 10)]
+        for source, target in permutations(places, 2)
+    ]
+    return parse_case(
+        {
+            "nodes": nodes,
+            "locations": places,
+            "links": links,
+            "activation_bytes": 1e6,
+            "stage_bytes": 1e6,
+            "forward_s": 0.1,
+            "stages": [nodes],
+            "path_length": 1,
+            "microbatches_per_data_node": 1,
+            "memory": 1,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "hop_bytes", "size"),
+    [
+        # A large stage between continents, where hops are large: what a server copies at a time.
+        (10 * MB, 100 * MB, LARGEST_CHUNK_BYTES),
+        # Small hops: two chunks are an eighth of one.
+        (1 * MB, 1 * MB, MB * SHARE_OF_HOP),
+        # Quick links: each chunk takes its link long enough that its host has time for it.
+        (100 * MB, 1 * MB, 100 * MB * LEAST_CHUNK_S),
+        (1e-3 * MB, 1e-3 * MB, SMALLEST_CHUNK_BYTES),
+        # Nothing to hold up.
+        (1e-3 * MB, math.inf, LARGEST_CHUNK_BYTES),
+    ],
+)
+def test_a_chunk_is_bounded_by_the_hops_and_the_slowest_link(
+    bandwidth: float, hop_bytes: float, size: float
+):
+    case = case_of(3, bandwidth)
+    assert chunk_bytes(case, (0, 1, 2), hop_bytes) == pytest.approx(size)
+    assert chunk_bytes(case, (2, 1, 0), hop_bytes) == pytest.approx(size)
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(2, 5),
+    st.floats(0.01, 3000),
+    st.floats(0, 0.3),
+    st.floats(0.001, 100) | st.just(math.inf),
+    st.integers(1, 10**10),
+)
+def test_what_is_asked_for_fills_the_link_and_delays_a_hop_little(
+    nodes: int, bandwidth_MB: float, latency_s: float, hop_MB: float, length: int
+):
+    case, hop_bytes = case_of(nodes, bandwidth_MB * MB, latency_s), hop_MB * MB
+    ring = Ring.of(case, 0, range(nodes), HopNumbers(), length, width=WIDTH, hop_bytes=hop_bytes)
+    assert nodes * ring.chunks * ring.chunk_length >= length
+    size = ring.chunk_length * WIDTH
+    assert size < chunk_bytes(case, ring.nodes, hop_bytes) + WIDTH
+    _, bandwidth = case.link_matrices
+    for before, node, ahead in zip((nodes - 1, *ring.nodes), ring.nodes, ring.ahead, strict=False):
+        round_trip = bandwidth[before, node] * (2 * latency_s + ANSWER_S)
+        in_all = ring.steps * ring.chunks
+        assert 2 <= ahead <= in_all
+        # All but the one that is being sent: while they are on their way, others are asked for.
+        assert ahead == in_all or round_trip <= (ahead - 1) * size * (1 + 1e-9)
+        assert ahead * size < round_trip + 2 * size
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [
+        (1, FEWEST_CHUNKS),
+        (2 * 8 * LARGEST_CHUNK_BYTES // WIDTH, 8),
+        (10**9, ENOUGH_CHUNKS),
+    ],
+)
+def test_there_are_enough_chunks_on_links_that_are_quick(length: int, chunks: int):
+    ring = Ring.of(case_of(2, 10_000 * MB), 0, [0, 1], HopNumbers(), length)
+    assert chunks <= ring.chunks <= chunks + 8
+    assert 2 * ring.chunks * ring.chunk_length >= length
+
+
+def test_a_large_stage_has_as_many_chunks_as_it_takes():
+    ring = Ring.of(case_of(2, 10 * MB), 0, [0, 1], HopNumbers(), 10**9)
+    assert ring.chunk_length * WIDTH <= LARGEST_CHUNK_BYTES
+    assert ring.chunks == 1920
+    assert ring.blocks == 32
+    assert ring.ahead == (3, 2)
+
+
+def test_numbers_that_are_rounded_make_chunks_of_as_many_bytes():
+    case = case_of(2, 10 * MB)
+    whole, rounded = (
+        Ring.of(case, 0, [0, 1], HopNumbers(), 10**8, width=width) for width in (4, 2)
+    )
+    assert rounded.chunk_length == pytest.approx(2 * whole.chunk_length, rel=0.02)
+
+
+# Sums.
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3)
 CASE = case_of(12, 100 * MB)
 
 
 def gradients(shapes: list[tuple[int, ...]], seed: int) -> dict[str, Any]:
-    random = np.random.default_rng(seed)
-    return {f"{i}": jnp.asarray(random.normal(size=s), jnp.float32) for i, s in enumerate(shapes)}
+    drawn = np.random.default_rng(seed)
+    return {f"{i}": jnp.asarray(drawn.normal(size=s), jnp.float32) for i, s in enumerate(shapes)}
 
 
-def average(ring: Ring, own: list[Any], dtype: Any, pick: random.Random) -> list[Any]:
+def average(
+    ring: Ring,
+    own: list[Any],
+    dtype: Any,
+    pick: random.Random,
+    spreads: Sequence[NodeSharding | None] | None = None,
+) -> list[Any]:
     """What every replica ends with, when hops take any time they like."""
-    parts = [RingPart(ring, node, own[i], jnp.dtype(dtype)) for i, node in enumerate(ring.nodes)]
+    spreads = spreads or [None] * len(own)
+    parts = [
+        RingPart(ring, node, tree, jnp.dtype(dtype), here)
+        for node, tree, here in zip(ring.nodes, own, spreads, strict=True)
+    ]
     expected = {
-        hop: (part, step, chunk) for part in parts for step, chunk, hop, _ in list(part.unrequested)
+        hop: (part, step, chunk, like)
+        for part in parts
+        for step, chunk, hop, like in list(part.unrequested)
     }
     assert len(expected) == len(ring.numbers)
     underway: dict[Hop, Any] = {}
@@ -37,9 +179,9 @@ def average(ring: Ring, own: list[Any], dtype: Any, pick: random.Random) -> list
     while underway:
         hop = pick.choice(list(underway))
         array = underway.pop(hop)
-        part, step, chunk = expected.pop(hop)
-        assert (array.shape, array.dtype) == (part.travelling.shape, part.travelling.dtype)
-        going_on = part.arrive(step, chunk, array)
+        part, step, chunk, like = expected.pop(hop)
+        assert (array.shape, array.dtype) == (like.shape, like.dtype)
+        going_on = part.arrive(step, chunk, jax.device_put(array, like.sharding))
         if going_on is not None:
             underway |= dict([going_on])
     assert not expected
@@ -66,6 +208,26 @@ def test_all_replicas_get_the_sum_and_the_same_bits(
             scale = sum(np.abs(tree[name]) for tree in own)
             tolerance = 1e-6 if dtype == "float32" else replicas * 2**-8
             assert np.all(np.abs(leaf - truth[name]) <= tolerance * scale)
+
+
+def test_each_device_of_a_mesh_sums_its_shards():
+    devices, random_numbers = jax.local_devices(), np.random.default_rng(0)
+    spreads = [NodeSharding.over(devices[first : first + 2], NodeMesh(2, 1)) for first in (0, 2)]
+    shapes = {"query": {"kernel": (2, 8, 6)}, "ffn_norm": {"scale": (2, 8)}}
+    whole = [
+        jax.tree.map(
+            lambda shape: random_numbers.normal(size=shape).astype(np.float32),
+            shapes,
+            is_leaf=lambda shape: isinstance(shape, tuple),
+        )
+        for _ in spreads
+    ]
+    own = [here.put(tree) for here, tree in zip(spreads, whole, strict=True)]
+    ring = Ring.of(CASE, 0, [3, 5], HopNumbers(), length=56, shards=2)
+    results = average(ring, own, "float32", random.Random(0), spreads)
+    for result, here in zip(results, spreads, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, result, jax.tree.map(np.add, *whole))
+        assert jax.tree.map(lambda leaf: leaf.sharding, result) == here.of_tree(result)
 
 
 def test_hops_go_to_the_next_of_the_ring_and_have_their_own_numbers():
@@ -110,3 +272,79 @@ def test_many_chunks_are_few_programs_and_no_second_copy():
 def held_bytes() -> int:
     """Of all arrays that are held."""
     return sum(array.nbytes for array in jax.live_arrays())
+
+
+# Messages of replicas that go apart.
+
+
+def ring_of(replicas: list[int], length: int, chunk_length: int) -> Ring:
+    """The ring of replicas on these nodes, in the planner's order, with chunks of this length."""
+    nodes = max(replicas) + 2
+    plan = plan_of([[0], [*range(1, nodes)]], [[0, 1]])
+    longest = jax.ShapeDtypeStruct((length,), jnp.int8)
+    numbers = HopNumbers(7)
+    ring = Ring.of_messages(plan.case, 1, replicas, numbers, longest)
+    most = -(-length // chunk_length)
+    hops = HopNumbers(7).take((len(replicas) - 1) * most * len(replicas))
+    return replace(ring, numbers=hops, chunks=most, chunk_length=chunk_length)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_every_replica_comes_to_have_all_messages(data: st.DataObject):
+    count = data.draw(st.integers(2, 5))
+    replicas = data.draw(st.permutations(range(1, count + 1)))
+    length = data.draw(st.integers(1, 9))
+    ring = ring_of([*replicas], length, data.draw(st.integers(1, 4)))
+    chance = random.Random(data.draw(st.integers(0, 99)))
+    # By the place of a replica in its stage, which is not that in the ring.
+    messages = {place: jnp.arange(length, dtype=jnp.int8) + 20 * place for place in range(count)}
+    parts = {node: Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes}
+    given_by_hop: dict[int, jax.Array] = {}
+    asked = {node: deque(part.unrequested) for node, part in parts.items()}
+    for part in parts.values():
+        for hop, array in part.begin():
+            assert hop.number not in given_by_hop
+            given_by_hop[hop.number] = array
+    while any(asked.values()):
+        ready = [
+            (node, ask)
+            for node, asks in asked.items()
+            for ask in asks
+            if ask[2].number in given_by_hop
+        ]
+        assert ready, "nobody waits in a circle"
+        node, ask = chance.choice(ready)
+        asked[node].remove(ask)
+        step, chunk, hop, like = ask
+        assert hop.target == node
+        array = given_by_hop.pop(hop.number)
+        assert (array.shape, array.dtype) == (like.shape, like.dtype)
+        going_on = parts[node].arrive(step, chunk, array)
+        if going_on is not None:
+            assert going_on[0].number not in given_by_hop
+            given_by_hop[going_on[0].number] = going_on[1]
+    assert not given_by_hop
+    for part in parts.values():
+        assert part.left == 0
+        found = part.messages()
+        assert found.keys() == messages.keys()
+        for place, message in messages.items():
+            np.testing.assert_array_equal(found[place], message)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_ring_takes_a_number_for_every_hop(count: int):
+    replicas = [*range(1, count + 1)]
+    plan = plan_of([[0], replicas], [[0, 1]])
+    numbers = HopNumbers(3)
+    longest = jax.ShapeDtypeStruct((5_000_000,), jnp.int8)
+    ring = Ring.of_messages(plan.case, 1, replicas, numbers, longest)
+    hops = [
+        ring.hop(position, step, chunk).number
+        for position in range(count)
+        for step in range(count - 1)
+        for chunk in range(ring.chunks)
+    ]
+    assert sorted(hops) == [*range(3, numbers.free)] == [*ring.numbers]
+    assert ring.chunks * ring.chunk_length >= longest.size

@@ -11,7 +11,7 @@ from skippipe_sched.problem.links import GIBIBYTE
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, Config, ModelConfig, NetworkConfig
-from skippipe_jax.program.hops import HopNumbers
+from skippipe_jax.program.compiler import HopNumbers
 from skippipe_jax.runtime.topology import Device, Topology, devices_of_nodes
 from skippipe_jax.training.trainer import Trainer
 from tests.sched.examples import plan_of
@@ -59,18 +59,7 @@ def test_only_within_one_jax_do_collectives_sum_over_hosts(in_one_jax: bool):
     for topology in both:
         # What one host has for itself needs no ring, for whoever looks.
         assert list(topology.rings) == ([] if in_one_jax else [1])
-        assert topology.sums_totals_by_links == (not in_one_jax)
         assert topology.first_free_hop == both[0].first_free_hop
-
-
-def test_totals_go_by_links_where_no_stage_has_a_ring():
-    devices = devices_of_nodes((0, 1), KINDS)
-    plan = plan_of([[0], [1]], [[0, 1]])
-    for in_one_jax in (False, True):
-        config, numbers = Config(model=MODEL), HopNumbers(0)
-        topology = Topology.of(config, plan, 0, (0, 1), devices, numbers, in_one_jax=in_one_jax)
-        assert not topology.rings
-        assert topology.sums_totals_by_links == (not in_one_jax)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def numbers(draw: st.DrawFn) -> np.ndarray:
     return found * np.float32(draw(magnitudes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(numbers(), st.sampled_from(["nearest", "stochastic"]), st.integers(0, 2**32 - 1))
 def test_nothing_ends_further_away_than_its_scale_allows(
     given_numbers: np.ndarray, rounding: str, seed: int
@@ -195,6 +195,7 @@ def test_bytes_of_a_hop_are_those_of_the_formula(
         assert size.activation == BATCH * TIME * (width + marks + 2 * groups)
 
 
+@settings(max_examples=20)
 @given(
     st.sampled_from(["float32", "bfloat16", "int8"]),
     st.one_of(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), st.integers(0, 2**31 - 1)),

@@ -45,7 +45,7 @@ from skippipe_jax.connections.severing import sever
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.iteration import TrainingIteration
-from skippipe_jax.runtime.live import ExactIteration, GradientAveraging
+from skippipe_jax.runtime.live import ExactIteration
 from skippipe_jax.runtime.operations import TrainingOperations
 from skippipe_jax.runtime.outer_iteration import OuterIteration
 from skippipe_jax.runtime.runtime import Runtime
@@ -286,7 +286,7 @@ def wrap_package(witness: Witness) -> None:
     witness.watch(Session, "_batches", "start")
     wrap(TrainingOperations, "_dispatch", dispatched)
     wrap(TrainingIteration, "run", ran)
-    witness.watch(GradientAveraging, "begin_ring", "ring")
+    witness.watch(ExactIteration, "_begin_ring", "ring")
     witness.watch(ExactIteration, "_contribute", "prepared")
     wrap(ExactIteration, "_finish", finished)
     witness.watch(ExactIteration, "_finish", "committed")
