@@ -201,15 +201,6 @@ def test_attention(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_planner(processes: Processes):
-    report = last_line_of(processes, "planner", "--only", "compiled")
-    figures = report["compiled"]
-    rates = figures["compiled_plans_per_s"] / figures["simulator_plans_per_s"]
-    assert abs(figures["ratio"] / rates - 1) < 0.1
-    assert figures["ratio"] > 1
-
-
-@pytest.mark.nightly
 def test_planner_bounds(processes: Processes):
     arguments = ["--only", "bound", "--optima", "2", "--bound-budget", "5"]
     found = last_line_of(processes, "planner", *arguments)["bound"]
@@ -275,16 +266,6 @@ def test_packing(processes: Processes):
     # Of 4 sequences of 256 tokens, whose 256 channels have two scales.
     assert sent["by_formula"] == 2 * 8 * 4 * 4 * 256 * (256 + 2 * 2)
     assert 1.0 < sent["ratio"] < 1.03
-
-
-@pytest.mark.nightly
-def test_many_requests(processes: Processes):
-    sizes = ["--slots", "3", "--requests", "4", "--turns", "1"]
-    results = last_line_of(processes, "serving.many_requests", *sizes)["results"]
-    assert list(results) == ["generate_until", "loglikelihood", "loglikelihood_rolling"]
-    for own in results.values():
-        one, many = own["seconds"]["1"], own["seconds"]["3"]
-        assert own["times_as_fast"] == pytest.approx(one[0] / many[0], abs=0.01)
 
 
 @pytest.mark.nightly

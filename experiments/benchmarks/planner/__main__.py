@@ -1,4 +1,4 @@
-"""How good the planner's plans are, how soon it has them, and how it grows.
+"""How good the planner's plans are, and how it grows.
 
     python -m experiments.benchmarks.planner --json FILE
 
@@ -7,10 +7,7 @@ Parts, each of which can be run alone with `--only`:
 yardstick   the paper's case of 20 nodes without contention: the published plan from its file, the
             paper's search on the published placement, ours within 10 and 60 seconds over several
             seeds, full pipelines.
-first       the paper's case: the first plan better than `balanced` of a machine that has compiled
-            nothing, and a better plan within 2 seconds of search after nodes were lost.
 methods     every method on every case of the paper, side by side.
-compiled    what compiling the timing model brings.
 bound       the quick lower bound and that over placements: how far the known optima of 50 small
             cases are above them, and both of the paper's case, with their processor seconds.
 scale       42, 200 and 1,000 nodes, each against random paths, and a curve of cost against size.
@@ -20,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +28,6 @@ from typing import Any
 import numpy as np
 from skippipe_sched import compare
 from skippipe_sched.methods import METHODS, make_plan
-from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.methods.repair import repair_plan
-from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import Case, parse_case
 from skippipe_sched.search.arrays import (
     candidate_of,
@@ -48,16 +40,13 @@ from skippipe_sched.search.compiled import fast
 from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.placement_bound import placement_bound_s
-from skippipe_sched.timing.simulate import simulate, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.planner.settings import searched
 from experiments.paper import cases
 
 # Nodes, replicas of the data stage and of each inner stage, microbatches per data node, seconds.
-FIRST_BUDGET_S = 2.0
-# Nodes of the paper's case that are lost together.
-LOSSES = ((4,), (0, 12), (3, 8, 15), (3, 6, 12, 14, 15))
 SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30, 300)}
 
 
@@ -99,50 +88,6 @@ def yardstick(seeds: int) -> dict[str, Any]:
     return result
 
 
-def first(seeds: int) -> dict[str, Any]:
-    """Plans within 2 seconds of search: where nothing is compiled, and after losses."""
-    runs = []
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as folder:
-            finished = subprocess.run(
-                [
-                    *(sys.executable, "-m", "experiments.benchmarks.planner.first_plan"),
-                    *map(str, (time.time(), seed, FIRST_BUDGET_S)),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-                env=os.environ | {"XDG_CACHE_HOME": folder},
-            )
-        runs.append(json.loads(finished.stdout.splitlines()[-1]))
-        print(f"first: {runs[-1]}", flush=True)
-    case = cases.load("gcp20")
-    own = make_plan(case, "joint", Search(0))
-    losses = []
-    for lost in LOSSES:
-        repaired = repair_plan(own, set(range(len(case.nodes))) - set(lost))
-        before_s = repaired.predicted.iteration_s
-        found = []
-        for seed in range(seeds):
-            search = Search(seed, FIRST_BUDGET_S, begin=repaired, improves=True)
-            processor_s = time.process_time()
-            run = searched(repaired.case, "joint", search)[1]
-            processor_s = time.process_time() - processor_s
-            # A search that begins with a step waits for the end of one that is under way.
-            waits_s = before_s - run["search_s"] % before_s
-            found.append(run | {"processor_s": round(processor_s, 2), "waits_s": round(waits_s, 2)})
-        after_s = statistics.median(run["iteration_s"] for run in found)
-        losses.append(
-            {"lost": lost, "repaired_s": round(before_s, 3), "median_s": after_s, "runs": found}
-        )
-        print(
-            f"first: without {list(lost)} {before_s:.2f} s, improved {after_s:.2f} s; search and "
-            f"wait for the step's end {[(run['search_s'], run['waits_s']) for run in found]}",
-            flush=True,
-        )
-    return {"cold": runs, "losses": losses}
-
-
 def methods(budget_s: float) -> dict[str, Any]:
     """All methods on all cases of the paper."""
     result = {}
@@ -150,39 +95,6 @@ def methods(budget_s: float) -> dict[str, Any]:
         rows = compare.compare(cases.load(name), list(METHODS), lambda _: Search(0, budget_s))
         print(f"{name}\n{compare.table(rows)}", flush=True)
         result[name] = compare.to_json(rows)
-    return result
-
-
-def timing_model(case: Case, nodes: np.ndarray, paths: np.ndarray) -> Callable[[], float]:
-    """Return the compiled timing model of a plan, to be called: its nodes by stage, and paths."""
-    problem = problem_of(case)
-    candidate = candidate_of(problem, nodes, paths)
-    scratch = scratch_for(problem, *candidate.paths.shape)
-    return lambda: fast(evaluate)(problem, candidate, no_order(), scratch, np.inf, 0.0)
-
-
-def compiled() -> dict[str, Any]:
-    """Plans evaluated a second by the simulator and by the compiled timing model."""
-    case = cases.load("gcp20")
-    stages = place_in_order(case)
-    paths = random_paths(case, stages, np.random.default_rng(0))
-    model = timing_model(case, np.arange(len(case.nodes)), np.array(paths))
-
-    def rate(run: Callable[[], object], number: int) -> float:
-        run()
-        start = time.perf_counter()
-        for _ in range(number):
-            run()
-        return number / (time.perf_counter() - start)
-
-    simulator = rate(lambda: simulate(case, stages, paths), 50)
-    evaluator = rate(model, 20_000)
-    result = {
-        "simulator_plans_per_s": round(simulator),
-        "compiled_plans_per_s": round(evaluator),
-        "ratio": round(evaluator / simulator, 1),
-    }
-    print(f"compiled: {result}", flush=True)
     return result
 
 
@@ -234,6 +146,14 @@ def bound(limit_s: float, optima: int | None) -> dict[str, Any]:
     result["gcp20"] = both_bounds(case, plan.predicted.iteration_s, limit_s)
     print(f"bound: gcp20: {result['gcp20']}", flush=True)
     return result | {"optima": small}
+
+
+def timing_model(case: Case, nodes: np.ndarray, paths: np.ndarray) -> Callable[[], float]:
+    """Return the compiled timing model of a plan, to be called: its nodes by stage, and paths."""
+    problem = problem_of(case)
+    candidate = candidate_of(problem, nodes, paths)
+    scratch = scratch_for(problem, *candidate.paths.shape)
+    return lambda: fast(evaluate)(problem, candidate, no_order(), scratch, np.inf, 0.0)
 
 
 def case_of_size(nodes: int) -> Case:
@@ -305,7 +225,7 @@ def of_size(nodes: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("yardstick", "first", "methods", "compiled", "bound", "scale")
+PARTS = ("yardstick", "methods", "bound", "scale")
 
 
 def main() -> int:
@@ -313,7 +233,7 @@ def main() -> int:
     parser = reporting.parser("planner", __doc__)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
     numbers = {
-        "seeds": (5, "seeds of yardstick and first"),
+        "seeds": (5, "seeds of yardstick"),
         "budget": (10.0, "seconds of each method"),
         "bound_budget": (300.0, "time limit in seconds of each bound"),
     }
@@ -337,9 +257,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "yardstick": lambda: yardstick(arguments.seeds),
-        "first": lambda: first(arguments.seeds),
         "methods": lambda: methods(arguments.budget),
-        "compiled": compiled,
         "bound": lambda: bound(arguments.bound_budget, arguments.optima),
         "scale": lambda: scale(arguments.sizes),
     }
