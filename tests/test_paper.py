@@ -398,7 +398,6 @@ def test_every_figure_is_made_quickly(tmp_path: Path):
     assert time.monotonic() - begun_s < 15 * 60
     for name in reproduce.MODULES:
         assert json.loads((tmp_path / f"{name}.json").read_text())["commit"]
-        assert (tmp_path / f"{name}.svg").stat().st_size > 1000
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 

@@ -3,9 +3,9 @@
     python -m experiments.paper.reproduce --quick      all of them, small, in minutes
     python -m experiments.paper.reproduce --full       all of them, as they are committed
 
-Each figure comes as NAME.json, NAME.svg and NAME.png; the JSON says by which command, commit and
-machine. Full results replace the committed ones; quick ones stay in the work folder. Ctrl-C stops,
-and the same command goes on where it was: runs whose results are there are not trained again.
+Each figure comes as NAME.json and NAME.png; the JSON says by which command, commit and machine.
+Full results replace the committed ones; quick ones stay in the work folder. Ctrl-C stops, and the
+same command goes on where it was: runs whose results are there are not trained again.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ def write(module: ModuleType, figures: dict[str, Any], results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{module.NAME}.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    figure = module.draw(figures)
-    # Without a date, the same figures are the same file.
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"), dpi=drawing.DPI)
+    module.draw(figures).savefig(path.with_suffix(".png"), dpi=drawing.DPI)
 
 
 if __name__ == "__main__":
