@@ -1,8 +1,9 @@
-"""How the paper's figures look: sizes, colours, seeds as bands, intervals as bars."""
+"""How figures look: sizes, colours, seeds as bands, intervals as bars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ STYLE: dict[Any, Any] = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": 8,
+    "svg.fonttype": "none",
     "svg.hashsalt": "skippipe",
 }
 
@@ -43,6 +45,11 @@ def panels(columns: int, *heights: float) -> tuple[Any, list[Any]]:
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     return figure, [row.subplots(1, columns, squeeze=False)[0] for row in rows]
+
+
+def write_svg(figure: Any, path: Path) -> None:
+    """Write a picture; without a date, the same figures are the same file."""
+    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def band(

@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -26,9 +25,9 @@ from experiments.benchmarks.serving.clients import (
     pauses_at,
 )
 from experiments.benchmarks.serving.hosts import StagedService
-from experiments.benchmarks.serving.picture import picture
 from skippipe_jax.inference.model_source import read_run
 from tests.harness.partial_models import save_run
+from tests.harness.pictures import overlapping_texts
 from tests.harness.processes import Processes
 from tests.test_benchmarks import last_line_of
 from tests.test_benchmarks import processes as processes  # a fixture
@@ -175,8 +174,7 @@ def test_a_report_is_told_and_drawn():
     ]
     rows = [line.split("  ") for line in churn.table(report).splitlines()]
     assert [cell.strip() for cell in rows[2] if cell][-2:] == ["14.000", "2.000"]
-    drawn = ElementTree.fromstring(picture(report))
-    texts = ["".join(one.itertext()) for one in drawn.iter() if one.tag.endswith("text")]
-    assert {"+5%", "+100%"} <= {*texts}
-    bars = [one.get("class") for one in drawn.iter() if one.tag.endswith("rect")][1:]
-    assert bars == ["own", "control"] * 2
+    figure = churn.picture(report)
+    assert overlapping_texts(figure) == []
+    assert {"+5%", "+100%"} <= {text.get_text() for text in figure.axes[1].texts}
+    assert [len(bars) for bars in figure.axes[1].containers] == [2, 2]

@@ -84,6 +84,7 @@ from experiments.benchmarks.churn.strike import Strike
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import ENVIRONMENT
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
+from experiments.paper import drawing
 from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.storage.run_dir import METRICS
 
@@ -329,7 +330,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.require_goodput:
             failures += records.too_little(report)
         if arguments.picture is not None:
-            arguments.picture.write_text(picture(report), encoding="utf-8")
+            drawing.write_svg(picture(report), arguments.picture)
     return reporting.finish(report, summary(report), arguments.json)
 
 

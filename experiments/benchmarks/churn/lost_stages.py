@@ -26,31 +26,26 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.figures.svg import (
-    add_line,
-    add_text,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.figures.tables import aligned
 
 from experiments.benchmarks.churn.config import quickstart_in
 from experiments.benchmarks.churn.records import last_line, read_lines
 from experiments.benchmarks.harness import launching, reporting
 from experiments.benchmarks.harness.launching import set_words
-from experiments.benchmarks.harness.panels import Panel
+from experiments.paper import drawing
 from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.config.cluster import LOST_STAGE, STOP
 from skippipe_jax.local.hosts import free_port
 from skippipe_jax.storage.run_dir import METRICS, RECOVERIES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STAGES = (2, 1, 2, 1)
 HOSTS = sum(STAGES)
@@ -60,16 +55,6 @@ STRUCK = (3, 4)
 UNDISTURBED = "undisturbed"
 CONFIG = "config.yaml"
 LOOK_S = 0.02
-
-# Pixels.
-WIDTH, HEIGHT = 640, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, WIDTH - 110, 52, HEIGHT - 42
-STYLE = """
-.lost polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
-.lost .undisturbed{stroke:#777}.lost .rewind{stroke:#2f6db5}.lost .buddy{stroke:#2f8a5b}
-.lost .average{stroke:#b5482f}.lost .skip{stroke:#c08a1e}.lost .stop{stroke:#8a5bb5}
-.lost .at{stroke:#999;stroke-dasharray:4 3}
-"""
 
 
 def write_config(folder: Path, steps: int, timeout_s: float, overrides: Sequence[str]) -> None:
@@ -200,31 +185,20 @@ def table(report: Mapping[str, Any]) -> str:
     return aligned(rows, left=(0, 1))
 
 
-def picture(report: Mapping[str, Any]) -> str:
-    """The losses of all runs over their steps, each a running mean, as the text of an SVG."""
+def picture(report: Mapping[str, Any]) -> Figure:
+    """Draw the losses of all runs over their steps, each a running mean."""
     window, at, last = report["window"], report["at"], report["steps"]
-    curves = {policy: means(own["losses"], window) for policy, own in report["results"].items()}
     # From a little before the loss on: what comes before is alike in all.
     first = max(window, at - 2 * max(window, last - at) // 2)
-    shown = {policy: curve[first - window :] for policy, curve in curves.items()}
-    everything = [value for curve in shown.values() for value in curve]
-    low, high = min(everything), max(everything)
-    margin = 0.05 * (high - low) or 0.1
-    low, high = low - margin, high + margin
-    svg = start_picture("lost", (WIDTH, HEIGHT), "Loss of runs that lose a stage", STYLE)
-    add_title(svg, "Loss", f"nats per token, mean over {window} steps")
-    panel = Panel(svg, (LEFT, RIGHT), (TOP, BOTTOM), (first, last), (low, high))
-    panel.label_y(5)
-    panel.label_x(round_ticks(last, first, 6))
-    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, "step")
-    panel.down("at", at)
-    add_text(svg, "middle", panel.x(at), TOP - 6, f"stage {LOST_STAGE_NUMBER} is lost")
-    for place, (policy, curve) in enumerate(shown.items()):
-        panel.curve(policy, enumerate(curve, start=first))
-        height = TOP + 20 * place
-        add_line(svg, policy, (RIGHT + 12, height), (RIGHT + 32, height), width=2)
-        add_text(svg, "", RIGHT + 38, height + 4, policy)
-    return svg_text(svg)
+    figure, [[axes]] = drawing.panels(1, 3.6)
+    for policy, own in report["results"].items():
+        curve = means(own["losses"], window)[first - window :]
+        axes.plot(range(first, first + len(curve)), curve, label=policy)
+    axes.axvline(at, color="grey", linestyle="--")
+    axes.set_title(f"Loss, nats per token, mean over {window} steps")
+    axes.set_xlabel(f"step; stage {LOST_STAGE_NUMBER} is lost at the dashed line")
+    axes.legend()
+    return figure
 
 
 def means(values: Sequence[float], window: int) -> list[float]:
@@ -277,7 +251,7 @@ def _run(arguments: argparse.Namespace) -> int:
             told = struck(folder, policy, words, at, arguments.patience_s)
             results[policy] = judged(*told, window, results[UNDISTURBED]["losses"])
     if arguments.picture is not None:
-        arguments.picture.write_text(picture(report), encoding="utf-8")
+        drawing.write_svg(picture(report), arguments.picture)
     return reporting.finish(report, table(report), arguments.json)
 
 

@@ -31,27 +31,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skippipe_sched import fields
-from skippipe_sched.figures.svg import (
-    add_line,
-    add_text,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem.plan import Plan, load_plan
 
 from experiments.benchmarks.churn.records import read_lines
 from experiments.benchmarks.harness import launching, reporting
 from experiments.benchmarks.harness.launching import set_words
-from experiments.benchmarks.harness.panels import Panel
 from experiments.benchmarks.network import wan
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, VERMILION
 from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REGIONS = ("Germany", "Iowa", "Japan", "Australia")
 LOST = REGIONS[0]  # With the leader.
@@ -73,15 +69,6 @@ FOUND = "a faster plan was found"
 LOOK_S = 0.02
 WITHIN_SHARE, WITHIN_S = 0.1, 15.0
 LEAST_ITERATIONS = 2
-
-# Pixels.
-WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, WIDTH - 20, 64, HEIGHT - 42
-STYLE = """
-.regions .predicted{stroke:#b5482f;stroke-width:1.6}
-.regions .measured{fill:none;stroke:#2f6db5;stroke-width:1.6;stroke-linejoin:round}
-.regions .change{stroke:#999;stroke-dasharray:4 3}
-"""
 
 
 class Run:
@@ -251,13 +238,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     heads = (*heads, "arrived after, s", "after the change", "nodes moved")
     rows: list[tuple[str, ...]] = [heads]
     for result in results:
-        number = result["generation"]
-        is_found = "arrived_after_s" in result
         rows.append(
             (
-                str(number),
+                str(result["generation"]),
                 str(result["hosts"]),
-                "own" if number == 1 else "searched" if is_found else "quick",
+                plan_of(result),
                 f"{result['predicted_s']:.2f}",
                 reporting.figure(result["measured_s"], ".2f"),
                 reporting.figure(result["ratio"], ".3f"),
@@ -270,51 +255,34 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return aligned(rows, left=(0, 1, 2))
 
 
-def picture(results: Sequence[Mapping[str, Any]], title: str) -> str:
-    """The seconds of all iterations, and what the plan of each predicts, as the text of an SVG."""
-    spans, first = [], 0
+def plan_of(result: Mapping[str, Any]) -> str:
+    """Name the kind of plan by which a generation goes on."""
+    if result["generation"] == 1:
+        return "own"
+    return "searched" if "arrived_after_s" in result else "quick"
+
+
+def picture(results: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Draw the seconds of all iterations, and what the plan of each predicts."""
+    figure, [[axes]] = drawing.panels(1, 3.6)
+    begin, highest = 0, 0.0
     for result in results:
-        spans.append((first, result))
-        first += len(result["measured_each_s"])
-    # One that compiles takes many times as long, and is cut off.
-    highest = 1.15 * max(
-        seconds
-        for result in results
-        for seconds in (
-            result["predicted_s"],
-            *(
-                own
-                for own, compiled in zip(
-                    result["measured_each_s"], result["compilations"], strict=True
-                )
-                if not compiled
-            ),
-        )
-    )
-    svg = start_picture("regions", (WIDTH, HEIGHT), title, STYLE)
-    add_title(svg, title, "seconds of an iteration: as measured, and as its plan predicts")
-    panel = Panel(svg, (LEFT, RIGHT), (TOP, BOTTOM), (0, max(1, first)), (0, highest))
-    panel.label_y(5)
-    panel.label_x(round_ticks(first, 0, 6))
-    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, "iteration")
-    for begin, result in spans:
         seconds = result["measured_each_s"]
-        if not seconds:
-            continue
-        if begin:
-            panel.down("change", begin)
-        steps = [
-            (begin + place + side, min(value, highest))
-            for place, value in enumerate(seconds)
-            for side in (0, 1)
-        ]
-        panel.curve("measured", steps)
-        start, level = panel.x(begin), panel.y(result["predicted_s"])
-        add_line(svg, "predicted", (start, level), (panel.x(begin + len(seconds)), level))
-        plan = "searched" if "arrived_after_s" in result else "quick"
-        plan = "own" if result["generation"] == 1 else plan
-        add_text(svg, "", start + 3, TOP + 10, f"{result['hosts']}, {plan}")
-    return svg_text(svg)
+        end = begin + len(seconds)
+        axes.stairs(seconds, range(begin, end + 1), color=BLUE)
+        axes.hlines(result["predicted_s"], begin, end, color=VERMILION)
+        if seconds:
+            axes.axvline(begin, color="grey", linestyle="--", linewidth=0.8)
+            axes.text(begin, 1.0, f" {result['hosts']}, {plan_of(result)}", va="top",
+                      transform=axes.get_xaxis_transform())  # fmt: skip
+        both = zip(seconds, result["compilations"], strict=True)
+        highest = max(highest, result["predicted_s"], *(own for own, new in both if not new))
+        begin = end
+    # One that compiles takes many times as long, and is cut off.
+    axes.set_ylim(0, 1.2 * highest)
+    axes.set_title(f"{title}: seconds of an iteration, measured (blue) and predicted (red)")
+    axes.set_xlabel("iteration")
+    return figure
 
 
 def main() -> int:
@@ -391,7 +359,7 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     if arguments.picture is not None:
         title = f"Twelve hosts lose three, in {LOST}, and get them back"
-        arguments.picture.write_text(picture(results, title), encoding="utf-8")
+        drawing.write_svg(picture(results, title), arguments.picture)
     verdict = [f"WRONG: {failure}" for failure in wrong]
     verdict = verdict or [
         "all iterations within 10% of the prediction, and better plans within 15 s"

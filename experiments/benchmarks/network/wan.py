@@ -30,23 +30,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched import fields
-from skippipe_sched.figures.gantt import (
-    CHARACTER,
-    LEGEND_Y,
-    MARGIN,
-    PLOT_TOP,
-    WIDTH,
-    add_rect,
-    add_text,
-    add_title,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.methods import dtfm, make_plan
 from skippipe_sched.problem import links
 from skippipe_sched.problem.case import Case
@@ -59,8 +47,13 @@ from skippipe_sched.timing.timeline import Timeline
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import AllHosts, set_words, write_config
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, SKY
 from skippipe_jax import Run
 from skippipe_jax.storage.recording import measured_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 AS_COMPUTED = "float32"
 HOPS = (AS_COMPUTED, "bfloat16", "int8")
@@ -75,8 +68,6 @@ SAME_LOCATION = links.Link(1e-3, 2.0 * links.GIBIBYTE)
 PAYLOAD_SHARE = 0.956
 # A link whose bandwidth is measured to be further from its rate is measured again, so often.
 FAR_OFF, MOST_PROFILES = 0.15, 3
-METHOD_HEIGHT = 36
-STYLE = ".wan .predicted{fill:#b9c6dd}.wan .measured{fill:#3e6ab3}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +220,7 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     if arguments.figure is not None:
         title = f"{arguments.hosts} hosts, links shaped to {report['links']}"
-        arguments.figure.write_text(picture(rows, title), encoding="utf-8")
+        drawing.write_svg(picture(rows, title), arguments.figure)
     return reporting.finish(report, None, arguments.json)
 
 
@@ -418,27 +409,23 @@ def train(plan: Plan, hosts: AllHosts, config: Path, name: str, steps: int) -> P
     return run_dir
 
 
-def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
-    """The text of an SVG: for every method a bar as predicted, and under it one as measured."""
-    left = MARGIN + CHARACTER * max(len(_name(row)) for row in rows) + 12
-    longest_s = max(max(row["predicted_s"], row["measured_s"]) for row in rows)
-    scale = (WIDTH - MARGIN - 200 - left) / longest_s
-    height = PLOT_TOP + METHOD_HEIGHT * len(rows) + MARGIN
-    svg = start_picture("wan", (WIDTH, height), title, STYLE)
-    add_title(svg, title, "seconds of one iteration, averaging included")
-    for x, name in ((MARGIN, "predicted"), (MARGIN + 100, "measured")):
-        add_rect(svg, name, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
-        add_text(svg, "", x + 26, LEGEND_Y, name)
+def picture(rows: Sequence[dict[str, Any]], title: str) -> Figure:
+    """Draw for every method a bar as predicted, and under it one as measured."""
+    figure, [[axes]] = drawing.panels(1, 0.8 + 0.45 * len(rows))
     for number, row in enumerate(rows):
-        top = PLOT_TOP + METHOD_HEIGHT * number
-        add_text(svg, "end", left - 10, top + 18, _name(row))
-        for y, name in ((top, "predicted"), (top + 13, "measured")):
-            end = left + scale * row[f"{name}_s"]
-            add_rect(svg, name, (left, end), (y, y + 11), radius=2)
-            ratio = f" · {row['measured_s'] / row['predicted_s']:.3f} of predicted"
-            figures = f"{row[f'{name}_s']:.2f} s" + (ratio if name == "measured" else "")
-            add_text(svg, "", end + 8, y + 10, figures)
-    return svg_text(svg)
+        for aside, name, color in ((-0.18, "predicted", SKY), (0.18, "measured", BLUE)):
+            seconds, label = row[f"{name}_s"], name if number == 0 else None
+            axes.barh(number + aside, seconds, 0.34, color=color, label=label)
+            text = f" {seconds:.2f} s"
+            if name == "measured":
+                text += f", {seconds / row['predicted_s']:.3f} of predicted"
+            axes.text(seconds, number + aside, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), map(_name, rows))
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_title(f"{title}: seconds of one iteration, averaging included")
+    axes.legend(loc="lower right")
+    return figure
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from skippipe_sched import fields
@@ -51,8 +51,9 @@ from experiments.benchmarks.serving.clients import (
     pauses_at,
 )
 from experiments.benchmarks.serving.hosts import StagedService
-from experiments.benchmarks.serving.picture import picture
 from experiments.benchmarks.serving.wan import drawn_alone
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, GREEN, ORANGE, VERMILION
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import load_corpora
@@ -63,6 +64,9 @@ from skippipe_jax.inference.partial import Order, full, kept
 from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.choices import name_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ALL, FIRST_LOST, SECOND_LOST, BACK, AGAIN = PHASES = (
     "all stages",
@@ -334,6 +338,36 @@ def table(report: Mapping[str, Any]) -> str:
     )
 
 
+def picture(report: Mapping[str, Any]) -> Figure:
+    """Draw tokens per second beside the hosts that come and go, and perplexities."""
+    figure, [[tokens], [perplexities]] = drawing.panels(1, 2.6, 2.6)
+    requests, levels = report["requests"], report["levels"]
+    tokens.stairs(report["tokens_each_second"], color=BLUE)
+    for key, color in (("faults", VERMILION), ("back", GREEN)):
+        for own in report[key]:
+            tokens.axvline(own["at_s"], color=color, linestyle="--", linewidth=1.0)
+    tokens.set_title(
+        f"{len(report['faults'])} of {report['hosts']} hosts killed (red), and back (green); "
+        f"{requests['sent']} requests, {requests.get('failed', 0)} failed"
+    )
+    tokens.set_ylabel("tokens that clients got in a second")
+    tokens.set_xlabel("seconds, without those of evaluation")
+    kinds = {"perplexity": ("the service", BLUE), "control": ("the control", ORANGE)}
+    kinds = {key: own for key, own in kinds.items() if key in levels[0]}
+    for number, (key, (label, color)) in enumerate(kinds.items()):
+        values = [level[key] for level in levels]
+        aside = 0.36 * (number - (len(kinds) - 1) / 2)
+        places = [place + aside for place in range(len(levels))]
+        bars = perplexities.bar(places, values, 0.34, color=color, label=label)
+        perplexities.bar_label(bars, [f"{value / values[0] - 1:+.0%}" for value in values])
+    names = [f"stages {' '.join(map(str, level['stages']))}" for level in levels]
+    perplexities.set_xticks(range(len(levels)), names)
+    perplexities.set_title("Held-out perplexity; above the bars: beside all stages")
+    perplexities.margins(y=0.15)
+    perplexities.legend(loc="lower right")
+    return figure
+
+
 def struck_service(struck: Struck, levels: Levels, stages: int, per_phase: int) -> None:
     """Let all phases pass."""
     service = struck.service
@@ -413,7 +447,7 @@ def _run(arguments: argparse.Namespace) -> int:
         report |= {"levels": levels.found, "front": struck.front} | _told(struck, model)
         report["failures"] = wrong_in(report, clients.answers)
     if arguments.picture is not None:
-        arguments.picture.write_text(picture(report), encoding="utf-8")
+        drawing.write_svg(picture(report), arguments.picture)
     return reporting.finish(report, table(report), arguments.json)
 
 
