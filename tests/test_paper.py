@@ -26,6 +26,7 @@ from experiments.paper import (
 )
 from experiments.paper.campaign import CONFIGS, SEEDS, Campaign, Run, runs_of, shrunken
 from experiments.paper.jobs import REPOSITORY
+from experiments.paper.study_command import RESULTS, write
 from experiments.paper.summary import Summary
 from skippipe_jax.config import load_config, to_tree
 from tests.harness.paper_results import made_up
@@ -231,9 +232,10 @@ def test_figures_of_a_whole_campaign_can_be_read(tmp_path: Path):
         (trade_off, trade_off.figures_of(found, SECONDS)),
     )
     for module, figures in drawn:
-        reproduce.write(module, figures, tmp_path)
-        assert json.loads((tmp_path / f"{module.NAME}.json").read_text())
-        assert (tmp_path / f"{module.NAME}.png").read_bytes().startswith(b"\x89PNG")
+        path = tmp_path / f"{module.NAME}.json"
+        write(path, figures, module.draw)
+        assert json.loads(path.read_text())
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         assert overlapping_texts(module.draw(figures)) == []
 
 
@@ -247,7 +249,7 @@ def test_committed_results_are_of_the_committed_configurations(tmp_path: Path):
 @pytest.mark.parametrize("module", [convergence, robustness, trade_off])
 def test_committed_figures_are_those_of_the_committed_results(module: Any, tmp_path: Path):
     found = Campaign(tmp_path, quick=False).finished(runs_of(SEEDS, quick=False))
-    committed = json.loads((reproduce.RESULTS / f"{module.NAME}.json").read_text())
+    committed = json.loads((RESULTS / f"{module.NAME}.json").read_text())
     seconds = [committed["iteration_s"]] if module is trade_off else []
     figures = module.figures_of(found, *seconds)
     assert nine_digits({name: committed[name] for name in figures}) == nine_digits(figures)
@@ -260,11 +262,11 @@ def nine_digits(figures: dict[str, Any]) -> Any:
 
 
 @pytest.mark.nightly
-def test_figures_of_one_arm_are_drawn_too(tmp_path: Path):
+def test_figures_of_one_arm_are_drawn_too():
     found = {"full": everything()["full"]}
-    reproduce.write(convergence, convergence.figures_of(found), tmp_path)
-    reproduce.write(robustness, robustness.figures_of(found), tmp_path)
-    reproduce.write(trade_off, trade_off.figures_of(found, SECONDS), tmp_path)
+    convergence.draw(convergence.figures_of(found))
+    robustness.draw(robustness.figures_of(found))
+    trade_off.draw(trade_off.figures_of(found, SECONDS))
 
 
 def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():

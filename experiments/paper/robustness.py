@@ -114,8 +114,7 @@ def _compared(
     def minus(
         count: int, control: Sequence[float], arms: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
-        own = {arm: perplexities(arm, count) for arm in arms}
-        return intervals.figures({arm: intervals.paired(own[arm], control) for arm in own})
+        return intervals.minus({arm: perplexities(arm, count) for arm in arms}, control)
 
     others = [arm for arm in found if arm != CONTROL]
 
