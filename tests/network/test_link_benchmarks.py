@@ -13,7 +13,6 @@ import pytest
 import yaml
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.timing.simulate import simulate_plan
-from skippipe_sched.timing.timeline import Run, Timeline
 
 from experiments.benchmarks.harness.launching import AllHosts
 from experiments.benchmarks.network import loopback, wan
@@ -119,22 +118,5 @@ def test_the_link_that_is_furthest_from_its_rate_is_named_and_measured_again(
 def test_compute_alone_is_the_plan_without_its_hops():
     plan = plan_of([[0], [1]], [[0, 1]], backward_ratio=2, loss_ratio=0.5, path_length=2)
     compute_s = 0.1 * (1 + 1 + 0.5 + 2 + 2)
-    assert loopback.last_end_s(simulate_plan(plan)) > compute_s
+    assert simulate_plan(plan).iteration_s > compute_s
     assert loopback.compute_alone_s(plan) == pytest.approx(compute_s)
-
-
-def test_what_operations_took_is_told_from_what_lies_between_them():
-    plan = plan_of([[0], [1]], [[0, 1], [0, 1]], path_length=2)
-    planned = simulate_plan(plan)
-    runs = tuple(
-        Run(run.operation, 3 * run.arrived_s, 3 * run.start_s, 3 * run.start_s + 2 * took_s)
-        for run in planned.runs
-        if (took_s := run.end_s - run.start_s)
-    )
-    slowdown = loopback.slowdowns(plan, Timeline(2, runs, planned.transfers, ()))
-    assert list(slowdown.values()) == pytest.approx([2] * len(runs))
-    slower_s = loopback.compute_alone_s(plan, loopback.stretch_of(plan, slowdown))
-    assert slower_s == pytest.approx(2 * loopback.compute_alone_s(plan))
-    assert loopback.by_kind(slowdown.items()) == pytest.approx({"F": 2, "L": 2, "B": 2})
-    # Both nodes go from one operation to the next at once, unless the input is not there yet.
-    assert loopback.dispatches_s(planned) == pytest.approx([0] * (len(planned.runs) - 2))

@@ -12,8 +12,8 @@ by a better one as soon as it is found. For each generation of hosts it tells
 
     what its plan predicts of an iteration, what was measured (the median over those that compiled
     nothing), and whether the two are within 10%
-    when a better plan arrived: from the loss, and from when the quick plan was gone on by, to when
-    the run goes on by the better one; and whether that is within 15 s
+    when a better plan arrived: from when the quick plan was gone on by, to when the run goes on by
+    the better one; and whether that is within 15 s
     how many nodes changed their stage, so that states had to move
 
 A host that comes back makes a generation, so there may be several until all three are there; one
@@ -166,13 +166,12 @@ def measured_generations(
     generations: Sequence[Mapping[str, Any]],
     lines: Sequence[Mapping[str, Any]],
     seen_s: Mapping[int, float],
-    changed_s: Sequence[float],
     stages: Mapping[int, Mapping[int, int]],
 ) -> list[dict[str, Any]]:
     """What each generation's plan predicts of an iteration, and what was measured.
 
-    `lines` are those of metrics. Hosts were lost or started again at `changed_s`, and `seen_s` is
-    when each generation was there. `stages` tells the stage of each node that a generation has.
+    `lines` are those of metrics, and `seen_s` is when each generation was there. `stages` tells the
+    stage of each node that a generation has.
     """
     results = []
     for place, generation in enumerate(generations):
@@ -195,12 +194,10 @@ def measured_generations(
         }
         if is_better(generation):
             since_change_s = seen_s[number] - seen_s[generations[place - 1]["generation"]]
-            since_loss_s = seen_s[number] - max(at for at in changed_s if at < seen_s[number])
             before = stages[generations[place - 1]["generation"]]
             moved = sum(before.get(node) != stage for node, stage in stages[number].items())
             result |= {
                 "arrived_after_s": round(since_change_s, 3),
-                "arrived_after_fault_s": round(since_loss_s, 3),
                 "is_soon": since_change_s <= WITHIN_S,
                 "nodes_moved": moved,
             }
@@ -235,7 +232,7 @@ def failures(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A line for each generation."""
     heads = ("generation", "hosts", "plan", "predicted, s", "measured, s", "ratio", "iterations")
-    heads = (*heads, "arrived after, s", "after the change", "nodes moved")
+    heads = (*heads, "arrived after, s", "nodes moved")
     rows: list[tuple[str, ...]] = [heads]
     for result in results:
         rows.append(
@@ -248,7 +245,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
                 reporting.figure(result["ratio"], ".3f"),
                 str(len(result["measured_each_s"])),
                 reporting.figure(result.get("arrived_after_s"), ".1f"),
-                reporting.figure(result.get("arrived_after_fault_s"), ".1f"),
                 reporting.figure(result.get("nodes_moved"), "d"),
             )
         )
@@ -310,7 +306,6 @@ def _run(arguments: argparse.Namespace) -> int:
     locations, rates = wan.shaped_rates(None, WORKLOAD, REGIONS, HOPS_S)
     struck = [host for host, location in enumerate(locations) if location == LOST]
     report = reporting.begun("network.regions")
-    changed_s = []
     with ExitStack() as opened:
         folder = opened.enter_context(reporting.folder_for(arguments.keep, "regions"))
         network = opened.enter_context(ShapedNetwork(rates))
@@ -333,11 +328,9 @@ def _run(arguments: argparse.Namespace) -> int:
         opened.callback(run.close)
         run.goes_on(WORKLOAD.hosts, 2 * iterations, arguments.patience_s)
         print(f"killing hosts {struck} in {LOST}", flush=True)
-        changed_s.append(time.time())
         run.kill(struck)
         run.goes_on(WORKLOAD.hosts - len(struck), iterations, arguments.patience_s)
         print(f"restarting hosts {struck}", flush=True)
-        changed_s.append(time.time())
         run.start_again(struck)
         run.goes_on(WORKLOAD.hosts, iterations, arguments.patience_s)
         generations, lines = run.generations(), read_lines(run.run_dir / METRICS)
@@ -346,7 +339,7 @@ def _run(arguments: argparse.Namespace) -> int:
             path = run.run_dir / GENERATIONS / f"plan-{line['generation']}.json"
             own = load_plan(path) if path.exists() else plan
             stages[line["generation"]] = stages_of_nodes(own, line["members"])
-    results = measured_generations(generations, lines, run.seen_s, changed_s, stages)
+    results = measured_generations(generations, lines, run.seen_s, stages)
     wrong = failures(results)
     report |= {
         "regions": list(REGIONS),

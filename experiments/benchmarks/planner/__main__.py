@@ -4,13 +4,12 @@
 
 Parts, each of which can be run alone with `--only`:
 
-yardstick   the paper's case of 20 nodes without contention: the published plan from its file, the
-            paper's search on the published placement, ours within 10 and 60 seconds over several
-            seeds, full pipelines.
+yardstick   the paper's case of 20 nodes without contention: the published plan from its file, ours
+            within 10 and 60 seconds over several seeds, full pipelines.
 methods     every method on every case of the paper, side by side.
 bound       the quick lower bound and that over placements: how far the known optima of 50 small
             cases are above them, and both of the paper's case, with their processor seconds.
-scale       42, 200 and 1,000 nodes, each against random paths, and a curve of cost against size.
+scale       42, 200 and 1,000 nodes, each against random paths.
 """
 
 from __future__ import annotations
@@ -25,19 +24,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from skippipe_sched import compare
 from skippipe_sched.methods import METHODS, make_plan
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.search.arrays import (
-    candidate_of,
-    no_order,
-    problem_of,
-    scratch_for,
-)
 from skippipe_sched.search.budget import Search
-from skippipe_sched.search.compiled import fast
-from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.placement_bound import placement_bound_s
 from skippipe_sched.timing.simulate import simulate_plan
@@ -65,10 +55,6 @@ def yardstick(seeds: int) -> dict[str, Any]:
             "pipeline_s": round(full.pipeline_s, 2),
             "iteration_s": round(full.iteration_s, 2),
         },
-        "full_published_placement": searched(case, "full", Search(placement=published.stages))[1],
-        "skippipe_published_placement": searched(
-            case, "skippipe", Search(placement=published.stages)
-        )[1],
     }
     for name, found in result.items():
         print(f"{name}: {found}", flush=True)
@@ -148,14 +134,6 @@ def bound(limit_s: float, optima: int | None) -> dict[str, Any]:
     return result | {"optima": small}
 
 
-def timing_model(case: Case, nodes: np.ndarray, paths: np.ndarray) -> Callable[[], float]:
-    """Return the compiled timing model of a plan, to be called: its nodes by stage, and paths."""
-    problem = problem_of(case)
-    candidate = candidate_of(problem, nodes, paths)
-    scratch = scratch_for(problem, *candidate.paths.shape)
-    return lambda: fast(evaluate)(problem, candidate, no_order(), scratch, np.inf, 0.0)
-
-
 def case_of_size(nodes: int) -> Case:
     """The yardstick grown to more nodes in the same 12 regions, as `SIZES` says."""
     if nodes == 42:
@@ -184,43 +162,24 @@ def scale(sizes: list[int]) -> dict[str, Any]:
         )
         runs.append(json.loads(finished.stdout.splitlines()[-1]))
         print(f"scale: {runs[-1]}", flush=True)
-    result: dict[str, Any] = {"runs": runs}
-    if len(runs) > 1:
-        operations = np.log([run["operations"] for run in runs])
-        seconds = np.log([run["evaluation_s"] for run in runs])
-        exponent, logarithm = np.polyfit(operations, seconds, 1)
-        result["evaluation_s"] = {
-            "fit": "a * operations ** b",
-            "a": float(np.exp(logarithm)),
-            "b": round(float(exponent), 3),
-        }
-        print(f"scale: one simulation takes {result['evaluation_s']}", flush=True)
-    return result
+    return {"runs": runs}
 
 
 def of_size(nodes: int) -> dict[str, Any]:
-    """One size: random paths, then ours, and how long one simulation takes."""
+    """One size: random paths, then ours."""
     case = case_of_size(nodes)
     budget_s = SIZES[nodes][-1]
     _, rival = searched(case, "dtfm-skip", Search(0, budget_s / 4))
     wall = time.perf_counter()
     plan, ours = searched(case, "joint", Search(0, budget_s))
     wall = time.perf_counter() - wall
-    placed = np.concatenate([np.array(stage) for stage in plan.stages])
-    model = timing_model(case, placed, np.argsort(placed)[np.array(plan.microbatches)])
-    start = time.perf_counter()
-    for _ in range(20):
-        model()
-    evaluation_s = (time.perf_counter() - start) / 20
     return {
         "nodes": nodes,
         "microbatches": len(plan.microbatches),
-        "operations": sum(2 * len(path) + 1 for path in plan.microbatches),
         "dtfm-skip": rival,
         "joint": ours,
         "joint_over_dtfm_skip": round(ours["iteration_s"] / rival["iteration_s"], 3),
         "make_plan_s": round(wall, 1),
-        "evaluation_s": evaluation_s,
         "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
 
