@@ -61,8 +61,6 @@ def test_what_grows_in_a_spared_host_is_told():
     ):
         [told] = records.grown([*[CALM] * 99, CALM | {key: CALM[key] + by}])
         assert word in told
-    grows = [CALM | {"threads": 40 + 2 * number} for number in range(20)]
-    assert records.slopes(grows) == {"descriptors": 0, "threads": 2, "resident_bytes": 0}
 
 
 def test_goodput_is_what_counts_in_the_end_over_what_a_calm_run_makes():

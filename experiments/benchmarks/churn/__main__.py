@@ -71,8 +71,6 @@ from experiments.benchmarks.churn.config import (
 from experiments.benchmarks.churn.faults import (
     KINDS,
     OF_THE_NETWORK,
-    PHASES,
-    REGROUP,
     Fault,
     draw,
     moments,
@@ -132,11 +130,9 @@ class Struck:
         hosts, count = self._hosts, len(self._faults)
         # What is compiled after the first steps is over by then.
         hosts.rest(time.time() + self._arguments.calm_s / 4)
-        calm, processor_s = self._now(), self._processor_s()
+        calm = self._now()
         hosts.rest(calm[0] + self._arguments.calm_s)
         first = self._now()
-        cores = (self._processor_s() - processor_s) / (first[0] - calm[0])
-        self.found["processor_cores_while_calm"] = round(cores, 3)
         steps = first[1] + int(
             MORE_STEPS * count * every_s / (first[0] - calm[0]) * (first[1] - calm[1])
         )
@@ -164,9 +160,6 @@ class Struck:
     def _now(self) -> tuple[float, int]:
         self._hosts.look()
         return time.time(), records.step_at(self._hosts.notes, time.time())
-
-    def _processor_s(self) -> float:
-        return records.processor_s(map(self._hosts.process, range(self._hosts.count)))
 
 
 def judged(
@@ -217,14 +210,6 @@ def main() -> int:
         choices=KINDS,
         default=list(KINDS),
         help=f"kinds of faults (all). {kinds}",
-    )
-    parser.add_argument(
-        "--phases",
-        nargs="+",
-        choices=[*PHASES, REGROUP],
-        default=list(PHASES),
-        help=f"phases in which faults occur (all except {REGROUP}: the others continue without "
-        "a host that was killed just before)",
     )
     parser.add_argument(
         "--every-s",
@@ -321,11 +306,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.every_s is not None:
         series = struck.open_in_spared
         report |= {"every_s": arguments.every_s, "link_bytes_per_s": rate} | struck.found
-        report["spared"] = {
-            "host": hosts - 1,
-            "slopes": records.slopes(series),
-            "after_each_fault": series,
-        }
+        report["spared"] = {"host": hosts - 1, "after_each_fault": series}
         failures += records.grown(series)
         if arguments.require_goodput:
             failures += records.too_little(report)
@@ -359,7 +340,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         remedy = "Run this as root, or choose other kinds: --kinds kill stop hang"
         raise InputError("--kinds", arguments.kinds, "only root can cut links", remedy)
     spared = hosts - 1 if is_paced else None
-    return draw(arguments.seed, hosts, count, arguments.kinds, arguments.phases, spared), rate
+    return draw(arguments.seed, hosts, count, arguments.kinds, spared), rate
 
 
 if __name__ == "__main__":
