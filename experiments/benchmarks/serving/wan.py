@@ -55,14 +55,7 @@ from experiments.benchmarks.harness.turns import ratio
 from experiments.benchmarks.network.delays import Delays
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from experiments.benchmarks.network.wan import PAYLOAD_SHARE, SAME_LOCATION
-from experiments.benchmarks.serving.client import (
-    Answer,
-    Asks,
-    Question,
-    as_line,
-    ask,
-    seconds_per_token,
-)
+from experiments.benchmarks.serving.clients import Answer, Asked, Clients, seconds_per_token
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, parse_config
 from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
@@ -72,6 +65,7 @@ from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.local.hosts import free_port
 from skippipe_jax.models.llama import create_stage
+from skippipe_jax.serving.choices import name_of
 from skippipe_jax.storage.checkpoint import CheckpointItems
 from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 
@@ -103,9 +97,10 @@ def save_run(folder: Path, stages: int, layers: int) -> None:
         writer.save(1, CheckpointItems(states), {})
 
 
-def prompts_of(sequences: int) -> list[list[int]]:
-    """Draw the prompts of so many sequences."""
-    return np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
+def requests_of(sequences: int, tokens: int) -> list[Asked]:
+    """Draw so many prompts, each to be answered by a greedy stream of tokens."""
+    drawn = np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
+    return [Asked(tuple(prompt), tokens, 0.0, 0, is_stream=True) for prompt in drawn]
 
 
 class Times(NamedTuple):
@@ -120,18 +115,17 @@ class Times(NamedTuple):
     first_token_s: float
 
 
-def served(asks: Asks, question: Question, model: StagedModel) -> Times:
-    """Ask a service, and return how long the answers took.
+def times_of(answers: Sequence[Answer], model: StagedModel) -> Times:
+    """Return how long the answers took.
 
     Raises:
         RuntimeError: if an answer is not that of one device.
     """
-    answers = asks(question)
-    require_alike(model, question, [own.text for own in answers])
+    require_alike(model, answers)
     token_s = seconds_per_token(answers)
     # The first tokens may come together, at the end of a character.
-    first = [own.arrivals[0] for own in answers]
-    return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for count, at_s in first))
+    first = [(own.pieces[0][0] - own.sent_s, own.pieces[0][1]) for own in answers]
+    return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for at_s, count in first))
 
 
 def drawn_alone(
@@ -147,18 +141,18 @@ def drawn_alone(
     return list(drawn.values())
 
 
-def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) -> None:
+def require_alike(model: StagedModel, answers: Sequence[Answer]) -> None:
     """Refuse answers that are not those of one device.
 
     Raises:
         RuntimeError: if one is not.
     """
     how = Sampling(temperature=0.0)
-    asked = [DecodeRequest(prompt, question.tokens, how) for prompt in question.prompts]
-    expected = drawn_alone(model, asked, len(texts))
-    for text, drawn in zip(texts, expected, strict=True):
-        if text != (told := model.tokenizer.decode(drawn)):
-            raise RuntimeError(f"the service returns {text!r}, but one device {told!r}")
+    asked = [DecodeRequest(own.asked.prompt, own.asked.new_tokens, how) for own in answers]
+    for own, drawn in zip(answers, drawn_alone(model, asked, len(answers)), strict=True):
+        expected = [name_of(token, model.tokenizer) for token in drawn]
+        if own.names != expected:
+            raise RuntimeError(f"the service returns {own.names}, but one device {expected}")
 
 
 # Over a network.
@@ -208,7 +202,13 @@ class Service:
         Raises:
             RuntimeError: if it has ended.
         """
-        return _asked(self._front, "status")
+        assert self._front.stdin is not None
+        assert self._front.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # Then it says nothing, either.
+            print("status", file=self._front.stdin, flush=True)
+        if not (said := self._front.stdout.readline()):
+            raise RuntimeError(f"the first host exited with code {self._front.wait()}")
+        return json.loads(said)
 
     def measured_bytes_per_s(self) -> list[float]:
         """Wait until the first host has measured its links to all others; return bytes per second.
@@ -241,38 +241,6 @@ class Service:
         return process
 
 
-class Client:
-    """A client in a process on a host."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        """Ask by a process that runs `client`."""
-        self._process = process
-
-    def __call__(self, question: Question) -> list[Answer]:
-        """Do what `ask` does, there."""
-        return [Answer(**own) for own in _asked(self._process, as_line(question))]
-
-
-def _asked(process: subprocess.Popen[str], line: str) -> Any:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # Then it says nothing, either.
-        print(line, file=process.stdin, flush=True)
-    if not (said := process.stdout.readline()):
-        raise RuntimeError(f"a process exited with code {process.wait()}: {process.args}")
-    return json.loads(said)
-
-
-@contextlib.contextmanager
-def _client(network: ShapedNetwork) -> Iterator[Client]:
-    module = [sys.executable, "-m", "experiments.benchmarks.serving.client"]
-    with subprocess.Popen(
-        [*network.command(0), *module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield Client(process)
-        process.kill()
-
-
 def distant_links(
     hosts: int, token_bytes: int
 ) -> tuple[list[str], Float[np.ndarray, "hosts hosts"], Float[np.ndarray, "hosts hosts"]]:
@@ -295,12 +263,11 @@ def measured_over_hosts(
     save_run(run, hosts, hosts)
     model = open_source(run, None).model()
     locations, latencies, rates = distant_links(hosts, 4 * model.config.width)
-    prompts = prompts_of(sequences)
+    asked = requests_of(sequences, tokens)
     found = []
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(ShapedNetwork(np.full_like(rates, np.inf)))
         delays = stack.enter_context(Delays(network))
-        asks = stack.enter_context(_client(network))
         services = [
             stack.enter_context(Service(network, run, slots, folder)) for slots in (sequences, 1)
         ]
@@ -315,7 +282,8 @@ def measured_over_hosts(
         many, one = services
 
         def measured(service: Service, count: int) -> Times:
-            return served(asks, Question(service.port, run.name, prompts[:count], tokens), model)
+            clients = Clients("127.0.0.1", service.port, PATIENCE_S)
+            return times_of(network.call(0, lambda: clients.ask(asked[:count])), model)
 
         for turn in range(turns + 1):
             _shape(network, delays, np.full_like(rates, np.inf), np.zeros_like(latencies))
@@ -439,18 +407,18 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
     run = folder / "one_host"
     save_run(run, 4, 4)
     model = open_source(run, None).model()
-    prompts = prompts_of(sequences)
+    asked = requests_of(sequences, tokens)
     found = []
     with contextlib.ExitStack() as stack:
         ports = {slots: stack.enter_context(_served(run, slots)) for slots in (1, sequences)}
 
         def measured(slots: int, count: int) -> float:
-            question = Question(ports[slots], run.name, prompts[:count], tokens)
-            return served(ask, question, model).token_s
+            clients = Clients("127.0.0.1", ports[slots], PATIENCE_S)
+            return times_of(clients.ask(asked[:count]), model).token_s
 
         for turn in range(turns + 1):
             row = {
-                "generate_s": generated_s(model, prompts[0], tokens),
+                "generate_s": generated_s(model, asked[0]),
                 "one_slot_s": measured(1, 1),
                 "many_slots_s": measured(sequences, 1),
                 "together_s": measured(sequences, sequences),
@@ -469,16 +437,16 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
     }
 
 
-def generated_s(model: StagedModel, prompt: Sequence[int], tokens: int) -> float:
+def generated_s(model: StagedModel, asked: Asked) -> float:
     """Return the seconds of a token that is drawn in this process, after the first one [s]."""
     generator = Generator(model.decoder(1, model.context))
     how = Sampling(temperature=0.0)
-    generator.submit(DecodeRequest(prompt, tokens, how, likeliest=0))
+    generator.submit(DecodeRequest(asked.prompt, asked.new_tokens, how, likeliest=0))
     generator.step()
     began_s = time.perf_counter()
     while generator.is_busy:
         generator.step()
-    return (time.perf_counter() - began_s) / (tokens - 1)
+    return (time.perf_counter() - began_s) / (asked.new_tokens - 1)
 
 
 @contextlib.contextmanager
