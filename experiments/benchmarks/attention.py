@@ -112,25 +112,24 @@ def distance(results: Any, others: Any) -> float:
     return float(np.max(jax.tree.leaves(jax.tree.map(of_array, results, others))))
 
 
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("attention", __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096])
-    reporting.add_numbers(parser, {"turns": (7, "counted turns")})
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    begun = reporting.begun("attention")
-    results = []
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure each length, of one document and packed."""
+    report["results"] = []
     for length in arguments.lengths:
         for is_packed in (False, True):
             own = measured(MODEL, length, is_packed, arguments.turns)
-            results.append({"length": length, "packed": is_packed, "ways": own})
+            report["results"].append({"length": length, "packed": is_packed, "ways": own})
             ratios = ", ".join(f"{way} {of['of_xla']}" for way, of in own.items() if way != XLA)
             kind = "packed documents" if is_packed else "one document"
             print(f"{length} tokens, {kind}, of the time of xla: {ratios}", flush=True)
-    return reporting.finish({**begun, "results": results}, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    numbers = {"turns": (7, 1, "counted turns")}
+    lengths = {"type": int, "nargs": "+", "default": [256, 1024, 2048, 4096]}
+    options = {"--lengths": lengths}
+    return reporting.run("attention", __doc__, measure, numbers=numbers, options=options)
 
 
 if __name__ == "__main__":

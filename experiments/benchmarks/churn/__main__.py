@@ -83,7 +83,6 @@ from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import ENVIRONMENT
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from experiments.paper import drawing
-from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.storage.run_dir import METRICS
 
 SLOW_LINK_BYTES_PER_S = 6e5
@@ -191,60 +190,11 @@ def described_machine() -> dict[str, Any]:
     return json.loads(subprocess.check_output(command, env=os.environ | ENVIRONMENT))
 
 
-def main() -> int:
-    """Parse the command line, train and strike, print; returns the exit code."""
-    parser = reporting.parser("churn", __doc__)
-    numbers = {
-        "hosts": (6, "from 3 to 6"),
-        "faults": (30, "number of faults"),
-        "seed": (0, "seed of the faults"),
-        "calm_s": (CALM_S, "seconds before the first fault"),
-        "heartbeat_timeout_s": (4.0, "cluster.heartbeat_timeout_s; increase it on a busy machine"),
-        "patience_s": (180.0, "seconds without progress after which the run counts as hung"),
-    }
-    reporting.add_numbers(parser, numbers)
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=list(KINDS),
-        help=f"kinds of faults (all). {kinds}",
-    )
-    parser.add_argument(
-        "--every-s",
-        type=float,
-        metavar="SECONDS",
-        help="mean time between faults; by default, each occurs as soon as all hosts are back",
-    )
-    parser.add_argument(
-        "--link-bytes-per-s",
-        type=float,
-        metavar="RATE",
-        help=f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with --every-s, else "
-        "unlimited)",
-    )
-    flags = {
-        "--outer": "averaging.mode: outer; not with --every-s",
-        "--restart": "also measure a run that is restarted after each fault",
-        "--require-goodput": f"fail if the goodput is below {records.LEAST_GOODPUT:g}, or less "
-        f"than {records.LEAST_RATIO:g} times that of --restart",
-    }
-    for name, text in flags.items():
-        parser.add_argument(name, action="store_true", help=text)
-    paths = {
-        "picture": "draw the results of --every-s as an SVG to this file",
-        "keep": "keep the files of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    add_overrides(parser, "override one key of the configuration; may be given often")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train and strike, and judge what the run has left."""
     faults, rate = _checked(arguments)
     hosts, count, timeout_s = arguments.hosts, arguments.faults, arguments.heartbeat_timeout_s
-    report = reporting.begun("churn", described_machine())
+    report["machine"] = described_machine()
     beside: Future[dict[str, Any]] | None = None
     restarted: Restarted | None = None
     with ExitStack() as opened:
@@ -312,7 +262,7 @@ def _run(arguments: argparse.Namespace) -> int:
             failures += records.too_little(report)
         if arguments.picture is not None:
             drawing.write_svg(picture(report), arguments.picture)
-    return reporting.finish(report, summary(report), arguments.json)
+    return summary(report)
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
@@ -322,8 +272,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         InputError: if the arguments make no sense.
     """
     hosts = fields.integer(arguments.hosts, "--hosts", 3, sum(STAGES))
-    count = fields.integer(arguments.faults, "--faults", 1)
-    for option in ("heartbeat_timeout_s", "patience_s", "calm_s", "every_s", "link_bytes_per_s"):
+    for option in ("every_s", "link_bytes_per_s"):
         value = getattr(arguments, option)
         if value is not None:
             fields.number(value, f"--{option.replace('_', '-')}", 0.0, above=True)
@@ -340,7 +289,62 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         remedy = "Run this as root, or choose other kinds: --kinds kill stop hang"
         raise InputError("--kinds", arguments.kinds, "only root can cut links", remedy)
     spared = hosts - 1 if is_paced else None
-    return draw(arguments.seed, hosts, count, arguments.kinds, spared), rate
+    return draw(arguments.seed, hosts, arguments.faults, arguments.kinds, spared), rate
+
+
+def main() -> int:
+    """Parse the command line, train and strike, print; returns the exit code."""
+    numbers = {
+        "hosts": (6, 3, "from 3 to 6"),
+        "faults": (30, 1, "number of faults"),
+        "seed": (0, None, "seed of the faults"),
+        "calm_s": (CALM_S, 0.0, "seconds before the first fault"),
+        "heartbeat_timeout_s": (
+            4.0,
+            0.0,
+            "cluster.heartbeat_timeout_s; increase it on a busy machine",
+        ),
+        "patience_s": (180.0, 0.0, "seconds without progress after which the run counts as hung"),
+    }
+    told = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    kinds = {"nargs": "+", "choices": KINDS, "default": [*KINDS]}
+    flag = {"action": "store_true"}
+    options = {
+        "--kinds": kinds | {"help": f"kinds of faults (all). {told}"},
+        "--every-s": {
+            "type": float,
+            "metavar": "SECONDS",
+            "help": "mean time between faults; by default, each occurs as soon as all hosts are "
+            "back",
+        },
+        "--link-bytes-per-s": {
+            "type": float,
+            "metavar": "RATE",
+            "help": f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with "
+            "--every-s, else unlimited)",
+        },
+        "--outer": flag | {"help": "averaging.mode: outer; not with --every-s"},
+        "--restart": flag | {"help": "also measure a run that is restarted after each fault"},
+        "--require-goodput": flag
+        | {
+            "help": f"fail if the goodput is below {records.LEAST_GOODPUT:g}, or less than "
+            f"{records.LEAST_RATIO:g} times that of --restart"
+        },
+    }
+    paths = {
+        "picture": "draw the results of --every-s as an SVG to this file",
+        "keep": "keep the files of the hosts in this folder",
+    }
+    return reporting.run(
+        "churn",
+        __doc__,
+        measure,
+        numbers=numbers,
+        options=options,
+        paths=paths,
+        overrides="override one key of the configuration; may be given often",
+        takes_device=False,
+    )
 
 
 if __name__ == "__main__":

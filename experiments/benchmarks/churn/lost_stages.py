@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 
@@ -37,7 +36,6 @@ from experiments.benchmarks.churn.records import last_line, read_lines
 from experiments.benchmarks.harness import launching, reporting
 from experiments.benchmarks.harness.launching import set_words
 from experiments.paper import drawing
-from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.config.cluster import LOST_STAGE, STOP
@@ -208,37 +206,16 @@ def means(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def main() -> int:
-    """Parse the command line, train and kill, print; returns the exit code."""
-    parser = reporting.parser("churn.lost_stages", __doc__)
-    numbers = {
-        "steps": (200, "steps of each run"),
-        "at": (130, "step after which hosts are killed"),
-        "window": (10, "steps of each mean"),
-        "heartbeat_timeout_s": (10.0, "cluster.heartbeat_timeout_s"),
-        "patience_s": (1800.0, "seconds after which a run counts as hung"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument(
-        "--policies", nargs="+", choices=LOST_STAGE, default=list(LOST_STAGE), help="policies (all)"
-    )
-    paths = {
-        "picture": "draw the losses as an SVG to this file",
-        "keep": "keep the files of the runs in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    add_overrides(parser, "override one key of the configuration; may be given often")
-    return reporting.run(parser, _run)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train undisturbed, and by each policy.
 
-
-def _run(arguments: argparse.Namespace) -> int:
-    steps = fields.integer(arguments.steps, "--steps", 2)
-    window = fields.integer(arguments.window, "--window", 1)
-    at = fields.integer(arguments.at, "--at", 1)
+    Raises:
+        InputError: if the step after which hosts are killed is too near to an end.
+    """
+    steps, window, at = arguments.steps, arguments.window, arguments.at
     if not window <= at <= steps - window:
         problem = f"must be from {window} to {steps - window}: --window steps before and after"
         raise InputError("--at", at, problem, "Change --at, --window or --steps")
-    report = reporting.begun("churn.lost_stages")
     words = set_words(*arguments.set)
     results: dict[str, Any] = {}
     report |= {"steps": steps, "at": at, "window": window, "results": results}
@@ -252,7 +229,32 @@ def _run(arguments: argparse.Namespace) -> int:
             results[policy] = judged(*told, window, results[UNDISTURBED]["losses"])
     if arguments.picture is not None:
         drawing.write_svg(picture(report), arguments.picture)
-    return reporting.finish(report, table(report), arguments.json)
+    return table(report)
+
+
+def main() -> int:
+    """Parse the command line, train and kill, print; returns the exit code."""
+    numbers = {
+        "steps": (200, 2, "steps of each run"),
+        "at": (130, 1, "step after which hosts are killed"),
+        "window": (10, 1, "steps of each mean"),
+        "heartbeat_timeout_s": (10.0, None, "cluster.heartbeat_timeout_s"),
+        "patience_s": (1800.0, None, "seconds after which a run counts as hung"),
+    }
+    policies = {"nargs": "+", "choices": LOST_STAGE, "default": [*LOST_STAGE]}
+    paths = {
+        "picture": "draw the losses as an SVG to this file",
+        "keep": "keep the files of the runs in this folder",
+    }
+    return reporting.run(
+        "churn.lost_stages",
+        __doc__,
+        measure,
+        numbers=numbers,
+        options={"--policies": policies | {"help": "policies (all)"}},
+        paths=paths,
+        overrides="override one key of the configuration; may be given often",
+    )
 
 
 if __name__ == "__main__":

@@ -101,18 +101,16 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Measure both executions."""
+    report |= compare(arguments.iterations, arguments.jitter)
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("network.late", __doc__)
-    numbers = {"iterations": (20, "iterations that count"), "jitter": (0.3, "mean of x")}
-    reporting.add_numbers(parser, numbers)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    report = reporting.begun("network.late")
-    report |= compare(arguments.iterations, arguments.jitter)
-    return reporting.finish(report, table(report), arguments.json)
+    numbers = {"iterations": (20, 1, "iterations that count"), "jitter": (0.3, None, "mean of x")}
+    return reporting.run("network.late", __doc__, measure, numbers=numbers)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched import fields
 from skippipe_sched.problem.links import Link, LinkTable
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import simulate_plan
@@ -47,27 +46,6 @@ class Workload:
     sequence_length: int = 256
     microbatches: int = 8
     memory: int = 3
-
-
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("network.loopback", __doc__)
-    timed = f"timed iterations, after {WARMUP_ITERATIONS} others"
-    reporting.add_numbers(parser, {"iterations": (20, timed)})
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    fields.integer(arguments.iterations, "--iterations", 1)
-    network, workload = OwnCores(), Workload()
-    report = reporting.begun("network.loopback")
-    with tempfile.TemporaryDirectory(prefix="loopback-") as name:
-        folder = Path(name)
-        config = config_of(folder, workload, arguments.iterations)
-        AllHosts(network, folder, 2).run("train", "skippipe_jax.train", "--config", config)
-        figures = figures_of(folder / "run")
-    report |= {"workload": dataclasses.asdict(workload), **figures}
-    return reporting.finish(report, table(figures), arguments.json)
 
 
 def config_of(folder: Path, workload: Workload, iterations: int) -> Path:
@@ -137,6 +115,23 @@ def table(figures: dict[str, Any]) -> str:
         f"iteration {figures['median_s']:.3f} s, its compute alone {figures['compute_s']:.3f} s: "
         f"{figures['ratio']:.3f} times"
     )
+
+
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train, and compare iterations with their compute."""
+    network, workload = OwnCores(), Workload()
+    with tempfile.TemporaryDirectory(prefix="loopback-") as name:
+        folder = Path(name)
+        config = config_of(folder, workload, arguments.iterations)
+        AllHosts(network, folder, 2).run("train", "skippipe_jax.train", "--config", config)
+        report |= {"workload": dataclasses.asdict(workload), **figures_of(folder / "run")}
+    return table(report)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    numbers = {"iterations": (20, 1, f"timed iterations, after {WARMUP_ITERATIONS} others")}
+    return reporting.run("network.loopback", __doc__, measure, numbers=numbers)
 
 
 if __name__ == "__main__":

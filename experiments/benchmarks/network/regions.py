@@ -33,7 +33,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skippipe_sched import fields
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem.plan import Plan, load_plan
 
@@ -281,31 +280,11 @@ def picture(results: Sequence[Mapping[str, Any]], title: str) -> Figure:
     return figure
 
 
-def main() -> int:
-    """Parse the command line, measure, and print a table; returns the exit code."""
-    parser = reporting.parser("network.regions", __doc__)
-    numbers = {
-        "seed": (0, "seed of the searches"),
-        "iterations": (12, "iterations by each plan, except repair plans"),
-        "budget_s": (5.0, "replan.budget_s of the run"),
-        "plan_budget_s": (10.0, "seconds of the search for the first plan"),
-        "patience_s": (60.0, "seconds to wait for a better plan"),
-        "limit_s": (600.0, "seconds to wait for anything else"),
-    }
-    reporting.add_numbers(parser, numbers)
-    paths = {
-        "picture": "draw all iterations as an SVG to this file",
-        "keep": "keep the files of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    iterations = fields.integer(arguments.iterations, "--iterations", LEAST_ITERATIONS)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train, lose a region and get it back, and compare each generation with its plan."""
+    iterations = arguments.iterations
     locations, rates = wan.shaped_rates(None, WORKLOAD, REGIONS, HOPS_S)
     struck = [host for host, location in enumerate(locations) if location == LOST]
-    report = reporting.begun("network.regions")
     with ExitStack() as opened:
         folder = opened.enter_context(reporting.folder_for(arguments.keep, "regions"))
         network = opened.enter_context(ShapedNetwork(rates))
@@ -357,7 +336,24 @@ def _run(arguments: argparse.Namespace) -> int:
     verdict = verdict or [
         "all iterations within 10% of the prediction, and better plans within 15 s"
     ]
-    return reporting.finish(report, "\n".join([table(results), *verdict]), arguments.json)
+    return "\n".join([table(results), *verdict])
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a table; returns the exit code."""
+    numbers = {
+        "seed": (0, None, "seed of the searches"),
+        "iterations": (12, LEAST_ITERATIONS, "iterations by each plan, except repair plans"),
+        "budget_s": (5.0, None, "replan.budget_s of the run"),
+        "plan_budget_s": (10.0, None, "seconds of the search for the first plan"),
+        "patience_s": (60.0, None, "seconds to wait for a better plan"),
+        "limit_s": (600.0, None, "seconds to wait for anything else"),
+    }
+    paths = {
+        "picture": "draw all iterations as an SVG to this file",
+        "keep": "keep the files of the hosts in this folder",
+    }
+    return reporting.run("network.regions", __doc__, measure, numbers=numbers, paths=paths)
 
 
 if __name__ == "__main__":

@@ -153,18 +153,16 @@ def config_of(folder: Path, workload: RingWorkload) -> Path:
     return write_config(folder / "config.yaml", config)
 
 
-def main() -> int:
-    """Parse the command line, measure, and print a line for each ring; returns the exit code."""
-    parser = reporting.parser("network.rings", __doc__)
-    parser.add_argument("--small", action="store_true", help="a short check of a few seconds")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    report = reporting.begun("network.rings")
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the rings."""
     rings = small_rings() if arguments.small else full_rings()
     report["rings"] = [measured_ring(workload) for workload in rings]
-    return reporting.finish(report, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a line for each ring; returns the exit code."""
+    small = {"action": "store_true", "help": "a short check of a few seconds"}
+    return reporting.run("network.rings", __doc__, measure, options={"--small": small})
 
 
 if __name__ == "__main__":

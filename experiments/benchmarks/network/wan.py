@@ -115,72 +115,19 @@ WORKLOADS = {
 }
 
 
-def main() -> int:
-    """Parse the command line, measure, and print a table; returns the exit code."""
-    parser = reporting.parser("network.wan", __doc__)
-    numbers = {
-        "iterations": (5, "timed iterations, after one that compiles"),
-        "blocks": (1, "blocks of each stage"),
-        "every": (20, "averaging.every of outer averaging"),
-        "slower_links": (1.0, "factor by which all links are slower"),
-        "budget": (30.0, "seconds of each search"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument(
-        "--hosts", type=int, default=20, choices=sorted(WORKLOADS), help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        metavar="METHOD/AVERAGING/HOPS",
-        choices=ARMS,
-        default=METHODS,
-        help="what is compared, for example joint/outer/int8 (all methods, exact, as computed)",
-    )
-    parser.add_argument(
-        "--sequence-length",
-        type=int,
-        default=256,
-        choices=[32, 64, 128, 256],
-        help="more and shorter sequences need less compute for hops of the same size (%(default)s)",
-    )
-    parser.add_argument(
-        "--shared-connections",
-        type=float,
-        metavar="FACTOR",
-        help="all links of a host share a connection: it sends as fast as the fastest of them, and "
-        "receives FACTOR times as fast (default: links have rates of their own)",
-    )
-    parser.add_argument(
-        "--busy-stages",
-        action="store_true",
-        help="plan with operation times measured while all hosts train, not on an idle machine, "
-        "because many processes on few cores share caches",
-    )
-    paths = {
-        "links": "CSV with another table of links (gcp12)",
-        "figure": "draw the results as an SVG to this file",
-        "keep": "keep plans, runs and timelines in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    fields.integer(arguments.iterations, "--iterations", 1)
-    fields.integer(arguments.every, "--every", 2)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the network, plan for it by every method, and train along each plan."""
     workload = WORKLOADS[arguments.hosts]
     sequences = workload.microbatch_size * workload.sequence_length // arguments.sequence_length
     workload = dataclasses.replace(
         workload,
-        blocks=fields.integer(arguments.blocks, "--blocks", 1),
+        blocks=arguments.blocks,
         sequence_length=arguments.sequence_length,
         microbatch_size=sequences,
     )
     arms = [ARMS[name] for name in arguments.arms]
-    slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
-    rates, connections = rates / slower, None
+    rates, connections = rates / arguments.slower_links, None
     if arguments.shared_connections is not None:
         factor = fields.number(
             arguments.shared_connections, "--shared-connections", 0.0, above=True
@@ -188,7 +135,6 @@ def _run(arguments: argparse.Namespace) -> int:
         fastest = np.where(np.eye(len(rates), dtype=bool), 0.0, rates).max(axis=1)
         connections = np.stack([fastest, factor * fastest], axis=1)
     network = ShapedNetwork(rates, connections)
-    report = reporting.begun("network.wan")
     rows, profiles = [], {}
     with reporting.folder_for(arguments.keep, "wan") as folder, network:
         for averaging, hops in dict.fromkeys((arm.averaging, arm.hops) for arm in arms):
@@ -213,7 +159,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "hosts": arguments.hosts,
         "workload": dataclasses.asdict(workload),
         "links": str(arguments.links or "gcp12"),
-        "slower_links": slower,
+        "slower_links": arguments.slower_links,
         "shared_connections": arguments.shared_connections,
         "profiles": profiles,
         "methods": rows,
@@ -221,7 +167,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         title = f"{arguments.hosts} hosts, links shaped to {report['links']}"
         drawing.write_svg(picture(rows, title), arguments.figure)
-    return reporting.finish(report, None, arguments.json)
 
 
 def profiled(
@@ -444,6 +389,54 @@ def _line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         f"predicted {row['predicted_s']:7.2f} s  "
         f"measured {row['measured_s']:7.2f} s  "
         f"({row['measured_s'] / row['predicted_s']:.3f}){to_full}"
+    )
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a table; returns the exit code."""
+    numbers = {
+        "iterations": (5, 1, "timed iterations, after one that compiles"),
+        "blocks": (1, 1, "blocks of each stage"),
+        "every": (20, 2, "averaging.every of outer averaging"),
+        "slower_links": (1.0, 0.0, "factor by which all links are slower"),
+        "budget": (30.0, None, "seconds of each search"),
+    }
+    options = {
+        "--hosts": {"type": int, "default": 20, "choices": WORKLOADS, "help": "(%(default)s)"},
+        "--arms": {
+            "nargs": "+",
+            "metavar": "METHOD/AVERAGING/HOPS",
+            "choices": ARMS,
+            "default": METHODS,
+            "help": "what is compared, for example joint/outer/int8 (all methods, exact, as "
+            "computed)",
+        },
+        "--sequence-length": {
+            "type": int,
+            "default": 256,
+            "choices": [32, 64, 128, 256],
+            "help": "more and shorter sequences need less compute for hops of the same size "
+            "(%(default)s)",
+        },
+        "--shared-connections": {
+            "type": float,
+            "metavar": "FACTOR",
+            "help": "all links of a host share a connection: it sends as fast as the fastest of "
+            "them, and receives FACTOR times as fast (default: links have rates of their own)",
+        },
+        "--busy-stages": {
+            "action": "store_true",
+            "help": "plan with operation times measured while all hosts train, not on an idle "
+            "machine, because many processes on few cores share caches",
+        },
+    }
+    paths = {
+        "links": "CSV with another table of links (gcp12)",
+        "figure": "draw the results as an SVG to this file",
+        "keep": "keep plans, runs and timelines in this folder",
+    }
+    return reporting.run(
+        "network.wan", __doc__, measure, numbers=numbers, options=options, paths=paths
     )
 
 

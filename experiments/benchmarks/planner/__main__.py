@@ -160,7 +160,7 @@ def scale(sizes: list[int]) -> dict[str, Any]:
             text=True,
             check=True,
         )
-        runs.append(json.loads(finished.stdout.splitlines()[-1]))
+        runs.append(json.loads(finished.stdout.splitlines()[-1])["found"])
         print(f"scale: {runs[-1]}", flush=True)
     return {"runs": runs}
 
@@ -187,44 +187,51 @@ def of_size(nodes: int) -> dict[str, Any]:
 PARTS = ("yardstick", "methods", "bound", "scale")
 
 
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("planner", __doc__)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
-    numbers = {
-        "seeds": (5, "seeds of yardstick"),
-        "budget": (10.0, "seconds of each method"),
-        "bound_budget": (300.0, "time limit in seconds of each bound"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--optima", type=int, help="number of small cases of bound (all)")
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        choices=SIZES,
-        nargs="+",
-        default=list(SIZES),
-        help="numbers of nodes of scale (all)",
-    )
-    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the parts that are asked for."""
     if arguments.size is not None:
-        print(json.dumps(of_size(arguments.size)))
-        return 0
+        report["found"] = of_size(arguments.size)
+        return
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "yardstick": lambda: yardstick(arguments.seeds),
         "methods": lambda: methods(arguments.budget),
         "bound": lambda: bound(arguments.bound_budget, arguments.optima),
         "scale": lambda: scale(arguments.sizes),
     }
-    report = reporting.begun("planner")
     for part in arguments.only:
         report[part] = run[part]()
         reporting.write(report, arguments.json)
-    return reporting.finish(report, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    numbers = {
+        "seeds": (5, 1, "seeds of yardstick"),
+        "budget": (10.0, None, "seconds of each method"),
+        "bound_budget": (300.0, None, "time limit in seconds of each bound"),
+    }
+    several = {"nargs": "+"}
+    options = {
+        "--only": several | {"choices": PARTS, "default": PARTS, "help": "parts (all)"},
+        "--optima": {"type": int, "help": "number of small cases of bound (all)"},
+        "--sizes": several
+        | {
+            "type": int,
+            "choices": SIZES,
+            "default": [*SIZES],
+            "help": "numbers of nodes of scale (all)",
+        },
+        "--size": {"type": int, "help": argparse.SUPPRESS},
+    }
+    return reporting.run(
+        "planner",
+        __doc__,
+        measure,
+        numbers=numbers,
+        options=options,
+        # A process of one size tells its own memory.
+        takes_device="--size" not in sys.argv,
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import sys
 from typing import Any
 
 import yaml
-from skippipe_sched import fields
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.averaging import NUMBERS_OF_A_SCALE
 from skippipe_sched.problem.case import Case, parse_case
@@ -162,24 +161,8 @@ def row(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Parse the command line, search, print; returns the exit code."""
-    parser = reporting.parser("planner.settings", __doc__)
-    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
-    parser.add_argument(
-        "--hops", choices=SHARES, nargs="+", help="dtypes of hops (those of the case)"
-    )
-    parser.add_argument(
-        "--settings", choices=SETTINGS, nargs="+", help="settings (those of the case)"
-    )
-    numbers = {"seeds": (5, "seeds of each search"), "budget": (60.0, "seconds of each search")}
-    reporting.add_numbers(parser, numbers)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    fields.integer(arguments.seeds, "--seeds", 1)
-    report = reporting.begun("planner.settings")
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Search in all settings."""
     report |= {"seeds": arguments.seeds, "budget_s": arguments.budget, "settings": SETTINGS}
     report |= {"published_s": published(), "results": []}
     print(f"published: {report['published_s']}")
@@ -197,7 +180,21 @@ def _run(arguments: argparse.Namespace) -> int:
                 reporting.write(report, arguments.json)
     for share in report["averaging_shares"]:
         print(f"averaging's share: {share}")
-    return reporting.finish(report, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, search, print; returns the exit code."""
+    numbers = {
+        "seeds": (5, 1, "seeds of each search"),
+        "budget": (60.0, None, "seconds of each search"),
+    }
+    several = {"nargs": "+"}
+    options = {
+        "--cases": several | {"choices": CASES, "default": [*CASES], "help": "(all)"},
+        "--hops": several | {"choices": SHARES, "help": "dtypes of hops (those of the case)"},
+        "--settings": several | {"choices": SETTINGS, "help": "settings (those of the case)"},
+    }
+    return reporting.run("planner.settings", __doc__, measure, numbers=numbers, options=options)
 
 
 if __name__ == "__main__":

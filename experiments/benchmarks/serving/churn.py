@@ -29,7 +29,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 
@@ -394,37 +393,16 @@ def small_run(folder: Path) -> Path:
     return folder / "run"
 
 
-def main() -> int:
-    """Parse the command line, serve and kill, print; returns the exit code."""
-    parser = reporting.parser("serving.churn", __doc__)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=Path, metavar="DIR", help="run to serve")
-    which.add_argument("--small", action="store_true", help="train a tiny run of a few steps")
-    numbers = {
-        "hosts": (9, "number of hosts, including the front"),
-        "requests": (200, "minimum number of requests in all phases"),
-        "pause_s": (0.25, "mean seconds between two requests"),
-        "sequences": (64, "sequences to evaluate"),
-        "seed": (0, "seed of the requests"),
-        "heartbeat_timeout_s": (5.0, "cluster.heartbeat_timeout_s"),
-        "patience_s": (300.0, "seconds after which an answer counts as failed"),
-    }
-    reporting.add_numbers(parser, numbers)
-    paths = {
-        "control": "run of the same stages, trained with full paths",
-        "picture": "draw the results as an SVG to this file",
-        "keep": "keep the output of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    return reporting.run(parser, _run)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Serve, strike, and compare.
 
-
-def _run(arguments: argparse.Namespace) -> int:
-    requests = fields.integer(arguments.requests, "--requests", 1)
-    hosts = fields.integer(arguments.hosts, "--hosts", 2)
-    pause_s = fields.number(arguments.pause_s, "--pause-s", 0.0)
-    sequences = fields.integer(arguments.sequences, "--sequences", 1)
-    report = reporting.begun("serving.churn")
+    Raises:
+        InputError: if there is no run to serve, or one of too few stages.
+    """
+    hosts = arguments.hosts
+    if arguments.small == (arguments.run is not None):
+        problem = "either this or --small is needed"
+        raise InputError("--run", arguments.run, problem, "Choose one of the two")
     with reporting.folder_for(arguments.keep, "serve_churn") as folder:
         run = small_run(folder) if arguments.small else arguments.run.resolve()
         model, config, step = read_run(run)
@@ -434,21 +412,21 @@ def _run(arguments: argparse.Namespace) -> int:
         control = None if arguments.control is None else read_run(arguments.control)[0]
         text = load_corpora(config.data)[0].held_out.tokens
         drawn = Requests(text, model.tokenizer.begin, model.stages, model.context, arguments.seed)
-        levels = Levels(model, control, config.data, sequences)
+        levels = Levels(model, control, config.data, arguments.sequences)
         timeouts = arguments.heartbeat_timeout_s, arguments.patience_s
         with contextlib.closing(StagedService(folder, run, hosts, *timeouts)) as service:
             service.start()
             clients = Clients(*service.address, arguments.patience_s)
-            struck = Struck(service, clients, drawn, pause_s)
+            struck = Struck(service, clients, drawn, arguments.pause_s)
             report |= {"step": step, "hosts": hosts, "stages": model.stages}
             report["held"] = {str(host): own for host, own in sorted(service.holding().items())}
-            struck_service(struck, levels, model.stages, -(-requests // len(PHASES)))
+            struck_service(struck, levels, model.stages, -(-arguments.requests // len(PHASES)))
             service.end()
         report |= {"levels": levels.found, "front": struck.front} | _told(struck, model)
         report["failures"] = wrong_in(report, clients.answers)
     if arguments.picture is not None:
         drawing.write_svg(picture(report), arguments.picture)
-    return reporting.finish(report, table(report), arguments.json)
+    return table(report)
 
 
 def _told(struck: Struck, model: StagedModel) -> dict[str, Any]:
@@ -469,6 +447,29 @@ def _told(struck: Struck, model: StagedModel) -> dict[str, Any]:
         ),
         "tokens_each_second": tokens_each_second(struck),
     }
+
+
+def main() -> int:
+    """Parse the command line, serve and kill, print; returns the exit code."""
+    numbers = {
+        "hosts": (9, 2, "number of hosts, including the front"),
+        "requests": (200, 1, "minimum number of requests in all phases"),
+        "pause_s": (0.25, 0.0, "mean seconds between two requests"),
+        "sequences": (64, 1, "sequences to evaluate"),
+        "seed": (0, None, "seed of the requests"),
+        "heartbeat_timeout_s": (5.0, None, "cluster.heartbeat_timeout_s"),
+        "patience_s": (300.0, None, "seconds after which an answer counts as failed"),
+    }
+    small = {"action": "store_true", "help": "train a tiny run of a few steps"}
+    paths = {
+        "run": "folder of the run to serve",
+        "control": "run of the same stages, trained with full paths",
+        "picture": "draw the results as an SVG to this file",
+        "keep": "keep the output of the hosts in this folder",
+    }
+    return reporting.run(
+        "serving.churn", __doc__, measure, numbers=numbers, options={"--small": small}, paths=paths
+    )
 
 
 if __name__ == "__main__":

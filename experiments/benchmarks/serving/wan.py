@@ -43,7 +43,6 @@ import numpy as np
 import yaml
 from flax import nnx
 from jaxtyping import Float
-from skippipe_sched import fields
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem import links
 from skippipe_sched.serving.case import ServingCase
@@ -516,33 +515,28 @@ def table(report: Mapping[str, Any]) -> str:
     return aligned(rows, [0])
 
 
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Measure the parts that are asked for."""
+    given = arguments.sequences, arguments.tokens, arguments.turns
+    report["tokens"] = arguments.tokens
+    with tempfile.TemporaryDirectory(prefix="serve-wan-") as name:
+        if WAN in arguments.parts:
+            report[WAN] = measured_over_hosts(Path(name), arguments.hosts, *given)
+        if ONE_HOST in arguments.parts:
+            report[ONE_HOST] = measured_on_one_host(Path(name), *given)
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, measure and report; returns the exit code."""
-    parser = reporting.parser("serving.wan", __doc__)
     numbers = {
-        "hosts": (6, "number of hosts, including the first"),
-        "sequences": (DEFAULT_SLOTS, "sequences"),
-        "tokens": (32, "tokens of an answer"),
-        "turns": (3, "counted turns"),
+        "hosts": (6, 2, "number of hosts, including the first"),
+        "sequences": (DEFAULT_SLOTS, 1, "sequences"),
+        "tokens": (32, 8, "tokens of an answer"),
+        "turns": (3, 1, "counted turns"),
     }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    hosts = fields.integer(arguments.hosts, "--hosts", 2)
-    sequences = fields.integer(arguments.sequences, "--sequences", 1)
-    tokens = fields.integer(arguments.tokens, "--tokens", 8)
-    turns = fields.integer(arguments.turns, "--turns", 1)
-    report = reporting.begun("serving.wan") | {"tokens": tokens}
-    with tempfile.TemporaryDirectory(prefix="serve-wan-") as name:
-        folder = Path(name)
-        if WAN in arguments.parts:
-            report[WAN] = measured_over_hosts(folder, hosts, sequences, tokens, turns)
-        if ONE_HOST in arguments.parts:
-            report[ONE_HOST] = measured_on_one_host(folder, sequences, tokens, turns)
-    return reporting.finish(report, table(report), arguments.json)
+    options = {"--parts": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "(all)"}}
+    return reporting.run("serving.wan", __doc__, measure, numbers=numbers, options=options)
 
 
 if __name__ == "__main__":
