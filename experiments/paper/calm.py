@@ -157,7 +157,11 @@ def figures_of(
     return {
         "changed_by": CHANGED_BY,
         "seed": SEED,
-        "repetitions": {name: _of_repetitions(found) for name, found in repeated.items()},
+        "repetitions": {
+            name: {"loss": losses, **_spread(losses)}
+            for name, found in repeated.items()
+            if (losses := [own.loss for own in found])
+        },
         "instructions": {
             "loss": {name: found.loss for name, found in on_instructions.items()},
             **_spread([found.loss for found in on_instructions.values()]),
@@ -166,20 +170,6 @@ def figures_of(
             arm: own.loss == repeated[arm][0].loss and own.curve == repeated[arm][0].curve
             for arm, own in of_campaign.items()
             if own is not None
-        },
-    }
-
-
-def _of_repetitions(found: Sequence[Summary]) -> dict[str, Any]:
-    losses = np.array([[loss for _, _, loss in own.curve] for own in found])
-    return {
-        "loss": [own.loss for own in found],
-        **_spread([own.loss for own in found]),
-        "scaled": _spread([own.loss_scaled for own in found]),
-        "curve": {
-            "iteration": [step for step, _, _ in found[0].curve],
-            "mean": losses.mean(axis=0).round(4).tolist(),
-            "greatest_minus_least": np.ptp(losses, axis=0).round(4).tolist(),
         },
     }
 
