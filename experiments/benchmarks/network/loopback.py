@@ -28,7 +28,7 @@ from skippipe_sched.problem.plan import Plan
 from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.benchmarks.harness import reporting
-from experiments.benchmarks.harness.launching import AllHosts, OwnCores, write_config
+from experiments.benchmarks.harness.launching import AllHosts, OwnCores, small_run, write_config
 from skippipe_jax import Run
 from skippipe_jax.storage.run_dir import CASE, RunDir
 
@@ -50,32 +50,12 @@ class Workload:
 
 def config_of(folder: Path, workload: Workload, iterations: int) -> Path:
     """Write the configuration of a run that measures its hosts, plans for them, and trains."""
-    config = {
-        "run_dir": str(folder / "run"),
-        "compilation_cache": str(folder / "compiled"),
-        "model": {
-            "width": workload.width,
-            "layers": 2 * workload.layers,
-            "ffn_width": 3 * workload.width,
-            "context": workload.sequence_length,
-        },
-        "plan": {
-            "measure": True,
-            "method": "full",
-            "case": {
-                "stages": [1, 1],
-                "path_length": 2,
-                "microbatches": workload.microbatches,
-                "memory": workload.memory,
-            },
-        },
-        "data": {
-            "sequence_length": workload.sequence_length,
-            "microbatch_size": workload.microbatch_size,
-        },
-        "train": {"steps": WARMUP_ITERATIONS + iterations},
-        "checkpoint": {"every": WARMUP_ITERATIONS + iterations},
-    }
+    shape = workload.width, 2 * workload.layers
+    shape += workload.microbatch_size, workload.sequence_length
+    case = {"stages": [1, 1], "path_length": 2, "memory": workload.memory}
+    case["microbatches"] = workload.microbatches
+    plan = {"measure": True, "method": "full", "case": case}
+    config = small_run(folder, shape, plan, WARMUP_ITERATIONS + iterations)
     return write_config(folder / "config.yaml", config)
 
 

@@ -35,6 +35,7 @@ from experiments.benchmarks.harness.launching import (
     AllHosts,
     Loopback,
     alike_nodes,
+    small_run,
     write_config,
 )
 from skippipe_jax.cli.arguments import (
@@ -214,22 +215,14 @@ def bytes_per_iteration(config: Config) -> int:
 def config_of(folder: Path, dtype: str, width: int, iterations: int) -> Path:
     """Write the configuration of a run of two stages of a node each, along full paths."""
     case = alike_nodes([1, 1], microbatches_per_data_node=MICROBATCHES, memory=4)
-    config = {
-        "run_dir": str(folder / "run"),
-        "model": {
-            "width": width,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "ffn_width": width,
-            "context": 256,
-        },
-        "plan": {"method": "full", "case": case},
-        "data": {"sequence_length": 256, "microbatch_size": 4},
-        "network": {"activation_dtype": dtype},
-        "train": {"steps": iterations},
-        "checkpoint": {"every": iterations},
-    }
+    config = small_run(
+        folder,
+        (width, 2, 4, 256),
+        {"method": "full", "case": case},
+        iterations,
+        model={"heads": 2, "kv_heads": 1, "ffn_width": width},
+        network={"activation_dtype": dtype},
+    )
     return write_config(folder / "config.yaml", config)
 
 

@@ -29,6 +29,7 @@ from experiments.benchmarks.harness.launching import (
     Network,
     OwnCores,
     alike_nodes,
+    small_run,
     write_config,
 )
 from skippipe_jax import Run
@@ -49,26 +50,16 @@ SHOWN_START_S = 600.0
 def config_of(folder: Path, runtime: str, iterations: int, size: str = "full") -> dict[str, Any]:
     """The run whose iterations are timed."""
     width, layers, microbatch_size, sequence_length = SIZES[size]
-    return {
-        "run_dir": str(folder / "run"),
-        "compilation_cache": str(folder.parent / "compiled"),
-        "model": {
-            "width": width,
-            "layers": STAGES * layers,
-            "ffn_width": 3 * width,
-            "context": sequence_length,
-        },
-        "plan": {
-            "method": "full",
-            "budget_s": 0.5,
-            "case": alike_nodes([REPLICAS] * STAGES, microbatches=4 * REPLICAS),
-        },
-        "data": {"sequence_length": sequence_length, "microbatch_size": microbatch_size},
-        "cluster": {"runtime": runtime, "host_of_node": HOSTS_OF_NODES},
-        "network": {"averaging": "ring"},
-        "train": {"steps": WARMUP_ITERATIONS + iterations},
-        "checkpoint": {"every": WARMUP_ITERATIONS + iterations},
-    }
+    case = alike_nodes([REPLICAS] * STAGES, microbatches=4 * REPLICAS)
+    return small_run(
+        folder,
+        (width, STAGES * layers, microbatch_size, sequence_length),
+        {"method": "full", "budget_s": 0.5, "case": case},
+        WARMUP_ITERATIONS + iterations,
+        compilation_cache=str(folder.parent / "compiled"),
+        cluster={"runtime": runtime, "host_of_node": HOSTS_OF_NODES},
+        network={"averaging": "ring"},
+    )
 
 
 def start_config_of(folder: Path, runtime: str, hosts: int) -> dict[str, Any]:
