@@ -19,7 +19,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,6 +194,10 @@ def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
     }
 
 
+NamedTask = tuple[str, str, int, GatedTask]
+"""What a task is of, its arm, its seed, and itself."""
+
+
 class Study(study_command.Study):
     """The runs of all settings, trained once each."""
 
@@ -210,11 +214,11 @@ class Study(study_command.Study):
         name = self._names.setdefault(run, f"{setting.name}-{jobs.slug(arm)}-{seed}")
         return GatedTask(name, run, self.summaries / "runs", self.folder, self.command)
 
-    def arms(self, setting: Setting) -> Iterator[tuple[str, int, GatedTask]]:
+    def arms(self, setting: Setting) -> Iterator[NamedTask]:
         """Name all arms of a setting, first seeds first."""
         for seed in range(SEEDS):
             for arm, run in arms(setting).items():
-                yield arm, seed, self.task(setting, arm, run, seed)
+                yield setting.name, arm, seed, self.task(setting, arm, run, seed)
 
     def choose(self, arguments: argparse.Namespace) -> None:
         """Take over what is trained."""
@@ -235,24 +239,19 @@ class Study(study_command.Study):
     def figures(self) -> dict[str, Any]:
         """Gather all runs that are there."""
         by_setting, of_options = {}, {}
-        for setting in SETTINGS:
-            by_arm: dict[str, dict[int, GatedTask]] = {}
-            for arm, seed, task in self.arms(setting):
-                by_arm.setdefault(arm, {})[seed] = task
-            found = figures_of(by_arm, setting.steps * setting.blocks, [FULL], TEST)
+        for name, by_arm in grouped(itertools.chain(*map(self.arms, SETTINGS))).items():
+            setting = BY_NAME[name]
+            found = figures_of(by_arm, setting.steps * setting.blocks, FULL, TEST)
             if found["arms"].keys() == by_arm.keys():  # None says little without its controls.
-                by_setting[setting.name] = found | {"quality_minus": quality_minus(found)}
-        by_option: dict[str, dict[str, dict[int, GatedTask]]] = {}
-        for option, value, seed, task in self.options():
-            by_option.setdefault(option, {}).setdefault(value, {})[seed] = task
-        for option, by_arm in by_option.items():
+                by_setting[name] = found | {"quality_minus": quality_minus(found)}
+        for option, by_arm in grouped(self.options()).items():
             first = next(iter(by_arm))
-            found = figures_of(by_arm, OF_OPTIONS.steps * OF_OPTIONS.blocks, [first], VALIDATION)
+            found = figures_of(by_arm, OF_OPTIONS.steps * OF_OPTIONS.blocks, first, VALIDATION)
             if len(found["arms"]) > 1:
                 of_options[option] = found
         return {"settings": by_setting, "options": of_options}
 
-    def options(self) -> Iterator[tuple[str, str, int, GatedTask]]:
+    def options(self) -> Iterator[NamedTask]:
         """Name all runs of the options, first seeds first."""
         for _ in self.arms(OF_OPTIONS):  # Which have the names of runs that are options too.
             pass
@@ -267,14 +266,22 @@ ByArm = Mapping[str, Mapping[int, GatedTask]]
 """The tasks of arms, by seed."""
 
 
+def grouped(named: Iterable[NamedTask]) -> dict[str, dict[str, dict[int, GatedTask]]]:
+    """Group tasks by what they are of, by arm and by seed."""
+    found: dict[str, dict[str, dict[int, GatedTask]]] = {}
+    for of, arm, seed, task in named:
+        found.setdefault(of, {}).setdefault(arm, {})[seed] = task
+    return found
+
+
 def results(tasks: Mapping[int, GatedTask]) -> list[dict[str, Any]]:
     """Read the results of the first seeds, up to one that is missing."""
     found = (tasks[seed].result() for seed in sorted(tasks))
     return [result for result in itertools.takewhile(bool, found) if result is not None]
 
 
-def figures_of(by_arm: ByArm, full: float, controls: Sequence[str], part: str) -> dict[str, Any]:
-    """Gather losses by arm, and the differences of all arms from controls, paired by seed.
+def figures_of(by_arm: ByArm, full: float, control: str, part: str) -> dict[str, Any]:
+    """Gather losses by arm, and the differences of all arms from a control, paired by seed.
 
     `full` is the compute of the full model, of which an arm's is given as a share.
     """
@@ -291,11 +298,7 @@ def figures_of(by_arm: ByArm, full: float, controls: Sequence[str], part: str) -
             }
             for arm, seeds in found.items()
         },
-        "minus": {
-            control: intervals.minus(losses, losses[control])
-            for control in controls
-            if control in losses
-        },
+        "minus": {control: intervals.minus(losses, losses[control])} if control in losses else {},
     }
 
 

@@ -32,9 +32,11 @@ from experiments.paper.recipe import (
     QUALITY,
     SEEDS,
     WIDTH,
+    NamedTask,
     Setting,
     as_long,
     figures_of,
+    grouped,
     results,
     table,
 )
@@ -74,7 +76,7 @@ class Study(study_command.Study):
             self.trained, bytes_per_parameter=max(1, self.trained.bytes_per_parameter // 5)
         )
 
-    def runs(self) -> Iterator[tuple[str, str, int, GatedTask]]:
+    def runs(self) -> Iterator[NamedTask]:
         """Name all runs that go on: domain, arm, seed and task, first seeds first."""
         places = (self.summaries / "runs", self.folder, self.command)
         blocks, steps = self.trained.blocks, self.trained.steps
@@ -99,18 +101,15 @@ class Study(study_command.Study):
 
     def figures(self) -> dict[str, Any]:
         """Gather losses on the domains and on the general text, before and after."""
-        by_domain: dict[str, dict[str, dict[int, GatedTask]]] = {}
-        for domain, arm, seed, task in self.runs():
-            by_domain.setdefault(domain, {}).setdefault(arm, {})[seed] = task
         full = self.goes_on.steps * self.goes_on.blocks
         return {
             "domains": {
                 domain: {
-                    label: figures_of(by_arm, full, [FULL], part)
+                    label: figures_of(by_arm, full, FULL, part)
                     | {"before": [own["losses"][f"{part} before"] for own in results(by_arm[FULL])]}
                     for label, part in PARTS.items()
                 }
-                for domain, by_arm in by_domain.items()
+                for domain, by_arm in grouped(self.runs()).items()
             }
         }
 

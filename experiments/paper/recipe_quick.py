@@ -46,7 +46,8 @@ class Study(study_command.Study):
 
     def __init__(self, folder: Path, quick: bool = True):
         """`folder` is worked in, and has the results."""
-        super().__init__(folder, quick)
+        del quick  # It always is.
+        super().__init__(folder, quick=True)
 
     def job(self, arm: str) -> Job:
         """Describe the run of an arm."""
