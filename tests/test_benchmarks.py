@@ -1,9 +1,11 @@
-"""The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
+"""The benchmarks run, and report; their figures are for quiet machines."""
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,31 +36,31 @@ from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.parsing import load_config
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 from tests.harness.pictures import overlapping_texts
-from tests.harness.processes import Processes, started_processes
 from tests.harness.training_runs import SMALL_CASE, virtual_devices
 
 QUICK_SEARCH = ("--seeds", "1", "--budget", "0.1")
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    with started_processes(tmp_path) as processes:
-        yield processes
-
-
-def last_line_of(processes: Processes, module: str, *arguments: str) -> dict[str, Any]:
-    """What a benchmark prints last on its standard output; warnings may follow it."""
-    command = ("-m", f"experiments.benchmarks.{module}", *arguments)
-    processes.start(*command, **virtual_devices(1))
-    assert processes.exit_code(0, 550.0) == 0, processes.output(0)
-    return json.loads([line for line in processes.output(0).splitlines() if line[:1] == "{"][-1])
+def report_of(folder: Path, module: str, *words: str) -> dict[str, Any]:
+    """What a benchmark reports, from a process of its own with one device."""
+    file = folder / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-m", f"experiments.benchmarks.{module}", *words, "--json", file],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | virtual_devices(1),
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
 
 
 @pytest.mark.nightly
-def test_overhead(processes: Processes):
+def test_overhead(tmp_path: Path):
     sizes = ["--stages", "2", "--replicas", "1", "--microbatches-per-data-node", "2"]
     sizes += ["--microbatch-size", "1", "--sequence-length", "16", "--warmup", "1", "--turns", "2"]
-    report = last_line_of(processes, "overhead", "--recompute", "stage", *sizes)
+    report = report_of(tmp_path, "overhead", "--recompute", "stage", *sizes)
     [result] = report["results"]
     pipeline = result["programs"]["pipeline"]
     quickest = result["programs"][result["ratio_to"]]
@@ -68,10 +70,10 @@ def test_overhead(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_causes_of_overhead_add_up_to_an_iteration(processes: Processes):
+def test_causes_of_overhead_add_up_to_an_iteration(tmp_path: Path):
     sizes = ["--microbatches-per-data-node", "2", "--sequence-length", "16", "--warmup", "1"]
     given = ["--causes", *sizes, "--turns", "1", "--records", "1"]
-    results = last_line_of(processes, "overhead", *given)["results"]
+    results = report_of(tmp_path, "overhead", *given)["results"]
     assert results["ratio"] > 0
     for by_kind in results["seconds_by_kind"].values():
         assert list(by_kind) == [*overhead.KINDS, overhead.BETWEEN]
@@ -92,8 +94,8 @@ def test_operations_are_of_the_kinds_that_their_names_say():
 
 
 @pytest.mark.nightly
-def test_gpu_on_any_machine(processes: Processes):
-    results = last_line_of(processes, "gpu", "--small")["results"]
+def test_gpu_on_any_machine(tmp_path: Path):
+    results = report_of(tmp_path, "gpu", "--small")["results"]
     assert list(results) == ["stage", "model", "attention", "cross_entropy", "dispatch"]
     model = ModelConfig(**PRESETS["tiny"])
     layer = parameter_count(stage_shapes(model, 4)[1])
@@ -190,9 +192,9 @@ def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
 
 
 @pytest.mark.nightly
-def test_attention(processes: Processes):
+def test_attention(tmp_path: Path):
     given = "--lengths", "300", "--turns", "2"
-    one, packed = last_line_of(processes, "attention", *given)["results"]
+    one, packed = report_of(tmp_path, "attention", *given)["results"]
     assert [one["packed"], packed["packed"]] == [False, True]
     for ways in (one["ways"], packed["ways"]):
         assert ways["xla"]["of_xla"] == 1.0
@@ -201,18 +203,18 @@ def test_attention(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_planner_bounds(processes: Processes):
+def test_planner_bounds(tmp_path: Path):
     arguments = ["--only", "bound", "--optima", "2", "--bound-budget", "5"]
-    found = last_line_of(processes, "planner", *arguments)["bound"]
+    found = report_of(tmp_path, "planner", *arguments)["bound"]
     for own in (*found["optima"], found["gcp20"]):
         assert own["quick_s"] <= own["placements_s"] <= own["best_s"] * (1 + 1e-9)
     assert found["placements"]["mean_gap"] < found["quick"]["mean_gap"]
 
 
 @pytest.mark.nightly
-def test_settings_of_hops_and_memory(processes: Processes):
+def test_settings_of_hops_and_memory(tmp_path: Path):
     given = ["--cases", "gcp20", "--settings", "exact", "more-in-flight", *QUICK_SEARCH]
-    report = last_line_of(processes, "planner.settings", *given)
+    report = report_of(tmp_path, "planner.settings", *given)
     found = {(own["setting"], own["hops"]): own for own in report["results"]}
     assert len(found) == 4
     for setting in ("exact", "more-in-flight"):
@@ -226,9 +228,9 @@ def test_settings_of_hops_and_memory(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_outer_settings(processes: Processes):
+def test_outer_settings(tmp_path: Path):
     settings = ["--cases", "8b", "--settings", "outer-free", "outer"]
-    report = last_line_of(processes, "planner.settings", *settings, *QUICK_SEARCH)
+    report = report_of(tmp_path, "planner.settings", *settings, *QUICK_SEARCH)
     free, outer = (own["runs"][0] for own in report["results"])
     assert free["iteration_s"] == free["pipeline_s"]
     assert free["late_s"] == 0
@@ -239,8 +241,8 @@ def test_outer_settings(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_late(processes: Processes):
-    report = last_line_of(processes, "network.late", "--iterations", "2")
+def test_late(tmp_path: Path):
+    report = report_of(tmp_path, "network.late", "--iterations", "2")
     strict, ready_first = report["results"]
     assert report["ratio"] == pytest.approx(ready_first["median_s"] / strict["median_s"], abs=0.01)
     assert len(strict["losses"]) == 2
@@ -248,13 +250,13 @@ def test_late(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_packing(processes: Processes):
+def test_packing(tmp_path: Path):
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     words = [f"model.{setting}" for setting in small] + ["data.sequence_length=32"]
     words.append(f"plan.case={json.dumps(SMALL_CASE)}")
     overrides = [word for setting in words for word in ("--set", setting)]
     few = ["--iterations", "2", "--width", "256", "--dtypes", "int8"]
-    report = last_line_of(processes, "network.packing", *few, *overrides)
+    report = report_of(tmp_path, "network.packing", *few, *overrides)
     kernels, [sent] = report["kernels"], report["sockets"]
     assert kernels["hops_each_way"] == 4
     for own in kernels["formats"]:
@@ -267,11 +269,11 @@ def test_packing(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_data(processes: Processes):
+def test_data(tmp_path: Path):
     small = ["--iterations", "2", "--copies", "1", "--turns", "1", "--vocabulary-size", "300"]
     model = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
     overrides = [word for setting in model for word in ("--set", f"model.{setting}")]
-    report = last_line_of(processes, "data", *small, "--files", "40", *overrides)
+    report = report_of(tmp_path, "data", *small, "--files", "40", *overrides)
     loading, tokenizing = report["loading"], report["tokenizing"]
     assert {(own["source"], own["packing"]) for own in loading["results"]} == {
         (source, packing) for source in ("python", "tokens") for packing in ("windows", "documents")

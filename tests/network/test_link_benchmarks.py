@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,28 +13,16 @@ from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.benchmarks.harness.launching import AllHosts
 from experiments.benchmarks.network import loopback, wan
-from tests.harness.fork_server import fork_server
 from tests.network.test_shaped_network import needs_root
 from tests.sched.examples import TWO_NODES, plan_of
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
-    file = folder / "result.json"
-    command = [fork_server().programs / "python", "-m", f"experiments.benchmarks.{module}", *words]
-    finished = subprocess.run(
-        [*command, "--json", file], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return json.loads(file.read_text())
+from tests.test_benchmarks import report_of
 
 
 @pytest.mark.nightly
 @needs_root
 @pytest.mark.alone
 def test_rings_use_most_of_a_link(tmp_path: Path):
-    [ring] = result_of("network.rings", tmp_path, "--small")["rings"]
+    [ring] = report_of(tmp_path, "network.rings", "--small")["rings"]
     assert ring["slowest_rate"] == 2e6
     # Of two replicas, each sends all of its gradients once.
     assert ring["bound_s"] == pytest.approx(ring["bytes"] / 2e6)
@@ -50,7 +35,7 @@ def test_rings_use_most_of_a_link(tmp_path: Path):
 @pytest.mark.timeout(900)
 def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
     settings = ["--arms", "skippipe", "--iterations", "2", "--budget", "3"]
-    result = result_of("network.wan", tmp_path, "--hosts", "4", *settings)
+    result = report_of(tmp_path, "network.wan", "--hosts", "4", *settings)
     assert result["profiles"]["float32"]["bandwidth_deviation"] < 0.15
     [skippipe] = result["methods"]
     assert skippipe["method"] == "skippipe"
@@ -66,7 +51,7 @@ def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
 def test_a_token_takes_as_long_as_predicted_and_is_that_of_one_device(tmp_path: Path):
     # It refuses answers that are not those of one device.
     sizes = ["--hosts", "3", "--sequences", "4", "--tokens", "16", "--turns", "1"]
-    report = result_of("serving.wan", tmp_path, *sizes)
+    report = report_of(tmp_path, "serving.wan", *sizes)
     over_hosts, one_host = report["wan"], report["one_host"]
     assert 1 / 1.5 < over_hosts["seconds_per_token_to_predicted"] < 1.5
     assert 1 / 1.5 < over_hosts["tokens_per_second_to_predicted"] < 1.5

@@ -28,9 +28,7 @@ from experiments.benchmarks.serving.hosts import StagedService
 from skippipe_jax.inference.model_source import read_run
 from tests.harness.partial_models import save_run
 from tests.harness.pictures import overlapping_texts
-from tests.harness.processes import Processes
-from tests.test_benchmarks import last_line_of
-from tests.test_benchmarks import processes as processes  # a fixture
+from tests.test_benchmarks import report_of
 
 SECTIONS: dict[str, Any] = {
     "model": {
@@ -42,9 +40,9 @@ STREAM = Asked((256, 65), 4, 0.0, 0, is_stream=True)
 
 
 @pytest.mark.nightly
-def test_half_of_the_hosts_and_of_the_stages_may_go(processes: Processes):
+def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
     sizes = ["--requests", "200", "--pause-s", "0.1", "--sequences", "16"]
-    report = last_line_of(processes, "serving.churn", "--small", *sizes)
+    report = report_of(tmp_path, "serving.churn", "--small", *sizes)
     assert report["failures"] == []
     requests, greedy = report["requests"], report["greedy"]
     assert requests["sent"] >= 200
