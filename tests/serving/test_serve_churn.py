@@ -24,7 +24,6 @@ from experiments.benchmarks.serving.clients import (
     longest_pause_s,
     pauses_at,
 )
-from experiments.benchmarks.serving.hosts import StagedService
 from skippipe_jax.inference.model_source import read_run
 from tests.harness.partial_models import save_run
 from tests.harness.pictures import overlapping_texts
@@ -57,9 +56,8 @@ def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
 def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
     save_run(tmp_path / "run", SECTIONS, 3)
     model, _, _ = read_run(tmp_path / "run")
-    with contextlib.closing(StagedService(tmp_path, tmp_path / "run", 3, 5.0, 60.0)) as service:
-        service.start()
-        clients = Clients(*service.address, 60.0)
+    with contextlib.closing(churn.started(tmp_path, tmp_path / "run", 3, 5.0, 60.0)) as service:
+        clients = Clients(churn.HERE, service.port, 60.0)
         text = np.frombuffer(b"words of a text " * 20, np.uint8)
         drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
         struck = churn.Struck(service, clients, drawn, 0.01)

@@ -49,7 +49,7 @@ from experiments.benchmarks.serving.clients import (
     longest_pause_s,
     pauses_at,
 )
-from experiments.benchmarks.serving.hosts import StagedService
+from experiments.benchmarks.serving.hosts import Service
 from experiments.benchmarks.serving.wan import drawn_alone
 from experiments.paper import drawing
 from experiments.paper.drawing import BLUE, GREEN, ORANGE, VERMILION
@@ -85,6 +85,7 @@ ROUNDING = 1e-4
 MORE_THREADS = 16
 """Threads that the front may gain: the pools of event loops and of TensorStore fill up slowly."""
 SLOTS = 8
+HERE = "127.0.0.1"
 
 
 class Struck:
@@ -96,9 +97,7 @@ class Struck:
         front: what the front has open after each phase.
     """
 
-    def __init__(
-        self, service: StagedService, clients: Clients, requests: Requests, pause_s: float
-    ):
+    def __init__(self, service: Service, clients: Clients, requests: Requests, pause_s: float):
         """Let requests come `pause_s` apart on average."""
         self.service, self.clients, self._requests = service, clients, requests
         self._pause_s = pause_s
@@ -132,7 +131,7 @@ class Struck:
         """Start the hosts that were killed, and send requests until they serve, and so many."""
 
         async def come_back(host: int) -> None:
-            self.service.start_host(host)
+            self.service.start_host(host, has_weights=host % 2 == 0)
             at_s = await self._until(host, is_there=True)
             self.back.append({"host": host, "stages": self.service.holding()[host], "at_s": at_s})
 
@@ -370,8 +369,7 @@ def picture(report: Mapping[str, Any]) -> Figure:
 def struck_service(struck: Struck, levels: Levels, stages: int, per_phase: int) -> None:
     """Let all phases pass."""
     service = struck.service
-    host, port = service.address
-    url = f"http://{host}:{port}/v1"
+    url = f"http://{HERE}:{service.port}/v1"
     struck.calm(ALL, per_phase)
     levels.measure(ALL, url)
     holders = Counter(stage for held in service.holding().values() for stage in held)
@@ -383,6 +381,19 @@ def struck_service(struck: Struck, levels: Levels, stages: int, per_phase: int) 
     struck.start_again(BACK, per_phase)
     struck.calm(AGAIN, per_phase)
     levels.measure(AGAIN, url)
+
+
+def started(folder: Path, run: Path, hosts: int, silent_s: float, patience_s: float) -> Service:
+    """Start a service, every other host of which has no weights, and wait until it serves.
+
+    A host counts as lost after `silent_s` without a word.
+    """
+    timeout = "--set", f"cluster.heartbeat_timeout_s={silent_s}"
+    service = Service(folder, run, hosts, *timeout, patience_s=patience_s)
+    for host in range(hosts):
+        service.start_host(host, has_weights=host % 2 == 0)
+    asyncio.run(service.until(service.is_serving, "the service has not started"))
+    return service
 
 
 def small_run(folder: Path) -> Path:
@@ -413,10 +424,10 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
         text = load_corpora(config.data)[0].held_out.tokens
         drawn = Requests(text, model.tokenizer.begin, model.stages, model.context, arguments.seed)
         levels = Levels(model, control, config.data, arguments.sequences)
-        timeouts = arguments.heartbeat_timeout_s, arguments.patience_s
-        with contextlib.closing(StagedService(folder, run, hosts, *timeouts)) as service:
-            service.start()
-            clients = Clients(*service.address, arguments.patience_s)
+        with contextlib.closing(
+            started(folder, run, hosts, arguments.heartbeat_timeout_s, arguments.patience_s)
+        ) as service:
+            clients = Clients(HERE, service.port, arguments.patience_s)
             struck = Struck(service, clients, drawn, arguments.pause_s)
             report |= {"step": step, "hosts": hosts, "stages": model.stages}
             report["held"] = {str(host): own for host, own in sorted(service.holding().items())}

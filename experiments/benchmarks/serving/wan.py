@@ -23,20 +23,19 @@ probabilities of tokens, by which the client counts these.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
-import json
-import os
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -49,12 +48,12 @@ from skippipe_sched.serving.case import ServingCase
 from skippipe_sched.serving.simulate import simulate
 
 from experiments.benchmarks.harness import reporting
-from experiments.benchmarks.harness.launching import ENVIRONMENT
 from experiments.benchmarks.harness.turns import ratio
 from experiments.benchmarks.network.delays import Delays
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from experiments.benchmarks.network.wan import PAYLOAD_SHARE, SAME_LOCATION
 from experiments.benchmarks.serving.clients import Answer, Asked, Clients, seconds_per_token
+from experiments.benchmarks.serving.hosts import Service
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, parse_config
 from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
@@ -157,89 +156,6 @@ def require_alike(model: StagedModel, answers: Sequence[Answer]) -> None:
 # Over a network.
 
 
-class Service:
-    """A service whose hosts are in a network, all of them processes of this machine."""
-
-    def __init__(self, network: ShapedNetwork, run: Path, slots: int, output: Path):
-        """Start its first host; the others have to be added. What they print goes to `output`."""
-        self._network, self._run, self._output = network, run, output
-        self._stack = contextlib.ExitStack()
-        self.port = free_port()
-        self._coordinator = f"{network.address(0)}:{free_port()}"
-        self._hosts = len(network.rates)
-        words = ["--hosts", str(self._hosts), "--host-id", "0", "--max-num-seqs", str(slots)]
-        self._front = self._start(
-            0, "experiments.benchmarks.serving.front", *words, "--port", str(self.port)
-        )
-
-    def __enter__(self) -> Self:
-        """Let it end with a block."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """End all hosts."""
-        self._stack.close()
-
-    def add(self, host: int) -> None:
-        """Start another host, and wait until the first knows it.
-
-        Raises:
-            RuntimeError: if it does not come.
-        """
-        self._start(host, "skippipe_jax", "serve")
-        deadline_s = time.monotonic() + PATIENCE_S
-        while len(self.status()) <= host:
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(
-                    f"host {host} did not join within {PATIENCE_S:g} s; see {self._output}"
-                )
-            time.sleep(0.1)
-
-    def status(self) -> list[dict[str, Any]]:
-        """Return what the first host says of all, itself first.
-
-        Raises:
-            RuntimeError: if it has ended.
-        """
-        assert self._front.stdin is not None
-        assert self._front.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # Then it says nothing, either.
-            print("status", file=self._front.stdin, flush=True)
-        if not (said := self._front.stdout.readline()):
-            raise RuntimeError(f"the first host exited with code {self._front.wait()}")
-        return json.loads(said)
-
-    def measured_bytes_per_s(self) -> list[float]:
-        """Wait until the first host has measured its links to all others; return bytes per second.
-
-        Raises:
-            RuntimeError: if that takes too long.
-        """
-        deadline_s = time.monotonic() + PATIENCE_S
-        while None in (speeds := [host["bytes_per_s"] for host in self.status()[1:]]):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"the links are not measured: {speeds}; see {self._output}")
-            time.sleep(0.1)
-        return speeds
-
-    def _start(self, host: int, module: str, *words: str) -> subprocess.Popen[str]:
-        name = self._output / f"{self.port}_{host}.txt"
-        process = subprocess.Popen(
-            [
-                *self._network.command(host), sys.executable, "-m", module, *words,
-                "--run", str(self._run), "--coordinator", self._coordinator, "--max-stages", "1",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stack.enter_context(name.open("wb")),
-            text=True,
-            env=os.environ | ENVIRONMENT,
-        )  # fmt: skip
-        self._stack.enter_context(process)
-        self._stack.callback(process.kill)
-        return process
-
-
 def distant_links(
     hosts: int, token_bytes: int
 ) -> tuple[list[str], Float[np.ndarray, "hosts hosts"], Float[np.ndarray, "hosts hosts"]]:
@@ -268,16 +184,22 @@ def measured_over_hosts(
         network = stack.enter_context(ShapedNetwork(np.full_like(rates, np.inf)))
         delays = stack.enter_context(Delays(network))
         services = [
-            stack.enter_context(Service(network, run, slots, folder)) for slots in (sequences, 1)
+            Service(folder, run, hosts, "--max-num-seqs", str(slots), network=network)
+            for slots in (sequences, 1)
         ]
+        for service in services:
+            stack.enter_context(contextlib.closing(service))
+            service.start_host(0)
         # The planner places stages by the links, which are measured when hosts connect. The two
         # services measure one after the other, as they share the links.
         _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
         speeds = []
         for service in services:
             for host in range(1, hosts):
-                service.add(host)
-            speeds = service.measured_bytes_per_s()
+                service.start_host(host)
+                wait(service, lambda own, count=host: len(own) > count, f"host {host} did not join")
+            wait(service, lambda own: None not in map(speed_of, own[1:]), "a link is not measured")
+            speeds = [*map(speed_of, service.status()[1:])]
         many, one = services
 
         def measured(service: Service, count: int) -> Times:
@@ -300,6 +222,16 @@ def measured_over_hosts(
             print(_turn_line(row, sequences), file=sys.stderr, flush=True)
     bandwidths = [speed / rate for speed, rate in zip(speeds, rates[0, 1:], strict=True)]
     return figures_of(locations, found, sequences) | {"bandwidths_to_shaped": bandwidths}
+
+
+def wait(service: Service, holds: Callable[[list[dict[str, Any]]], bool], otherwise: str) -> None:
+    """Wait until something holds of what the front says of the hosts."""
+    asyncio.run(service.until(lambda: holds(service.status()), otherwise))
+
+
+def speed_of(told: Mapping[str, Any]) -> Any:
+    """Return the bytes per second of the link to a host; None before it is measured."""
+    return told["bytes_per_s"]
 
 
 def _shape(
