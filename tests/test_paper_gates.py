@@ -31,9 +31,10 @@ from skippipe_jax.data.batches import Batch
 from tests.harness import oracle
 
 RUN = GatedRun(
-    blocks=6,
+    blocks=4,
+    stages=4,
     steps=4,
-    phases=(Phase(0.0, 4), Phase(0.5, 4, 0.5)),
+    phases=(Phase(0.0, 3), Phase(0.5, 3, 0.5)),
     scaled_start=False,
     learning_rate=3e-2,
 )
@@ -52,10 +53,10 @@ def test_gates_equal_the_oracle_along_the_same_stages():
     for step in range(4):
         rows = batches(RUN, TEXT, step)
         rng = np.random.default_rng([RUN.seed, 2, step])
-        partial = drawn_stages(rng, RUN.skipping(step), 4, RUN.stages).tolist()
+        partial = drawn_stages(rng, RUN.skipping(step), 3, RUN.stages).tolist()
         paths = partial + [list(range(RUN.stages))] * (len(rows) - len(partial))
         iteration = [Batch(tokens=own[:, :-1], targets=own[:, 1:]) for own in rows]
-        phases.append(oracle.Phase((1,) * 6, paths, [iteration]))
+        phases.append(oracle.Phase((1,) * RUN.stages, paths, [iteration]))
     expected, of_oracle = oracle.train_by(RUN.model, optimizer_config(RUN), phases, RUN.seed, 4)
     np.testing.assert_allclose(losses, of_oracle, rtol=0, atol=1e-5)
     for stage, own in enumerate(expected):
@@ -86,7 +87,7 @@ def test_every_inner_stage_is_visited_equally_often(
 
 @pytest.mark.nightly
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path):
-    run = replace(RUN, phases=(), grown_from=4, grown_at=0.5)
+    run = replace(RUN, phases=(), grown_from=3, grown_at=0.5)
     whole, losses = trained(run, 4)
     for stopped in (1, 2, 3):
         first, _ = trained(run, stopped)
@@ -97,7 +98,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path: Path):
         again = [later.train_step(batches(run, TEXT, step)) for step in range(stopped, 4)]
         assert again == losses[stopped:]
         jax.tree.map(np.testing.assert_array_equal, later.parameters, whole.parameters)
-    assert jax.tree.leaves(whole.parameters["blocks"])[0].shape[0] == 6
+    assert jax.tree.leaves(whole.parameters["blocks"])[0].shape[0] == 4
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,11 @@ def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
     assert report["levels"][0]["perplexity"] == report["levels"][-1]["perplexity"]
 
 
+@pytest.mark.nightly
 def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
     save_run(tmp_path / "run", SECTIONS, 3)
     model, _, _ = read_run(tmp_path / "run")
-    with contextlib.closing(churn.started(tmp_path, tmp_path / "run", 3, 5.0, 60.0)) as service:
+    with contextlib.closing(churn.started(tmp_path, tmp_path / "run", 3, 5.0, 240.0)) as service:
         clients = Clients(churn.HERE, service.port, 60.0)
         text = np.frombuffer(b"words of a text " * 20, np.uint8)
         drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
