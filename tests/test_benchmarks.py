@@ -476,6 +476,6 @@ def test_regions_holds_each_generation_against_its_plan():
     rows = [line.split() for line in regions.table(results).splitlines()[1:]]
     assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"--"]
     assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "2"]
-    figure = regions.picture(results, "lost")
+    figure: Any = regions.picture(results, "lost")
     assert overlapping_texts(figure) == []
     assert [len(own.get_data().values) for own in figure.axes[0].patches] == [4, 3, 2]

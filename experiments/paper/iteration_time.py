@@ -307,7 +307,8 @@ def _correlation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds, sent = [row["iteration_s"] for row in rows], [_bytes(row) for row in rows]
     found = None
     if len(set(sent)) > 1 < len(set(seconds)):
-        found = round(float(spearmanr(sent, seconds).statistic), 4)
+        rank: Any = spearmanr(sent, seconds)
+        found = round(float(rank.statistic), 4)
     return {"plans": len(rows), "bytes": {"spearman": found}}
 
 

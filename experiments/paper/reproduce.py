@@ -22,7 +22,7 @@ from experiments.paper.jobs import stoppable
 from experiments.paper.study_command import RESULTS, write
 
 MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
-# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing, with 67 runs; those
+# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing, with 63 runs; those
 # whose results are committed need not be trained again.
 HOURS = 3
 

@@ -98,7 +98,7 @@ def run_alone(words: Sequence[str], output: Path) -> None:
         raise RuntimeError(f"{words[1]} exited with code {code}; see {output}")
 
 
-def kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+def kill(processes: Iterable[subprocess.Popen[Any]]) -> None:
     """End all of these processes at once."""
     processes = list(processes)
     for process in processes:

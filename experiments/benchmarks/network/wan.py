@@ -365,11 +365,11 @@ def picture(rows: Sequence[dict[str, Any]], title: str) -> Figure:
             if name == "measured":
                 text += f", {seconds / row['predicted_s']:.3f} of predicted"
             axes.text(seconds, number + aside, text, va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), map(_name, rows))
+    axes.set_yticks(range(len(rows)), [*map(_name, rows)])
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_title(f"{title}: seconds of one iteration, averaging included")
-    axes.legend(loc="lower right")
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.06))
     return figure
 
 

@@ -348,7 +348,7 @@ def picture(report: Mapping[str, Any]) -> Figure:
         f"{len(report['faults'])} of {report['hosts']} hosts killed (red), and back (green); "
         f"{requests['sent']} requests, {requests.get('failed', 0)} failed"
     )
-    tokens.set_ylabel("tokens that clients got in a second")
+    tokens.set_ylabel("tokens per second")
     tokens.set_xlabel("seconds, without those of evaluation")
     kinds = {"perplexity": ("the service", BLUE), "control": ("the control", ORANGE)}
     kinds = {key: own for key, own in kinds.items() if key in levels[0]}
@@ -362,7 +362,7 @@ def picture(report: Mapping[str, Any]) -> Figure:
     perplexities.set_xticks(range(len(levels)), names)
     perplexities.set_title("Held-out perplexity; above the bars: beside all stages")
     perplexities.margins(y=0.15)
-    perplexities.legend(loc="lower right")
+    perplexities.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     return figure
 
 
