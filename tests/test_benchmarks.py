@@ -1,14 +1,15 @@
-"""The benchmarks run, and print one JSON object last; their figures are for quiet machines."""
+"""The benchmarks run, and report; their figures are for quiet machines."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 from weakref import WeakSet
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +32,22 @@ from experiments.benchmarks.harness.turns import (
 from experiments.benchmarks.network import regions, wan
 from skippipe_jax.config import PRESETS
 from skippipe_jax.config.parsing import load_config
-from tests.harness.processes import Processes, started_processes
 from tests.harness.training_runs import SMALL_CASE, virtual_devices
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    with started_processes(tmp_path) as processes:
-        yield processes
-
-
-def last_line_of(processes: Processes, module: str, *arguments: str) -> dict[str, Any]:
-    """What a benchmark prints last on its standard output; warnings may follow it."""
-    command = ("-m", f"experiments.benchmarks.{module}", *arguments)
-    processes.start(*command, **virtual_devices(1))
-    assert processes.exit_code(0, 550.0) == 0, processes.output(0)
-    return json.loads([line for line in processes.output(0).splitlines() if line[:1] == "{"][-1])
+def report_of(folder: Path, module: str, *words: str) -> dict[str, Any]:
+    """What a benchmark reports, from a process of its own with one device."""
+    file = folder / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-m", f"experiments.benchmarks.{module}", *words, "--json", file],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | virtual_devices(1),
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
 
 
 @pytest.mark.nightly
@@ -72,8 +73,8 @@ def last_line_of(processes: Processes, module: str, *arguments: str) -> dict[str
         ("network.late", "--iterations 2"),
     ],
 )
-def test_a_small_run_prints_its_results(processes: Processes, module: str, arguments: str):
-    assert last_line_of(processes, module, *arguments.split())["results"]
+def test_a_small_run_reports_its_results(tmp_path: Path, module: str, arguments: str):
+    assert report_of(tmp_path, module, *arguments.split())["results"]
 
 
 def test_operations_are_of_the_kinds_that_their_names_say():
@@ -147,42 +148,33 @@ def test_programs_that_do_not_fit_at_once_run_one_after_the_other():
 
 
 @pytest.mark.nightly
-def test_attention(processes: Processes):
+def test_attention(tmp_path: Path):
     given = "--lengths", "300", "--turns", "2"
-    one, packed = last_line_of(processes, "attention", *given)["results"]
+    one, packed = report_of(tmp_path, "attention", *given)["results"]
     assert [one["packed"], packed["packed"]] == [False, True]
     for ways in (one["ways"], packed["ways"]):
         assert ways["xla"]["of_xla"] == 1.0
         assert ways["blockwise"]["seconds"] > 0
-        assert ways["blockwise"]["largest_array_bytes"] < ways["xla"]["largest_array_bytes"]
+        assert ways["blockwise"]["temporary_bytes"] < ways["xla"]["temporary_bytes"]
 
 
 @pytest.mark.nightly
-def test_planner(processes: Processes):
-    report = last_line_of(processes, "planner", "--only", "compiled")
-    figures = report["compiled"]
-    rates = figures["compiled_plans_per_s"] / figures["simulator_plans_per_s"]
-    assert abs(figures["ratio"] / rates - 1) < 0.1
-    assert figures["ratio"] > 1
-
-
-@pytest.mark.nightly
-def test_planner_bounds(processes: Processes):
+def test_planner_bounds(tmp_path: Path):
     arguments = ["--only", "bound", "--optima", "2", "--bound-budget", "5"]
-    found = last_line_of(processes, "planner", *arguments)["bound"]
+    found = report_of(tmp_path, "planner", *arguments)["bound"]
     for own in (*found["optima"], found["gcp20"]):
         assert own["quick_s"] <= own["placements_s"] <= own["best_s"] * (1 + 1e-9)
     assert found["placements"]["mean_gap"] < found["quick"]["mean_gap"]
 
 
 @pytest.mark.nightly
-def test_packing(processes: Processes):
+def test_packing(tmp_path: Path):
     small = ["width=32", "layers=4", "heads=2", "kv_heads=1", "ffn_width=48"]
     words = [f"model.{setting}" for setting in small] + ["data.sequence_length=32"]
     words.append(f"plan.case={json.dumps(SMALL_CASE)}")
     overrides = [word for setting in words for word in ("--set", setting)]
     few = ["--iterations", "2", "--width", "256", "--dtypes", "int8"]
-    report = last_line_of(processes, "network.packing", *few, *overrides)
+    report = report_of(tmp_path, "network.packing", *few, *overrides)
     kernels, [sent] = report["kernels"], report["sockets"]
     assert kernels["hops_each_way"] == 4
     for own in kernels["formats"]:
@@ -195,21 +187,11 @@ def test_packing(processes: Processes):
 
 
 @pytest.mark.nightly
-def test_many_requests(processes: Processes):
-    sizes = ["--slots", "3", "--requests", "4", "--turns", "1"]
-    results = last_line_of(processes, "serving.many_requests", *sizes)["results"]
-    assert list(results) == ["generate_until", "loglikelihood", "loglikelihood_rolling"]
-    for own in results.values():
-        one, many = own["seconds"]["1"], own["seconds"]["3"]
-        assert own["times_as_fast"] == pytest.approx(one[0] / many[0], abs=0.01)
-
-
-@pytest.mark.nightly
-def test_data(processes: Processes):
+def test_data(tmp_path: Path):
     small = ["--iterations", "2", "--copies", "1", "--turns", "1", "--vocabulary-size", "300"]
     model = ["width=32", "heads=2", "kv_heads=1", "ffn_width=48"]
     overrides = [word for setting in model for word in ("--set", f"model.{setting}")]
-    report = last_line_of(processes, "data", *small, "--files", "40", *overrides)
+    report = report_of(tmp_path, "data", *small, "--files", "40", *overrides)
     loading, tokenizing = report["loading"], report["tokenizing"]
     assert {(own["source"], own["packing"]) for own in loading["results"]} == {
         (source, packing) for source in ("python", "tokens") for packing in ("windows", "documents")
@@ -234,10 +216,10 @@ def test_churn_draws_faults_of_all_kinds_at_all_phases_a_third_of_them_on_the_le
             assert len(set(cut)) == 2 * len(struck) * (6 - len(struck))
 
 
-def curves(svg: str) -> list[tuple[str | None, int]]:
-    """The class of each curve of a picture, and the number of its corners."""
-    lines = [one for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("polyline")]
-    return [(one.get("class"), len((one.get("points") or "").split()) // 2) for one in lines]
+def curves(figure: Any) -> list[tuple[str, int]]:
+    """The label of each line of a picture, and the number of its corners."""
+    lines = [line for axes in figure.axes for line in axes.lines]
+    return [(line.get_label(), len(line.get_xdata())) for line in lines]
 
 
 def counted(generation: int, step: int, host: int, digest: str) -> dict[str, Any]:
@@ -331,7 +313,9 @@ def test_lost_stages_shows_each_policy_beside_the_undisturbed_run():
     assert rows[1] == ["undisturbed", *"-----", "3.2000", *"--"]
     assert rows[2][:7] == ["average", "rewind", "5", "4.0000", "4.5000", "never", "3.2000"]
     assert rows[2][7:] == ["+0.0250", "-0.0125"]
-    drawn = curves(lost_stages.picture(report))
+    figure = lost_stages.picture(report)
+    assert overlapping_texts(figure) == []
+    *drawn, _ = curves(figure)
     assert [name for name, _ in drawn] == [*results]
     corners = [count for _, count in drawn]
     assert corners[0] == corners[1] > corners[2] > 0
@@ -398,18 +382,18 @@ def test_regions_holds_each_generation_against_its_plan():
     ]
     stages = {1: {0: 0, 1: 1, 2: 1}, 2: {0: 0, 1: 1}, 3: {0: 1, 1: 0}}
     seen_s = {1: 100.0, 2: 203.0, 3: 219.0}
-    results = regions.measured_generations(generations, lines, seen_s, [200.0], stages)
+    results = regions.measured_generations(generations, lines, seen_s, stages)
     assert [result["ratio"] for result in results] == [pytest.approx(1.05), 1.25, None]
     assert [result["is_as_predicted"] for result in results] == [True, False, None]
     assert results[2]["arrived_after_s"] == 16.0
-    assert results[2]["arrived_after_fault_s"] == 19.0
     assert results[2]["nodes_moved"] == 2
     slow, late = regions.failures(results)
     assert "generation 2 takes 1.250" in slow
     assert "generation 3 was found after 16.0 s" in late
     assert regions.failures(results[:1]) == ["no better plan was found"]
     rows = [line.split() for line in regions.table(results).splitlines()[1:]]
-    assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"---"]
-    assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "19.0", "2"]
-    drawn = curves(regions.picture(results, "lost"))
-    assert drawn == [("measured", corners) for corners in (8, 6, 4)]
+    assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"--"]
+    assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "2"]
+    figure: Any = regions.picture(results, "lost")
+    assert overlapping_texts(figure) == []
+    assert [len(own.get_data().values) for own in figure.axes[0].patches] == [4, 3, 2]

@@ -15,6 +15,7 @@ from experiments.benchmarks.churn.faults import KINDS, WHILE_JOINING, Fault, dra
 from experiments.benchmarks.churn.hosts import Hosts
 from experiments.benchmarks.churn.restart import Restarted
 from experiments.benchmarks.harness import launching
+from tests.harness.pictures import overlapping_texts
 from tests.test_benchmarks import curves
 
 CALM = {"descriptors": 30, "threads": 40, "resident_bytes": 400_000_000}
@@ -60,8 +61,6 @@ def test_what_grows_in_a_spared_host_is_told():
     ):
         [told] = records.grown([*[CALM] * 99, CALM | {key: CALM[key] + by}])
         assert word in told
-    grows = [CALM | {"threads": 40 + 2 * number} for number in range(20)]
-    assert records.slopes(grows) == {"descriptors": 0, "threads": 2, "resident_bytes": 0}
 
 
 def test_goodput_is_what_counts_in_the_end_over_what_a_calm_run_makes():
@@ -97,9 +96,10 @@ def test_the_picture_has_a_place_for_each_fault():
             "goodput": 0.85,
             "restarted": {"goodput": 0.4},
         }
-        drawn = report.picture(own)
-        assert [corners for _, corners in curves(drawn)] == [count] * 3
-        assert drawn.count("<circle") == 2 * count - 1
+        figure = report.picture(own)
+        assert overlapping_texts(figure) == []
+        corners = [corners for label, corners in curves(figure) if label[0] != "_" or corners > 2]
+        assert corners[-4:] == [count, count, count - 1, count]
 
 
 class Hurried:

@@ -31,9 +31,10 @@ from skippipe_jax.data.batches import Batch
 from tests.harness import oracle
 
 RUN = GatedRun(
-    blocks=6,
+    blocks=4,
+    stages=4,
     steps=4,
-    phases=(Phase(0.0, 4), Phase(0.5, 4, 0.5)),
+    phases=(Phase(0.0, 3), Phase(0.5, 3, 0.5)),
     scaled_start=False,
     learning_rate=3e-2,
 )
@@ -52,10 +53,10 @@ def test_gates_equal_the_oracle_along_the_same_stages():
     for step in range(4):
         rows = batches(RUN, TEXT, step)
         rng = np.random.default_rng([RUN.seed, 2, step])
-        partial = drawn_stages(rng, RUN.skipping(step), 4, RUN.stages).tolist()
+        partial = drawn_stages(rng, RUN.skipping(step), 3, RUN.stages).tolist()
         paths = partial + [list(range(RUN.stages))] * (len(rows) - len(partial))
         iteration = [Batch(tokens=own[:, :-1], targets=own[:, 1:]) for own in rows]
-        phases.append(oracle.Phase((1,) * 6, paths, [iteration]))
+        phases.append(oracle.Phase((1,) * RUN.stages, paths, [iteration]))
     expected, of_oracle = oracle.train_by(RUN.model, optimizer_config(RUN), phases, RUN.seed, 4)
     np.testing.assert_allclose(losses, of_oracle, rtol=0, atol=1e-5)
     for stage, own in enumerate(expected):
@@ -86,7 +87,7 @@ def test_every_inner_stage_is_visited_equally_often(
 
 @pytest.mark.nightly
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path):
-    run = replace(RUN, phases=(), grown_from=4, grown_at=0.5)
+    run = replace(RUN, phases=(), grown_from=3, grown_at=0.5)
     whole, losses = trained(run, 4)
     for stopped in (1, 2, 3):
         first, _ = trained(run, stopped)
@@ -97,7 +98,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path: Path):
         again = [later.train_step(batches(run, TEXT, step)) for step in range(stopped, 4)]
         assert again == losses[stopped:]
         jax.tree.map(np.testing.assert_array_equal, later.parameters, whole.parameters)
-    assert jax.tree.leaves(whole.parameters["blocks"])[0].shape[0] == 6
+    assert jax.tree.leaves(whole.parameters["blocks"])[0].shape[0] == 4
 
 
 @pytest.mark.parametrize(
@@ -132,15 +133,13 @@ def test_the_quick_study_lists_its_runs(
     assert recipe_quick.main() == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == len(recipe_quick.ARMS)
-    for line, arm in zip(listed, recipe_quick.ARMS, strict=True):
-        assert line.startswith(arm)
-        assert line.endswith("not trained")
+    assert all(line.endswith("not trained") for line in listed)
     assert not list(tmp_path.iterdir())
 
 
 def test_runs_of_the_quick_study_differ_in_their_paths_alone(tmp_path: Path):
     committed = load_config(recipe_quick.CONFIG)
-    jobs = [recipe_quick.job_of(arm, tmp_path) for arm in recipe_quick.ARMS]
+    jobs = recipe_quick.Study(tmp_path).tasks()
     full, partial, recipe = [
         parse_config({**job.config, "run_dir": committed.run_dir}) for job in jobs
     ]
@@ -155,8 +154,8 @@ def test_runs_of_the_quick_study_differ_in_their_paths_alone(tmp_path: Path):
 
 @pytest.mark.nightly
 def test_runs_that_go_on_begin_with_the_trained_weights_and_take_the_time_of_full(tmp_path: Path):
-    study = recipe_continued.Study(tmp_path, quick=False)
-    tasks = {task.name: (arm, task) for _, arm, _, task in study.tasks()}
+    study = recipe_continued.Study(tmp_path)
+    tasks = {task.name: (arm, task) for _, arm, _, task in study.runs()}
     assert len(tasks) == 2 * 5 * 5
     assert len({task.digest for _, task in tasks.values()}) == len(tasks)
     for arm, task in tasks.values():

@@ -5,16 +5,15 @@
 Attention and its gradient, of one sequence with random queries, keys and values, for each length.
 Each way takes turns with `xla`, so that both see the same machine, and what is told is the median
 of the ratios: of processor time where the device is a processor, all its threads, else of seconds.
-Beside it the largest array of each compiled program, the temporary memory that it takes, and how
-far its results are from those of `xla`: the norm of the difference over that of the result, of
-attention or of one of its gradients, whichever is farthest off.
+Beside it the temporary memory that each compiled program takes, and how far its results are from
+those of `xla`: the norm of the difference over that of the result, of attention or of one of its
+gradients, whichever is farthest off.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import re
 import sys
 import time
 from typing import Any
@@ -32,8 +31,6 @@ from skippipe_jax.models.attention import attend
 
 MODEL = ModelConfig(width=512, heads=8, kv_heads=4)
 DOCUMENT = 300
-BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
-ARRAYS = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]+)\]")
 
 
 def inputs(model: ModelConfig, length: int) -> list[Array]:
@@ -62,12 +59,6 @@ def compiled(way: str, arrays: list[Array], is_packed: bool) -> Any:
     return both.lower(*arrays).compile()
 
 
-def largest_bytes(program: Any) -> int:
-    """Of the largest array in a compiled program."""
-    found = ARRAYS.findall(program.as_text())
-    return max(BYTES[dtype] * int(np.prod([*map(int, of.split(","))])) for dtype, of in found)
-
-
 def seconds_of(program: Any, arrays: list[Array]) -> float:
     """Of processor time on a processor, else by the clock."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
@@ -77,15 +68,12 @@ def seconds_of(program: Any, arrays: list[Array]) -> float:
 
 
 def measured(model: ModelConfig, length: int, is_packed: bool, turns: int) -> dict[str, Any]:
-    """What is `compared` of each way that the device has, and its largest array in bytes."""
+    """What is `compared` of each way that the device has."""
     arrays = inputs(model, length)
     kernels = [kernel for kernel, own in PLATFORM_OF.items() if own == jax.default_backend()]
     ways = [XLA, BLOCKWISE, *(way for way in kernels if not model.unsupported_reason(way, length))]
     programs = {way: compiled(way, arrays, is_packed) for way in ways}
-    found = compared(programs, arrays, turns, XLA)
-    for way, program in programs.items():
-        found[way]["largest_array_bytes"] = largest_bytes(program)
-    return found
+    return compared(programs, arrays, turns, XLA)
 
 
 def compared(
@@ -124,25 +112,24 @@ def distance(results: Any, others: Any) -> float:
     return float(np.max(jax.tree.leaves(jax.tree.map(of_array, results, others))))
 
 
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("attention", __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096])
-    reporting.add_numbers(parser, {"turns": (7, "counted turns")})
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    begun = reporting.begun("attention")
-    results = []
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure each length, of one document and packed."""
+    report["results"] = []
     for length in arguments.lengths:
         for is_packed in (False, True):
             own = measured(MODEL, length, is_packed, arguments.turns)
-            results.append({"length": length, "packed": is_packed, "ways": own})
+            report["results"].append({"length": length, "packed": is_packed, "ways": own})
             ratios = ", ".join(f"{way} {of['of_xla']}" for way, of in own.items() if way != XLA)
             kind = "packed documents" if is_packed else "one document"
             print(f"{length} tokens, {kind}, of the time of xla: {ratios}", flush=True)
-    return reporting.finish({**begun, "results": results}, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    numbers = {"turns": (7, 1, "counted turns")}
+    lengths = {"type": int, "nargs": "+", "default": [256, 1024, 2048, 4096]}
+    options = {"--lengths": lengths}
+    return reporting.run("attention", __doc__, measure, numbers=numbers, options=options)
 
 
 if __name__ == "__main__":

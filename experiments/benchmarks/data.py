@@ -31,7 +31,6 @@ from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import QUICKSTART
 from experiments.benchmarks.harness.turns import in_turns
 from skippipe_jax import Run
-from skippipe_jax.cli.arguments import add_overrides
 from skippipe_jax.config import Config, DataConfig, DocumentSource, load_config
 from skippipe_jax.config.data import BYTES
 from skippipe_jax.data.batches import TrainingBatches
@@ -144,32 +143,29 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Measure tokenizing first, while this process is small, and loading."""
+    report["tokenizing"] = tokenizing(
+        arguments.copies, arguments.files, arguments.vocabulary_size, arguments.turns
+    )
+    config = load_config(QUICKSTART, arguments.set)
+    report["loading"] = loading(config, arguments.iterations)
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("data", __doc__)
     numbers = {
-        "iterations": (10, "iterations of training"),
-        "copies": (3, "copies of the text to tokenize"),
-        "vocabulary_size": (8192, "vocabulary of the BPE"),
-        "turns": (3, "turns of tokenizing"),
+        "iterations": (10, 1, "iterations of training"),
+        "copies": (3, 1, "copies of the text to tokenize"),
+        "vocabulary_size": (8192, 256, "vocabulary of the BPE"),
+        "turns": (3, 1, "turns of tokenizing"),
     }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--files", type=int, help="maximum number of files to tokenize (all)")
-    add_overrides(parser, "override one key of training")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    config = load_config(QUICKSTART, arguments.set)
-    report = {
-        **reporting.begun("data"),
-        # First, while this process is small.
-        "tokenizing": tokenizing(
-            arguments.copies, arguments.files, arguments.vocabulary_size, arguments.turns
-        ),
-        "loading": loading(config, arguments.iterations),
-    }
-    return reporting.finish(report, table(report), arguments.json)
+    files = {"type": int, "help": "maximum number of files to tokenize (all)"}
+    overrides = "override one key of training"
+    return reporting.run(
+        "data", __doc__, measure, numbers=numbers, options={"--files": files}, overrides=overrides
+    )
 
 
 if __name__ == "__main__":

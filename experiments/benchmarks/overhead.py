@@ -205,40 +205,29 @@ def table_of_causes(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = _parser()
-    has_one_thread = all(os.environ.get(name) == value for name, value in ONE_THREAD.items())
-    if parser.parse_args().causes and not has_one_thread:
-        # XLA reads them once, before anything else.
-        command = [sys.executable, "-m", "experiments.benchmarks.overhead", *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | ONE_THREAD)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str | None:
+    """Measure in this process what it is asked for as a part, or why, or how much longer."""
     if arguments.part is not None:
-        print(json.dumps(_part(arguments)))
-        return 0
+        report["found"] = _part(arguments)
+        return None
     if arguments.causes:
-        report = reporting.begun("overhead")
+        report["machine"] = reporting.describe_machine()
         workload = _workload(arguments, ModelConfig(**PRESETS["tiny"]))
-        results = causes_of(workload, arguments.warmup, arguments.turns, arguments.records)
-        report |= {"results": results}
-        return reporting.finish(report, table_of_causes(results), arguments.json)
-    described, results = {}, []
+        given = arguments.warmup, arguments.turns, arguments.records
+        report["results"] = causes_of(workload, *given)
+        return table_of_causes(report["results"])
+    report["results"] = []
     with tempfile.TemporaryDirectory() as cache:
         for recompute in arguments.recompute:
             run_part = functools.partial(_in_own_process, arguments, recompute, cache)
             result = run_part(TIMES)
-            described = result.pop("machine")
+            report["machine"] = result.pop("machine")
             nothing = run_part(NOTHING)
             for name, own in result["programs"].items():
                 own["peak_memory_bytes"] = run_part(name) - nothing
             print(table(result), flush=True)
-            results.append(result)
-    report = reporting.begun("overhead", described) | {"results": results}
-    return reporting.finish(report, None, arguments.json)
+            report["results"].append(result)
+    return None
 
 
 def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, part: str) -> Any:
@@ -257,7 +246,7 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
         text=True,
         check=True,
     )
-    return json.loads(finished.stdout)
+    return json.loads(finished.stdout.splitlines()[-1])["found"]
 
 
 def _part(arguments: argparse.Namespace) -> Any:
@@ -276,33 +265,36 @@ def _workload(arguments: argparse.Namespace, model: ModelConfig) -> Workload:
 
 
 WORKLOAD = {
-    "stages": (4, "stages of the pipeline"),
-    "replicas": (2, "replicas of each stage"),
-    "microbatches_per_data_node": (6, "microbatches of each data node in an iteration"),
-    "microbatch_size": (4, "sequences of a microbatch"),
-    "sequence_length": (256, "tokens of a sequence"),
+    "stages": (4, 1, "stages of the pipeline"),
+    "replicas": (2, 1, "replicas of each stage"),
+    "microbatches_per_data_node": (6, 1, "microbatches of each data node in an iteration"),
+    "microbatch_size": (4, 1, "sequences of a microbatch"),
+    "sequence_length": (256, 1, "tokens of a sequence"),
 }
 TURNS = {
-    "warmup": (2, "warm-up turns"),
-    "turns": (10, "counted turns"),
+    "warmup": (2, 0, "warm-up turns"),
+    "turns": (10, 1, "counted turns"),
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = reporting.parser("overhead", __doc__)
-    parser.add_argument(
-        "--recompute",
-        choices=RECOMPUTE,
-        nargs="+",
-        default=RECOMPUTE,
-        help="modes to measure (all)",
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    has_one_thread = all(os.environ.get(name) == value for name, value in ONE_THREAD.items())
+    if "--causes" in sys.argv and not has_one_thread:
+        # XLA reads them once, before anything else.
+        command = [sys.executable, "-m", "experiments.benchmarks.overhead", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | ONE_THREAD)
+    numbers = WORKLOAD | TURNS | {"records": (3, 1, "records of --causes by the profiler")}
+    modes = {"choices": RECOMPUTE, "nargs": "+", "default": RECOMPUTE}
+    options = {
+        "--recompute": modes | {"help": "modes to measure (all)"},
+        "--causes": {"action": "store_true", "help": "what XLA spends on what"},
+        # What one of this program's own processes measures.
+        "--part": {"choices": (TIMES, NOTHING, *PROGRAMS), "help": argparse.SUPPRESS},
+    }
+    return reporting.run(
+        "overhead", __doc__, measure, numbers=numbers, options=options, takes_device=False
     )
-    reporting.add_numbers(parser, WORKLOAD | TURNS)
-    parser.add_argument("--causes", action="store_true", help="what XLA spends on what")
-    reporting.add_numbers(parser, {"records": (3, "records of --causes by the profiler")})
-    # What one of this program's own processes measures.
-    parser.add_argument("--part", choices=(TIMES, NOTHING, *PROGRAMS), help=argparse.SUPPRESS)
-    return parser
 
 
 if __name__ == "__main__":

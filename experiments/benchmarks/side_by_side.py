@@ -69,15 +69,15 @@ def table(figures: Mapping[str, Any]) -> str:
     return f"{aligned(rows, [0])}\nthe last lane ends {figures['apart']:.1%} after the first"
 
 
+def measure(_: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train, and compare the lanes."""
+    report |= figures_of(measured())
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, train and report; returns the exit code."""
-    return reporting.run(reporting.parser("side_by_side", __doc__), _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    report = reporting.begun("side_by_side")
-    figures = figures_of(measured())
-    return reporting.finish(report | figures, table(figures), arguments.json)
+    return reporting.run("side_by_side", __doc__, measure)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -84,30 +85,6 @@ def files(paths: Iterable[Path]) -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def tables() -> Iterator[str]:
-    """The standard library's tables of characters."""
-    return files((STANDARD / "encodings").glob("*.py"))
-
-
-def tests() -> Iterator[str]:
-    """NumPy's tests."""
-    return files(NUMPY.rglob("test_*.py"))
-
-
-def headers() -> Iterator[str]:
-    """Headers in C of the interpreter, where they are installed, and of NumPy."""
-    yield from files(Path(sysconfig.get_path("include")).rglob("*.h"))
-    yield from files(NUMPY.rglob("*.h"))
-
-
-def licences() -> Iterator[str]:
-    """Licences of Python and of the installed packages."""
-    yield from files(STANDARD.glob("LICENSE*"))
-    yield from files(
-        path for path in PACKAGES.glob("*.dist-info/**/*") if path.name.upper().startswith(LICENCES)
-    )
-
-
 def manual() -> Iterator[str]:
     """Chapters of Python's reference, as its help() shows them."""
     from pydoc_data.topics import topics
@@ -115,27 +92,30 @@ def manual() -> Iterator[str]:
     return (text for _, text in sorted(topics.items()))
 
 
-def stubs() -> Iterator[str]:
-    """NumPy's types for type checkers."""
-    return files(NUMPY.rglob("*.pyi"))
-
-
-def descriptions() -> Iterator[str]:
-    """What the installed packages say of themselves."""
-    return files(PACKAGES.glob("*.dist-info/METADATA"))
-
-
-def numerical() -> Iterator[str]:
-    """SciPy's code."""
-    return files(path for path in SCIPY.rglob("*.py") if "tests" not in path.parts)
-
-
-DOMAINS: dict[str, Callable[[], Iterator[str]]] = {
-    read.__name__: read
-    for read in (
-        *(tables, headers, tests, code, docstrings, licences),
-        *(manual, stubs, descriptions, numerical),
-    )
+# What each domain is: the standard library's tables of characters, headers in C of the interpreter,
+# where they are installed, and of NumPy, NumPy's tests, code, what it says of itself, licences of
+# Python and of the installed packages, Python's reference, NumPy's types for type checkers, what
+# the installed packages say of themselves, and SciPy's code.
+DOMAINS: dict[str, Callable[[], Iterable[str]]] = {
+    "tables": lambda: files((STANDARD / "encodings").glob("*.py")),
+    "headers": lambda: chain(
+        files(Path(sysconfig.get_path("include")).rglob("*.h")), files(NUMPY.rglob("*.h"))
+    ),
+    "tests": lambda: files(NUMPY.rglob("test_*.py")),
+    "code": code,
+    "docstrings": docstrings,
+    "licences": lambda: chain(
+        files(STANDARD.glob("LICENSE*")),
+        files(
+            path
+            for path in PACKAGES.glob("*.dist-info/**/*")
+            if path.name.upper().startswith(LICENCES)
+        ),
+    ),
+    "manual": manual,
+    "stubs": lambda: files(NUMPY.rglob("*.pyi")),
+    "descriptions": lambda: files(PACKAGES.glob("*.dist-info/METADATA")),
+    "numerical": lambda: files(path for path in SCIPY.rglob("*.py") if "tests" not in path.parts),
 }
 
 

@@ -55,39 +55,41 @@ ON_INSTRUCTIONS = REPEATED[0]
 QUICK_TIMES = 2
 
 
-class Study(study_command.Study):
+class Study(study_command.CampaignStudy):
     """The runs that are repeated, and what they have come to."""
 
     NAME = "calm"
+    QUICK = "small models, two repetitions"
 
-    def __init__(self, folder: Path, quick: bool, instructions: Sequence[str] | None = None):
-        """`folder` is worked in; `instructions` are by default those that the processor has."""
+    def __init__(
+        self, folder: Path, quick: bool = False, instructions: Sequence[str] | None = None
+    ):
+        """`instructions` are by default those that the processor has."""
         super().__init__(folder, quick)
         self.instructions = available() if instructions is None else instructions
 
     def repetitions(self, repeated: Repeated) -> list[Job]:
         """The same run again and again."""
-        times = min(repeated.times, QUICK_TIMES) if self.campaign.quick else repeated.times
+        times = min(repeated.times, QUICK_TIMES) if self.quick else repeated.times
         return [self._job(repeated, draw) for draw in range(times)]
 
     def on_instructions(self) -> dict[str, Job]:
         """The control with nothing changed, with the instructions that XLA may take."""
         return {name: self._job(ON_INSTRUCTIONS, 0, name) for name in self.instructions}
 
-    def jobs(self) -> list[Job]:
-        """All runs: first repetitions first."""
+    def tasks(self) -> list[Job]:
+        """Name all runs: first repetitions first."""
         each = [self.repetitions(repeated) for repeated in REPEATED]
         ordered = [job for one_each in zip_longest(*each) for job in one_each if job is not None]
         return [*ordered, *self.on_instructions().values()]
 
-    def train(self) -> dict[str, Any]:
-        """Train what is missing; returns the figures of all."""
+    def train(self) -> None:
+        """Train what is missing."""
         for repeated in REPEATED:
             for draw, job in enumerate(self.repetitions(repeated)):
                 if draw and job.summary() is None:
                     _write_first_weights(job, draw)
-        jobs.train(self.jobs(), self.folder)
-        return self.figures()
+        super().train()
 
     def figures(self) -> dict[str, Any]:
         """What is written, of runs that have been trained."""
@@ -121,8 +123,9 @@ class Study(study_command.Study):
             digest=jobs.digest_of(whole),
             config=config,
             results=self.folder / "results",
+            folder=self.folder,
             command=self.command,
-            quick=self.campaign.quick,
+            quick=self.quick,
             flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
         )
 
@@ -154,7 +157,11 @@ def figures_of(
     return {
         "changed_by": CHANGED_BY,
         "seed": SEED,
-        "repetitions": {name: _of_repetitions(found) for name, found in repeated.items()},
+        "repetitions": {
+            name: {"loss": losses, **_spread(losses)}
+            for name, found in repeated.items()
+            if (losses := [own.loss for own in found])
+        },
         "instructions": {
             "loss": {name: found.loss for name, found in on_instructions.items()},
             **_spread([found.loss for found in on_instructions.values()]),
@@ -163,20 +170,6 @@ def figures_of(
             arm: own.loss == repeated[arm][0].loss and own.curve == repeated[arm][0].curve
             for arm, own in of_campaign.items()
             if own is not None
-        },
-    }
-
-
-def _of_repetitions(found: Sequence[Summary]) -> dict[str, Any]:
-    losses = np.array([[loss for _, _, loss in own.curve] for own in found])
-    return {
-        "loss": [own.loss for own in found],
-        **_spread([own.loss for own in found]),
-        "scaled": _spread([own.loss_scaled for own in found]),
-        "curve": {
-            "iteration": [step for step, _, _ in found[0].curve],
-            "mean": losses.mean(axis=0).round(4).tolist(),
-            "greatest_minus_least": np.ptp(losses, axis=0).round(4).tolist(),
         },
     }
 
@@ -219,7 +212,7 @@ def _line(name: str, losses: Sequence[float], spread: Mapping[str, float | None]
 
 def main() -> int:
     """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(Study, __doc__, table, "small models, two repetitions")
+    return study_command.run(Study, __doc__, table)
 
 
 if __name__ == "__main__":

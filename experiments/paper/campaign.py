@@ -108,11 +108,8 @@ class Campaign:
     def job(self, run: Run) -> Job:
         """A run as it is trained."""
         command = f"python -m experiments.paper.campaign --only {run.arm}"
-        return self.job_of(run.name, self.config(run), self.results, command)
-
-    def job_of(self, name: str, config: dict[str, Any], results: Path, command: str) -> Job:
-        """A run that comes from its configuration and its plan alone, of a study too."""
-        return jobs.job_of(name, config, results, command, self.quick)
+        where = self.results, self.folder
+        return jobs.job_of(run.name, self.config(run), *where, command, self.quick)
 
     def summary(self, run: Run) -> Summary | None:
         """What has been found by a run, if it has been trained as its configuration says now."""
@@ -181,9 +178,7 @@ def _run(arguments: argparse.Namespace) -> int:
     runs = runs_of(arguments.only, quick=False)
     if not arguments.list:
         campaign.train(runs)
-    for run in runs:
-        found = campaign.summary(run)
-        print(f"{run.name:30s}", "not trained" if found is None else f"{found.loss:.4f}")
+    jobs.show([campaign.job(run) for run in runs])
     return 0
 
 

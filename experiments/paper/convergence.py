@@ -120,10 +120,9 @@ def _minus(
     control: str, arms: Sequence[str], losses: dict[str, list[float]]
 ) -> dict[str, dict[str, Any]]:
     """The differences of these arms from a control; the deviation is pooled over all there are."""
-    differences = {
-        arm: intervals.paired(own, losses[control]) for arm, own in losses.items() if arm != control
-    }
-    return {arm: own for arm, own in intervals.figures(differences).items() if arm in set(arms)}
+    others = {arm: own for arm, own in losses.items() if arm != control}
+    found = intervals.minus(others, losses[control])
+    return {arm: own for arm, own in found.items() if arm in set(arms)}
 
 
 def _of_arm(seeds: Sequence[Summary]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""How the paper's figures look: sizes, colours, seeds as bands, intervals as bars."""
+"""How figures look: sizes, colours, seeds as bands, intervals as bars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,22 @@ STYLE: dict[Any, Any] = {
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": 8,
+    "svg.fonttype": "none",
     "svg.hashsalt": "skippipe",
 }
 
 
-def panels(columns: int, *heights: float) -> tuple[Any, list[Any]]:
+def panels(columns: int | Sequence[int], *heights: float) -> tuple[Any, list[Any]]:
     """A figure of the common width with a row of panels for each height, and the axes of each row.
 
-    Rows are laid out by themselves: labels that one needs room for do not narrow another.
+    All rows have as many columns, or each its own number. Rows are laid out by themselves: labels
+    that one needs room for do not narrow another.
     """
     require("matplotlib", "paper", "figure", "matplotlib")
     import matplotlib
@@ -42,7 +46,25 @@ def panels(columns: int, *heights: float) -> tuple[Any, list[Any]]:
     matplotlib.rcParams.update(STYLE)
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
     rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    return figure, [row.subplots(1, columns, squeeze=False)[0] for row in rows]
+    counts = [columns] * len(heights) if isinstance(columns, int) else columns
+    return figure, [
+        row.subplots(1, count, squeeze=False)[0] for row, count in zip(rows, counts, strict=True)
+    ]
+
+
+def plain_log(axes: Any, which: str, ticks: Sequence[float]) -> None:
+    """Scale the `x` or `y` axis by logarithms, with those of the ticks that it has room for."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    low, high = axis.get_view_interval()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axis.set_ticks(shown, [f"{tick:g}" for tick in shown])
+    axis.set_ticks([], minor=True)
+
+
+def write_svg(figure: Any, path: Path) -> None:
+    """Write a picture; without a date, the same figures are the same file."""
+    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def band(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from skippipe_sched import fields
 
-from experiments.paper import study_text
+from experiments.paper import jobs, study_text
 from experiments.paper.gates import GatedRun, state_of
-from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD, run_all
+from skippipe_jax.campaign.running import ONE_THREAD
 from skippipe_jax.config.resume import digest as digest_of
 
 
@@ -109,16 +109,13 @@ class Pretraining(GatedTask):
         return super().is_done() and state_of(self.work_folder, self.name).exists()
 
 
-def train(tasks: Sequence[GatedTask], folder: Path, at_once: int = AT_ONCE) -> None:
-    """Train what is missing, two runs at a time; Ctrl-C stops, and the next call goes on."""
-    # Written once, before processes read them.
-    for text in {task.text for task in tasks}:
+def write_texts(texts: Iterable[str], folder: Path) -> None:
+    """Write the texts that are missing, once, before processes read them."""
+    for text in {*texts}:
         study_text.read(folder / "text", text)
-    run_all(tasks, folder / "logs", at_once, Path(__file__).parents[2])
 
 
-def show(tasks: Sequence[GatedTask]) -> int:
-    """Print what each task has found, if it has been trained; returns the exit code."""
-    for task in tasks:
-        print(f"{task.name:60s}", task.found() if task.is_done() else "not trained")
-    return 0
+def train(tasks: Sequence[GatedTask], folder: Path) -> None:
+    """Train what is missing, two runs at a time; Ctrl-C stops, and the next call goes on."""
+    write_texts((task.text for task in tasks), folder)
+    jobs.train(tasks, folder)

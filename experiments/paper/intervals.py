@@ -21,6 +21,8 @@ LEVEL = 0.95
 # So many seeds have a deviation of their own.
 OWN_SEEDS = 3
 DIGITS = 5
+Losses = dict[str, list[float]]
+"""Of each arm, the held-out losses of its seeds [nats per byte]."""
 HOW = (
     f"mean over seeds with its {LEVEL:.0%} interval by Student's t; differences are paired by "
     f"seed; pooled: of fewer than {OWN_SEEDS} seeds, so by the deviation pooled over all arms "
@@ -81,6 +83,11 @@ def intervals(arms: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
 def figures(arms: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
     """The intervals of arms as they are written."""
     return {arm: interval.figures() for arm, interval in intervals(arms).items()}
+
+
+def minus(arms: Mapping[str, Sequence[float]], control: Sequence[float]) -> dict[str, Any]:
+    """The intervals of arms minus one control, paired by seed, as they are written."""
+    return figures({arm: paired(own, control) for arm, own in arms.items()})
 
 
 def by_seed(differences: Sequence[float]) -> str:

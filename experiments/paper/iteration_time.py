@@ -7,7 +7,7 @@ cases            medians over the seeds, by case and method; `datacentre` is clu
                  cost only latency and bytes, the case in which skipping has least to win
 published        the published plan and full pipeline of gcp20
 gain             planning apart from skipping, in both orders: what each brings depends on that
-correlation      of seconds with bytes between locations, and with the time that hops take
+correlation      of the ranks of plans by seconds and by bytes between locations
 in_flight        how many microbatches a node may hold, a limit that full pipelines suffer from more
 search           what a longer search brings, and how many iterations repay it
 
@@ -26,11 +26,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scipy import stats
+from scipy.stats import spearmanr
 from skippipe_sched.figures.flows import link_traffic, wide_area_bytes
 from skippipe_sched.methods import make_plan
 from skippipe_sched.problem.case import Case, parse_case
@@ -39,8 +39,7 @@ from skippipe_sched.search.budget import Search
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
-from experiments.paper import cases
-from skippipe_jax.config.extras import require
+from experiments.paper import cases, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -224,20 +223,7 @@ def figures_of(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "lower_bound_s": round(plan.predicted.lower_bound_s, 4),
         "pipeline_bytes": round(sent["pipeline"]),
         "averaging_bytes": round(sent["averaging"]),
-        "travel_s": round(travel_s(plan), 4),
     }
-
-
-def travel_s(plan: Plan) -> float:
-    """Seconds that a microbatch of the data node with the longest ways spends on hops, on average.
-
-    There and back, if it meets no other microbatch.
-    """
-    of_data_nodes: dict[int, list[float]] = defaultdict(list)
-    for path in plan.microbatches:
-        hops = pairwise([*path, path[0]])
-        of_data_nodes[path[0]].append(sum(plan.case.round_trip_s[hop] for hop in hops))
-    return max(map(statistics.fmean, of_data_nodes.values()))
 
 
 def _published() -> dict[str, Any]:
@@ -263,7 +249,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for row in rows:
         of_methods[row["method"]].append(row)
     names = ("iteration_s", "pipeline_s", "averaging_s", "lower_bound_s", "processor_s")
-    names += ("pipeline_bytes", "averaging_bytes", "travel_s")
+    names += ("pipeline_bytes", "averaging_bytes")
     full_s = _median(of_methods["full"], "iteration_s")
     return {
         method: {name: _median(own, name) for name in names}
@@ -306,38 +292,28 @@ def gain(seconds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def correlation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How seconds of an iteration go with bytes between locations, and with `travel_s`.
+    """How seconds of an iteration go with bytes between locations, by ranks.
 
     Of all plans, and of those that skip alone: that full paths send more and take longer is one
-    thing, whether bytes tell a good partial plan from a bad one another.
+    thing, whether bytes tell a good partial plan from a bad one another. None where bytes or
+    seconds are all the same, as bytes between locations in one location.
     """
     longest = max(row["path_length"] for row in rows)
     skipping = [row for row in rows if row["path_length"] < longest]
-    return {"all": _correlations(rows), "skipping": _correlations(skipping)}
+    return {"all": _correlation(rows), "skipping": _correlation(skipping)}
 
 
-def _correlations(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    seconds = [row["iteration_s"] for row in rows]
-    causes = {
-        "bytes": [row["pipeline_bytes"] + row["averaging_bytes"] for row in rows],
-        "pipeline_bytes": [row["pipeline_bytes"] for row in rows],
-        "averaging_bytes": [row["averaging_bytes"] for row in rows],
-        "travel_s": [row["travel_s"] for row in rows],
-    }
-    return {"plans": len(rows)} | {
-        name: {
-            "pearson": _coefficient(stats.pearsonr, values, seconds),
-            "spearman": _coefficient(stats.spearmanr, values, seconds),
-        }
-        for name, values in causes.items()
-    }
+def _correlation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    seconds, sent = [row["iteration_s"] for row in rows], [_bytes(row) for row in rows]
+    found = None
+    if len(set(sent)) > 1 < len(set(seconds)):
+        rank: Any = spearmanr(sent, seconds)
+        found = round(float(rank.statistic), 4)
+    return {"plans": len(rows), "bytes": {"spearman": found}}
 
 
-def _coefficient(of: Any, values: Sequence[float], seconds: Sequence[float]) -> float | None:
-    """None where one of the two is always the same, as bytes between locations in one location."""
-    if len(set(values)) < 2 or len(set(seconds)) < 2:
-        return None
-    return round(float(of(values, seconds).statistic), 4)
+def _bytes(row: Mapping[str, Any]) -> float:
+    return row["pipeline_bytes"] + row["averaging_bytes"]
 
 
 def _in_flight_medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -402,35 +378,22 @@ COLOURS = {
     "joint": "#2f5fa8",
 }
 MARKERS = ("o", "s", "^", "D", "v", "P")
-GOOD, OTHER = "#2f5fa8", "#c9843b"
+GOOD, OTHER, DARK = "#2f5fa8", "#c9843b", "#171b22"
 # Random paths now and then cross the slowest link: their bars are cut, and their figure told.
 HIGHEST_BAR = 1.45
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17)}
 
 
 def draw(figures: dict[str, Any]) -> Figure:
-    """All of it in one picture of seven panels."""
-    style = require("matplotlib.style", "paper", "figure", NAME)
-    with style.context("default"):
-        return _figure(figures)
-
-
-def _figure(figures: dict[str, Any]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 17), layout="constrained")
-    axes = figure.subplot_mosaic(
-        [["cases", "cases"], ["gain", "shaped"], ["bytes", "travel"], ["in_flight", "search"]],
-        height_ratios=[1.15, 1, 1, 1],
+    """All of it in one picture."""
+    figure, [[of_cases], [of_gain, of_bytes], [of_limits, of_search]] = drawing.panels(
+        (1, 2, 2), 4.4, 4.0, 3.8
     )
-    _draw_cases(axes["cases"], figures["cases"])
-    _draw_gain(axes["gain"], figures["gain"])
-    _draw_shaped_network(axes["shaped"], figures["shaped_network"]["methods"])
-    _draw_scatter(axes["bytes"], figures, "bytes")
-    _draw_scatter(axes["travel"], figures, "travel_s")
-    _draw_in_flight(axes["in_flight"], figures["in_flight"])
-    _draw_search(axes["search"], figures["search"])
-    for panel in axes.values():
-        panel.spines[["top", "right"]].set_visible(False)
+    _draw_cases(of_cases, figures["cases"])
+    _draw_gain(of_gain, figures["gain"])
+    _draw_bytes(of_bytes, figures)
+    _draw_in_flight(of_limits, figures["in_flight"])
+    _draw_search(of_search, figures["search"])
     return figure
 
 
@@ -445,13 +408,10 @@ def _draw_cases(axes: Axes, of_cases: Mapping[str, Any]) -> None:
             axes.bar(x, min(height, HIGHEST_BAR), width, color=colour, alpha=0.45)
             axes.bar(x, min(pipeline, HIGHEST_BAR), width, color=colour, label=label)
             if height > HIGHEST_BAR:
-                axes.text(x, HIGHEST_BAR + 0.02, f"{height:.1f}", ha="center", fontsize=9)
+                axes.text(x, HIGHEST_BAR + 0.02, f"{height:.1f}", ha="center", fontsize=8)
                 continue
-            axes.hlines(own["lower_bound_s"] / full_s, x - width / 2, x + width / 2, "#171b22")
-            if own["most_s"] > own["least_s"]:
-                ends = [own["iteration_s"] - own["least_s"], own["most_s"] - own["iteration_s"]]
-                spread = [[end / full_s] for end in ends]
-                axes.errorbar(x, height, yerr=spread, color="#171b22", capsize=2, linewidth=1)
+            axes.hlines(own["lower_bound_s"] / full_s, x - width / 2, x + width / 2, DARK)
+            axes.vlines(x, own["least_s"] / full_s, own["most_s"] / full_s, DARK, linewidth=1)
     axes.set_xticks(range(len(of_cases)), list(of_cases))
     axes.set_ylim(0, HIGHEST_BAR + 0.1)
     axes.set_ylabel("iteration, share of full")
@@ -459,107 +419,55 @@ def _draw_cases(axes: Axes, of_cases: Mapping[str, Any]) -> None:
         "Simulated seconds of an iteration as a share of DT-FM's full pipeline "
         "(pale: averaging after it; line: lower bound)"
     )
-    axes.legend(ncols=len(COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.07), frameon=False)
+    axes.legend(ncols=len(COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.07))
 
 
 def _draw_gain(axes: Axes, of_cases: Mapping[str, Any]) -> None:
-    height = 0.36
+    """Bars one after the other; one that is a loss goes to the left of zero."""
+    colours = {"planning": OTHER, "skipping": GOOD}
     for number, own in enumerate(of_cases.values()):
-        for order, shift in (("planning_first", -height / 2), ("skipping_first", height / 2)):
-            parts = {part: own[order][f"{part}_s"] / own["full_s"] for part in PARTS[order]}
-            _stack(axes, number + shift, height, parts, labelled=number == 0 and shift < 0)
+        for aside, *parts in ((-0.18, "planning", "skipping"), (0.18, "skipping", "planning")):
+            order, end = f"{parts[0]}_first", 0.0
+            for part in parts:
+                size = own[order][f"{part}_s"] / own["full_s"]
+                label = part if number == 0 and aside < 0 else None
+                left = end if size > 0 else 0.0
+                axes.barh(number + aside, size, 0.36, left=left, color=colours[part], label=label)
+                end += max(size, 0.0)
     axes.set_yticks(range(len(of_cases)), list(of_cases))
     axes.invert_yaxis()
-    axes.axvline(0, color="#171b22", linewidth=0.8)
+    axes.axvline(0, color=DARK, linewidth=0.8)
     axes.set_xlabel("seconds saved, share of full")
     axes.set_title(
         "Where joint's gain comes from\n(upper bar: planning first; lower: skipping first)"
     )
-    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
+    axes.legend(ncols=2, **BELOW)
 
 
-PARTS = {"planning_first": ("planning", "skipping"), "skipping_first": ("skipping", "planning")}
-PART_COLOURS = {"planning": OTHER, "skipping": GOOD}
-
-
-def _stack(axes: Axes, y: float, height: float, parts: Mapping[str, float], labelled: bool) -> None:
-    """Bars one after the other; one that is a loss goes to the left of zero."""
-    end = 0.0
-    for part, size in parts.items():
-        left = end if size > 0 else 0.0
-        label = part if labelled else None
-        axes.barh(y, size, height, left=left, color=PART_COLOURS[part], label=label)
-        end += size if size > 0 else 0.0
-
-
-def _draw_shaped_network(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    height = 0.38
-    for number, row in enumerate(rows):
-        for shift, name, colour in ((-0.19, "predicted", "#b9c6dd"), (0.19, "measured", GOOD)):
-            label = name if number == 0 else None
-            axes.barh(number + shift, row[f"{name}_s"], height, color=colour, label=label)
-        axes.text(row["measured_s"] + 0.2, number + 0.19, f"{row['measured_s']:.1f}", va="center")
-    axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.28 * max(row["measured_s"] for row in rows))
-    axes.set_xlabel("seconds of an iteration")
-    axes.set_title("20 hosts on a shaped network,\nhalf of the stages skipped")
-    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
-
-
-AXIS_NAMES = {
-    "bytes": "bytes between locations, share of full",
-    "travel_s": "seconds of hops of the slowest data node, share of full",
-}
-TITLES = {
-    "bytes": "Bytes between locations, averaging included",
-    "travel_s": "Hops of a microbatch, there and back",
-}
-TICKS = (0.4, 0.6, 0.8, 1, 1.5, 2, 3, 4, 6, 8)
-
-
-def _draw_scatter(axes: Axes, figures: Mapping[str, Any], cause: str) -> None:
-    from matplotlib.ticker import NullLocator
-
+def _draw_bytes(axes: Axes, figures: Mapping[str, Any]) -> None:
     far_apart = [
-        case for case, own in figures["correlation"].items() if own["all"]["bytes"]["pearson"]
+        case
+        for case, own in figures["correlation"].items()
+        if own["all"]["bytes"]["spearman"] is not None
     ]
-    budget_s = figures["scope"]["budget_s"]
     for marker, case in zip(MARKERS, far_apart, strict=False):
         full = figures["cases"][case]["full"]
         for row in figures["runs"]:
-            if (row["case"], row["memory"], row["budget_s"]) != (case, MEMORY, budget_s):
-                continue
-            x = _cause(row, cause) / _cause(full, cause)
-            y = row["iteration_s"] / full["iteration_s"]
-            axes.scatter(x, y, s=26, marker=marker, color=COLOURS[row["method"]], alpha=0.85)
-        of_all, of_skipping = (
-            figures["correlation"][case][plans][cause]["spearman"] for plans in ("all", "skipping")
-        )
-        label = f"{case}: {_two_digits(of_all)}, {_two_digits(of_skipping)}"
-        axes.scatter([], [], s=26, marker=marker, color="#5f6b7a", label=label)
-    axes.set_yscale("log")
-    if cause != "bytes":
-        axes.set_xscale("log")
-    for axis in (axes.yaxis,) if cause == "bytes" else (axes.xaxis, axes.yaxis):
-        low, high = axis.get_view_interval()
-        ticks = [tick for tick in TICKS if low <= tick <= high]
-        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_minor_locator(NullLocator())
-    axes.set_xlabel(AXIS_NAMES[cause])
+            compared = case, MEMORY, figures["scope"]["budget_s"]
+            if (row["case"], row["memory"], row["budget_s"]) == compared:
+                x, y = _bytes(row) / _bytes(full), row["iteration_s"] / full["iteration_s"]
+                axes.scatter(x, y, s=22, marker=marker, color=COLOURS[row["method"]], alpha=0.85)
+        ranks = [own["bytes"]["spearman"] for own in figures["correlation"][case].values()]
+        told = ", ".join("none" if rank is None else f"{rank:.2f}" for rank in ranks)
+        axes.scatter([], [], s=22, marker=marker, color="#5f6b7a", label=f"{case}: {told}")
+    drawing.plain_log(axes, "y", (0.4, 0.6, 0.8, 1, 1.5, 2, 3, 4, 6, 8))
+    axes.set_xlabel("bytes between locations, share of full")
     axes.set_ylabel("iteration, share of full")
-    axes.set_title(f"{TITLES[cause]}\n(rank correlation of all plans, of those that skip)")
-    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-
-
-def _two_digits(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2f}"
-
-
-def _cause(row: Mapping[str, Any], cause: str) -> float:
-    if cause == "bytes":
-        return row["pipeline_bytes"] + row["averaging_bytes"]
-    return row[cause]
+    axes.set_title(
+        "Bytes between locations, averaging included\n"
+        "(rank correlation of all plans, of those that skip)"
+    )
+    axes.legend(ncols=2, **BELOW)
 
 
 def _draw_in_flight(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -569,44 +477,29 @@ def _draw_in_flight(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     for place, (case, colour) in enumerate(zip(of_cases, (GOOD, OTHER, "#7fb7a6"), strict=False)):
         own = [row["of_full"] for row in rows if row["case"] == case]
         middles = [n + (place - (len(of_cases) - 1) / 2) * width for n in range(len(limits))]
-        axes.bar(middles, own, width, color=colour, label=case)
-        for x, share in zip(middles, own, strict=True):
-            axes.text(x, share + 0.01, f"{share:.2f}", ha="center", va="bottom", fontsize=9)
+        bars = axes.bar(middles, own, width, color=colour, label=case)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_xticks(range(len(limits)), [str(limit) for limit in limits])
     axes.set_ylim(0, 1)
     axes.set_xlabel("microbatches that a node may hold")
     axes.set_ylabel("joint, share of the best full pipeline")
     axes.set_title("With room for more microbatches,\nfull pipelines catch up")
-    axes.legend(ncols=3, loc="upper left", frameon=False)
+    axes.legend(ncols=3, loc="upper left")
 
 
 def _draw_search(axes: Axes, search: Mapping[str, Any]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    budgets = search["budgets"]
+    budgets, instant = search["budgets"], search[INSTANT]
     seconds = [row["processor_s"] for row in budgets]
     axes.plot(seconds, [row["iteration_s"] for row in budgets], marker="o", color=GOOD)
-    instant = search[INSTANT]
-    axes.plot(instant["processor_s"], instant["iteration_s"], "s", color=COLOURS[INSTANT])
-    axes.annotate(
-        INSTANT,
-        (instant["processor_s"], instant["iteration_s"]),
-        textcoords="offset points",
-        xytext=(8, -3),
-    )
+    first = instant["processor_s"], instant["iteration_s"]
+    axes.plot(*first, "s", color=COLOURS[INSTANT])
+    axes.annotate(INSTANT, first, textcoords="offset points", xytext=(8, -3))
     for row in budgets:
         if row["repaid_after_more"] is not None:
-            axes.annotate(
-                f"{row['repaid_after_more']:.1f}",
-                (row["processor_s"], row["iteration_s"]),
-                textcoords="offset points",
-                xytext=(0, 8),
-                ha="center",
-            )
-    axes.set_xscale("log")
-    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if tick <= 1.2 * max(seconds)]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+            place = row["processor_s"], row["iteration_s"]
+            told = f"{row['repaid_after_more']:.1f}"
+            axes.annotate(told, place, textcoords="offset points", xytext=(0, 8), ha="center")
+    drawing.plain_log(axes, "x", (0.5, 1, 2, 5, 10, 20, 50))
     axes.set_ylim(0, 1.15 * instant["iteration_s"])
     axes.set_xlabel("processor seconds of search (two threads)")
     axes.set_ylabel("seconds of an iteration")

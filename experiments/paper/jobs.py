@@ -25,8 +25,6 @@ from skippipe_jax.campaign.running import AT_ONCE, ONE_THREAD
 from skippipe_jax.config.resume import digest as digest_of
 from skippipe_jax.storage.run_dir import RunDir
 
-__all__ = ["Job", "digest_of", "job_of", "plan_of", "slug", "stoppable", "train"]
-
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -45,13 +43,14 @@ def slug(arm: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train and to sum up.
+    """A run to train and to sum up, as a task of `campaign`.
 
     Attributes:
         name: how its files are called.
         digest: of all that it comes from.
         config: its configuration as a file holds it, but for its folder.
         results: the folder of its summary.
+        folder: where it works.
         command: what makes the summary, as the summary says.
         quick: whether it is summed up on little text.
         flags: of XLA, beside those for one thread.
@@ -61,6 +60,7 @@ class Job:
     digest: str
     config: Mapping[str, Any]
     results: Path
+    folder: Path
     command: str
     quick: bool = False
     flags: str = ""
@@ -83,38 +83,6 @@ class Job:
         assert found is not None, self.name
         return found
 
-
-def job_of(
-    name: str, config: Mapping[str, Any], results: Path, command: str, quick: bool = False
-) -> Job:
-    """Describe a run that comes from its configuration and its plan alone."""
-    digest = digest_of([config, plan_of(config).to_json()])
-    return Job(name, digest, config, results, command, quick)
-
-
-def train(jobs: Sequence[Job], folder: Path) -> None:
-    """Train those of the jobs that have not been, working in `folder`.
-
-    Ctrl-C stops after a checkpoint of each run that is training, and the next call goes on.
-
-    Raises:
-        InputError: if one fails, after the others.
-    """
-    running.run_all([AtWork(job, folder) for job in jobs], folder / "logs", AT_ONCE, REPOSITORY)
-
-
-@dataclass(frozen=True)
-class AtWork:
-    """A job as a task of a campaign that works in `folder`."""
-
-    job: Job
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        """As the job's."""
-        return self.job.name
-
     @property
     def needs(self) -> tuple[str, ...]:
         """None: every job is a run of its own."""
@@ -123,15 +91,15 @@ class AtWork:
     @property
     def work(self) -> int:
         """What it costs in proportion: visits of stages of one data node."""
-        return self.job.config["train"]["steps"] * len(plan_of(self.job.config).microbatches[0])
+        return self.config["train"]["steps"] * len(plan_of(self.config).microbatches[0])
 
     def is_done(self) -> bool:
         """Whether its summary is there."""
-        return self.job.summary() is not None
+        return self.summary() is not None
 
     def environment(self) -> dict[str, str]:
         """One thread, and what XLA is told."""
-        return ONE_THREAD | {"XLA_FLAGS": f"{ONE_THREAD['XLA_FLAGS']} {self.job.flags}".strip()}
+        return ONE_THREAD | {"XLA_FLAGS": f"{ONE_THREAD['XLA_FLAGS']} {self.flags}".strip()}
 
     def commands(self) -> list[Callable[[], Sequence[str]]]:
         """The training and its summary."""
@@ -139,28 +107,57 @@ class AtWork:
 
     def found(self) -> str:
         """Its held-out loss."""
-        summary = self.job.trained()
+        summary = self.trained()
         return f"held-out loss {summary.loss:.4f} after {summary.steps} steps"
 
     @property
     def run_dir(self) -> Path:
         """The folder of the run."""
-        return self.folder / "runs" / f"{self.name}-{self.job.digest}"
+        return self.folder / "runs" / f"{self.name}-{self.digest}"
 
     def _training(self) -> Sequence[str]:
         path = self.folder / "configs" / f"{self.name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        config = {**self.job.config, "run_dir": str(self.run_dir)}
+        config = {**self.config, "run_dir": str(self.run_dir)}
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         resume = ["--resume"] if RunDir(self.run_dir).is_run else []
         return ["skippipe_jax.train", "--config", str(path), *resume]
 
     def _summing_up(self) -> Sequence[str]:
-        job = self.job
-        job.results.mkdir(parents=True, exist_ok=True)
-        quick = ["--quick"] if job.quick else []
-        given = ["--command", job.command, "--digest", job.digest, "--output", str(job.output)]
+        self.results.mkdir(parents=True, exist_ok=True)
+        quick = ["--quick"] if self.quick else []
+        given = ["--command", self.command, "--digest", self.digest, "--output", str(self.output)]
         return ["experiments.paper.summary", str(self.run_dir), *given, *quick]
+
+
+def job_of(
+    name: str,
+    config: Mapping[str, Any],
+    results: Path,
+    folder: Path,
+    command: str,
+    quick: bool = False,
+) -> Job:
+    """Describe a run that comes from its configuration and its plan alone."""
+    digest = digest_of([config, plan_of(config).to_json()])
+    return Job(name, digest, config, results, folder, command, quick)
+
+
+def train(tasks: Sequence[running.Task], folder: Path) -> None:
+    """Train those of the runs that have not been, with logs in `folder`.
+
+    Ctrl-C stops after a checkpoint of each run that is training, and the next call goes on.
+
+    Raises:
+        InputError: if one fails, after the others.
+    """
+    running.run_all(tasks, folder / "logs", AT_ONCE, REPOSITORY)
+
+
+def show(tasks: Sequence[running.Task]) -> None:
+    """Print what each run has found, if it has been trained."""
+    for task in tasks:
+        print(f"{task.name:60s}", task.found() if task.is_done() else "not trained")
 
 
 def stoppable(command: Callable[[], int]) -> int:

@@ -102,9 +102,9 @@ ARM = "skip33"
 class Trials:
     """The runs by which a setting is chosen."""
 
-    def __init__(self, campaign: Campaign, results: Path):
-        """Their summaries are in `results`."""
-        self.campaign, self.results = campaign, results
+    def __init__(self, campaign: Campaign, results: Path, folder: Path):
+        """Their summaries are in `results`; they work in `folder`."""
+        self.campaign, self.results, self.folder = campaign, results, folder
         self.tried = TRIED[:QUICK_TRIED] if campaign.quick else TRIED
 
     def jobs(self) -> dict[str, Job]:
@@ -159,6 +159,7 @@ class Trials:
             digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
             config=config | {"data": config["data"] | other},
             results=self.results,
+            folder=self.folder,
             command="python -m experiments.paper.outer_averaging",
             # Their losses are those of validation; nothing else of the summary is of use here.
             quick=True,
@@ -217,15 +218,15 @@ def steps_within(arm: str, section: Mapping[str, Any], limit_s: float) -> int:
     return exact_steps + cycles * every + SENT["delay"]
 
 
-class Study(study_command.Study):
+class Study(study_command.CampaignStudy):
     """The runs with outer averaging, beside those of the campaign."""
 
     NAME = "outer_averaging"
 
-    def __init__(self, folder: Path, quick: bool):
-        """`folder` is worked in."""
+    def __init__(self, folder: Path, quick: bool = False):
+        """`folder` is that of the campaign."""
         super().__init__(folder, quick)
-        self.trials = Trials(self.campaign, self.summaries / "trials")
+        self.trials = Trials(self.campaign, self.summaries / "trials", self.folder)
 
     def runs(self) -> list[OuterRun]:
         """Those with the settings that are best so far, first seeds first.
@@ -238,7 +239,7 @@ class Study(study_command.Study):
         return [
             OuterRun(setting, arm, seed, equal_time)
             for setting, equal_time in compared
-            for seed in range(1 if self.campaign.quick else SEEDS)
+            for seed in range(1 if self.quick else SEEDS)
             for arm in EQUAL_TIME
         ]
 
@@ -253,7 +254,7 @@ class Study(study_command.Study):
 
     def job(self, run: OuterRun) -> Job:
         """A run as it is trained."""
-        return self.campaign.job_of(run.name, self.config(run), self.summaries, self.command)
+        return self.job_of(run.name, self.config(run))
 
     def digest(self) -> str:
         """Of all that the study comes from."""
@@ -261,14 +262,17 @@ class Study(study_command.Study):
         own += [self.job(run).digest for run in self.runs()]
         return jobs.digest_of(own + [self.campaign.digest(run.exact) for run in self.runs()])
 
-    def train(self) -> dict[str, Any]:
-        """Train what is missing; returns the figures of all."""
-        jobs.train(list(self.trials.jobs().values()), self.folder)
+    def tasks(self) -> list[Job]:
+        """Name the trials, and as far as a setting is chosen the runs; if quick, of both kinds."""
         runs = self.runs()
-        if self.campaign.quick:
-            self.campaign.train(list(dict.fromkeys(run.exact for run in runs)))
-        jobs.train([self.job(run) for run in runs], self.folder)
-        return self.figures()
+        compared = dict.fromkeys(run.exact for run in runs) if self.quick else ()
+        own = [self.job(run) for run in runs]
+        return [*self.trials.jobs().values(), *map(self.campaign.job, compared), *own]
+
+    def train(self) -> None:
+        """Train what is missing, trials first."""
+        jobs.train(list(self.trials.jobs().values()), self.folder)
+        super().train()
 
     def figures(self) -> dict[str, Any]:
         """What is written, of the runs that have been trained."""

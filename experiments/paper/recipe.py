@@ -19,27 +19,21 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.benchmarks.harness import reporting
-from experiments.paper import drawing, gated_tasks, intervals, jobs, plans
+from experiments.paper import drawing, gated_tasks, intervals, jobs, plans, study_command
 from experiments.paper.drawing import BLACK, BLUE
 from experiments.paper.gated_tasks import GatedTask
 from experiments.paper.gates import TOKENS, GatedRun, Phase
-from experiments.paper.reproduce import write
 from experiments.paper.study_text import TEST, VALIDATION
 from skippipe_jax.models.llama import parameter_count, stage_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAME = "recipe"
-
-COMMAND = "python -m experiments.paper.recipe"
-RESULTS = Path(__file__).parent / "results" / "recipe"
 SEEDS = 5
 WIDTH = 16
 PARTIAL = Phase(0.0, 4)
@@ -87,6 +81,7 @@ class Setting:
 
 
 SETTINGS = tuple(Setting(blocks, amount) for amount in (50, 20) for blocks in (6, 12, 24))
+BY_NAME = {setting.name: setting for setting in SETTINGS}
 OF_OPTIONS = Setting(12, 50)
 """The setting in which options are compared."""
 
@@ -199,27 +194,64 @@ def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
     }
 
 
-class Study:
+NamedTask = tuple[str, str, int, GatedTask]
+"""What a task is of, its arm, its seed, and itself."""
+
+
+class Study(study_command.Study):
     """The runs of all settings, trained once each."""
 
-    def __init__(self, folder: Path, results: Path = RESULTS):
+    NAME = FOLDER = "recipe"
+
+    def __init__(self, folder: Path, quick: bool = False):
         """`folder` is worked in; results are small and committed."""
-        self.folder, self.results = folder, results
+        super().__init__(folder, quick)
         self._names: dict[GatedRun, str] = {}
 
     def task(self, setting: Setting, arm: str, run: GatedRun, seed: int) -> GatedTask:
         """Name a run of an arm with a seed; equal runs have one name."""
         run = replace(run, seed=seed)
         name = self._names.setdefault(run, f"{setting.name}-{jobs.slug(arm)}-{seed}")
-        return GatedTask(name, run, self.results / "runs", self.folder, COMMAND)
+        return GatedTask(name, run, self.summaries / "runs", self.folder, self.command)
 
-    def arms(self, setting: Setting, seeds: int = SEEDS) -> Iterator[tuple[str, int, GatedTask]]:
+    def arms(self, setting: Setting) -> Iterator[NamedTask]:
         """Name all arms of a setting, first seeds first."""
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             for arm, run in arms(setting).items():
-                yield arm, seed, self.task(setting, arm, run, seed)
+                yield setting.name, arm, seed, self.task(setting, arm, run, seed)
 
-    def options(self) -> Iterator[tuple[str, str, int, GatedTask]]:
+    def choose(self, arguments: argparse.Namespace) -> None:
+        """Take over what is trained."""
+        self.chosen = [BY_NAME[name] for name in arguments.only or BY_NAME]
+        self.has_options = arguments.options
+
+    def tasks(self) -> list[GatedTask]:
+        """Name all runs that are trained."""
+        tasks = [task for setting in self.chosen for *_, task in self.arms(setting)]
+        if self.has_options:
+            tasks += [task for *_, task in self.options()]
+        return [*{task.name: task for task in tasks}.values()]
+
+    def train(self) -> None:
+        """Train what is missing."""
+        gated_tasks.train(self.tasks(), self.folder)
+
+    def figures(self) -> dict[str, Any]:
+        """Gather all runs that are there."""
+        by_setting, of_options = {}, {}
+        for name, by_arm in grouped(itertools.chain(*map(self.arms, SETTINGS))).items():
+            setting = BY_NAME[name]
+            found = figures_of(by_arm, setting.steps * setting.blocks, FULL, TEST)
+            if found["arms"].keys() == by_arm.keys():  # None says little without its controls.
+                by_setting[name] = found | {"quality_minus": quality_minus(found)}
+        for option, by_arm in grouped(self.options()).items():
+            first = next(iter(by_arm))
+            found = figures_of(by_arm, OF_OPTIONS.steps * OF_OPTIONS.blocks, first, VALIDATION)
+            if len(found["arms"]) > 1:
+                of_options[option] = found
+        return {"settings": by_setting, "options": of_options}
+
+    def options(self) -> Iterator[NamedTask]:
         """Name all runs of the options, first seeds first."""
         for _ in self.arms(OF_OPTIONS):  # Which have the names of runs that are options too.
             pass
@@ -234,14 +266,22 @@ ByArm = Mapping[str, Mapping[int, GatedTask]]
 """The tasks of arms, by seed."""
 
 
+def grouped(named: Iterable[NamedTask]) -> dict[str, dict[str, dict[int, GatedTask]]]:
+    """Group tasks by what they are of, by arm and by seed."""
+    found: dict[str, dict[str, dict[int, GatedTask]]] = {}
+    for of, arm, seed, task in named:
+        found.setdefault(of, {}).setdefault(arm, {})[seed] = task
+    return found
+
+
 def results(tasks: Mapping[int, GatedTask]) -> list[dict[str, Any]]:
     """Read the results of the first seeds, up to one that is missing."""
     found = (tasks[seed].result() for seed in sorted(tasks))
     return [result for result in itertools.takewhile(bool, found) if result is not None]
 
 
-def figures_of(by_arm: ByArm, full: float, controls: Sequence[str], part: str) -> dict[str, Any]:
-    """Gather losses by arm, and the differences of all arms from controls, paired by seed.
+def figures_of(by_arm: ByArm, full: float, control: str, part: str) -> dict[str, Any]:
+    """Gather losses by arm, and the differences of all arms from a control, paired by seed.
 
     `full` is the compute of the full model, of which an arm's is given as a share.
     """
@@ -258,13 +298,7 @@ def figures_of(by_arm: ByArm, full: float, controls: Sequence[str], part: str) -
             }
             for arm, seeds in found.items()
         },
-        "minus": {
-            control: intervals.figures(
-                {arm: intervals.paired(own, losses[control]) for arm, own in losses.items()}
-            )
-            for control in controls
-            if control in losses
-        },
+        "minus": {control: intervals.minus(losses, losses[control])} if control in losses else {},
     }
 
 
@@ -350,6 +384,15 @@ def tables_of_settings(by_setting: Mapping[str, Any]) -> str:
     return "\n".join(line for own in tables for line in own)
 
 
+def tables(figures: Mapping[str, Any]) -> str:
+    """Write the tables of all settings, and one for each option."""
+    told = [tables_of_settings(figures["settings"])] if figures["settings"] else []
+    for option, own in figures["options"].items():
+        first = next(iter(own["minus"]))
+        told.append(f"\n{option}\n{table(own, first)}")
+    return "\n".join(told)
+
+
 def draw(figures: Mapping[str, Any]) -> Figure:
     """Draw how arms differ from full training, a panel for each setting."""
     by_setting = figures["settings"]
@@ -375,56 +418,11 @@ def draw(figures: Mapping[str, Any]) -> Figure:
 
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
-    parser = reporting.documented_parser(COMMAND, __doc__)
-    names = [setting.name for setting in SETTINGS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="settings (all)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds (%(default)s)")
-    parser.add_argument(
-        "--options", action="store_true", help="also train the options of the first setting"
-    )
-    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
-    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="working folder")
-    arguments = parser.parse_args()
-    return jobs.stoppable(lambda: _run(arguments))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    study = Study(arguments.folder.resolve())
-    chosen = [setting for setting in SETTINGS if setting.name in arguments.only]
-    tasks = [task for setting in chosen for _, _, task in study.arms(setting, arguments.seeds)]
-    if arguments.options:
-        tasks += [task for *_, task in study.options()]
-    unique = list({task.name: task for task in tasks}.values())
-    if arguments.list:
-        return gated_tasks.show(unique)
-    gated_tasks.train(unique, study.folder)
-    write_figures(study)
-    return 0
-
-
-def write_figures(study: Study) -> None:
-    """Write the figures of all runs that are there, with tables and pictures."""
-    by_setting, of_options = {}, {}
-    for setting in SETTINGS:
-        by_arm: dict[str, dict[int, GatedTask]] = {}
-        for arm, seed, task in study.arms(setting):
-            by_arm.setdefault(arm, {})[seed] = task
-        found = figures_of(by_arm, setting.steps * setting.blocks, [FULL], TEST)
-        if found["arms"].keys() == by_arm.keys():  # None says little without its controls.
-            by_setting[setting.name] = found | {"quality_minus": quality_minus(found)}
-    if by_setting:
-        print(tables_of_settings(by_setting))
-    by_option: dict[str, dict[str, dict[int, GatedTask]]] = {}
-    for option, value, seed, task in study.options():
-        by_option.setdefault(option, {}).setdefault(value, {})[seed] = task
-    for option, by_arm in by_option.items():
-        first = next(iter(by_arm))
-        found = figures_of(by_arm, OF_OPTIONS.steps * OF_OPTIONS.blocks, [first], VALIDATION)
-        if len(found["arms"]) > 1:
-            of_options[option] = found
-            print(f"\n{option}", table(found, first), sep="\n")
-    figures = {"settings": by_setting, "options": of_options}
-    write(sys.modules[__name__], reporting.origin(COMMAND) | figures, study.results.parent)
+    arguments = {
+        "--only": {"nargs": "+", "choices": BY_NAME, "help": "settings (all)"},
+        "--options": {"action": "store_true", "help": "train the options of the first setting too"},
+    }
+    return study_command.run(Study, __doc__, tables, draw, arguments)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ Ctrl-C stops, and the same command goes on.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.harness import reporting
-from experiments.paper import gated_tasks, jobs
+from experiments.paper import gated_tasks, jobs, study_command
 from experiments.paper.gated_tasks import GatedTask, Pretraining
 from experiments.paper.gates import GatedRun
 from experiments.paper.recipe import (
@@ -34,17 +32,16 @@ from experiments.paper.recipe import (
     QUALITY,
     SEEDS,
     WIDTH,
+    NamedTask,
     Setting,
     as_long,
     figures_of,
+    grouped,
     results,
     table,
 )
 from experiments.paper.study_text import DOMAINS, GENERAL, TEST
 
-NAME = "recipe_continued"
-COMMAND = "python -m experiments.paper.recipe_continued"
-RESULTS = Path(__file__).parent / "results" / NAME
 # Half of that of training from nothing, for all arms; no other has been tried.
 LEARNING_RATE = 1e-2
 PARTS = {"domain": TEST, "general text": f"general {TEST}"}
@@ -64,21 +61,24 @@ def arms(setting: Setting) -> dict[str, GatedRun]:
     }
 
 
-class Study:
+class Study(study_command.Study):
     """Models that are trained in full, and how each goes on."""
 
-    def __init__(self, folder: Path, quick: bool):
+    NAME = FOLDER = "recipe_continued"
+    QUICK = "few steps, one seed"
+
+    def __init__(self, folder: Path, quick: bool = False):
         """`folder` is worked in; results of a quick study stay there."""
-        self.folder, self.results = folder, folder / "results" if quick else RESULTS
+        super().__init__(folder, quick)
         self.seeds = range(1 if quick else SEEDS)
         self.trained = Setting(OF_OPTIONS.blocks, 1) if quick else OF_OPTIONS
         self.goes_on = replace(
             self.trained, bytes_per_parameter=max(1, self.trained.bytes_per_parameter // 5)
         )
 
-    def tasks(self) -> Iterator[tuple[str, str, int, GatedTask]]:
+    def runs(self) -> Iterator[NamedTask]:
         """Name all runs that go on: domain, arm, seed and task, first seeds first."""
-        places = (self.results / "runs", self.folder, COMMAND)
+        places = (self.summaries / "runs", self.folder, self.command)
         blocks, steps = self.trained.blocks, self.trained.steps
         for seed in self.seeds:
             run = GatedRun(blocks=blocks, width=WIDTH, steps=steps, seed=seed)
@@ -89,34 +89,37 @@ class Study:
                     own = replace(own, seed=seed)
                     yield domain, arm, seed, GatedTask(name, own, *places, domain, start)
 
+    def tasks(self) -> list[GatedTask]:
+        """Name all runs that go on."""
+        return [task for *_, task in self.runs()]
+
     def train(self) -> None:
         """Train what is missing, and before it the models that it starts from."""
-        missing = [task for *_, task in self.tasks() if not task.is_done()]
+        missing = [task for task in self.tasks() if not task.is_done()]
         starts = {task.start.name: task.start for task in missing if task.start}
         gated_tasks.train([*starts.values(), *missing], self.folder)
 
     def figures(self) -> dict[str, Any]:
         """Gather losses on the domains and on the general text, before and after."""
-        by_domain: dict[str, dict[str, dict[int, GatedTask]]] = {}
-        for domain, arm, seed, task in self.tasks():
-            by_domain.setdefault(domain, {}).setdefault(arm, {})[seed] = task
         full = self.goes_on.steps * self.goes_on.blocks
         return {
-            domain: {
-                label: figures_of(by_arm, full, [FULL], part)
-                | {"before": [own["losses"][f"{part} before"] for own in results(by_arm[FULL])]}
-                for label, part in PARTS.items()
+            "domains": {
+                domain: {
+                    label: figures_of(by_arm, full, FULL, part)
+                    | {"before": [own["losses"][f"{part} before"] for own in results(by_arm[FULL])]}
+                    for label, part in PARTS.items()
+                }
+                for domain, by_arm in grouped(self.runs()).items()
             }
-            for domain, by_arm in by_domain.items()
         }
 
 
-def tables(figures: Mapping[str, Mapping[str, Any]]) -> str:
+def tables(figures: Mapping[str, Any]) -> str:
     """Write a table for each domain and text, with the mean loss before."""
     return "\n".join(
         f"\n{domain}, loss on the {label}, before {sum(own['before']) / len(own['before']):.4f}\n"
         f"{table(own, FULL)}"
-        for domain, parts in figures.items()
+        for domain, parts in figures["domains"].items()
         for label, own in parts.items()
         if own["before"]
     )
@@ -124,25 +127,7 @@ def tables(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> int:
     """Parse the command line, train and write; returns the exit code."""
-    parser = reporting.documented_parser(COMMAND, __doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed")
-    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
-    parser.add_argument("--folder", type=Path, help=f"working folder (runs/{NAME}, with _quick)")
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path("runs", f"{NAME}_quick" if arguments.quick else NAME)
-    return jobs.stoppable(lambda: _run(Study(folder.resolve(), arguments.quick), arguments.list))
-
-
-def _run(study: Study, lists: bool) -> int:
-    if lists:
-        return gated_tasks.show([task for *_, task in study.tasks()])
-    study.train()
-    figures = study.figures()
-    path = study.results.parent / f"{NAME}.json"
-    written = json.dumps(reporting.origin(COMMAND) | {"domains": figures}, indent=1) + "\n"
-    path.write_text(written, encoding="utf-8")
-    print(tables(figures), path, sep="\n")
-    return 0
+    return study_command.run(Study, __doc__, tables)
 
 
 if __name__ == "__main__":

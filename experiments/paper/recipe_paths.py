@@ -9,7 +9,6 @@ of each is compared with three of gates.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,17 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.harness import reporting
-from experiments.paper import gated_tasks, jobs, study_text
+from experiments.paper import gated_tasks, jobs, study_command, study_text
 from experiments.paper.gated_tasks import GatedTask
 from experiments.paper.gates import AT_ONCE, LENGTH, SEQUENCES, GatedRun, losses, optimizer_config
+from experiments.paper.jobs import Job
 from experiments.paper.recipe import FULL, Setting, arms
 from skippipe_jax.config import to_tree
 from skippipe_jax.inference.model_source import read_run
 
-NAME = "recipe_paths"
-COMMAND = "python -m experiments.paper.recipe_paths"
-RESULT = Path(__file__).parent / "results" / f"{NAME}.json"
 SETTING = Setting(6, 20)
 SEEDS = 3
 ARMS = (FULL, "skipped", "quality")
@@ -75,47 +71,61 @@ def losses_of_run(folder: Path, texts: Mapping[str, np.ndarray]) -> dict[str, fl
     return losses(evaluate, model.stages, texts)
 
 
-def main() -> int:
-    """Parse the command line, train and write; returns the exit code."""
-    parser = reporting.documented_parser(COMMAND, __doc__)
-    parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="working folder")
-    folder = parser.parse_args().folder.resolve()
-    return jobs.stoppable(lambda: _run(folder))
+class Study(study_command.Study):
+    """Runs of the trainer, and gated ones beside each."""
+
+    NAME = FOLDER = "recipe_paths"
+
+    def gated(self, arm: str) -> list[GatedTask]:
+        """Name the gated runs of an arm."""
+        run, where = gated_run(arm), (self.folder / "results", self.folder, self.command)
+        return [GatedTask(f"{arm}-{n}", replace(run, seed=n), *where) for n in range(SEEDS)]
+
+    def along_paths(self, arm: str) -> Job:
+        """Describe the trainer's run of an arm."""
+        config, where = config_of(arm, self.folder / "text"), (self.folder / "results", self.folder)
+        return jobs.job_of(f"paths-{arm}", config, *where, self.command, quick=True)
+
+    def tasks(self) -> list[GatedTask | Job]:
+        """Name all runs, gated ones first."""
+        gated = [task for arm in ARMS for task in self.gated(arm)]
+        return [*gated, *map(self.along_paths, ARMS)]
+
+    def train(self) -> None:
+        """Train what is missing."""
+        gated_tasks.write_texts([study_text.ALL], self.folder)
+        super().train()
+
+    def figures(self) -> dict[str, Any]:
+        """Gather the losses."""
+        texts = study_text.read(self.folder / "text")
+        found: dict[str, Any] = {}
+        for arm in ARMS:
+            paths = losses_of_run(self.along_paths(arm).run_dir, texts)
+            by_gates = [result["losses"] for task in self.gated(arm) if (result := task.result())]
+            found[arm] = {
+                part: {"paths": round(paths[part], 5), "gates": [own[part] for own in by_gates]}
+                for part in PARTS
+            }
+        return {"steps": SETTING.steps, "arms": found}
 
 
-def _run(folder: Path) -> int:
-    texts, results = study_text.read(folder / "text"), folder / "results"
-    gated = {
-        arm: [
-            GatedTask(f"{arm}-{seed}", replace(gated_run(arm), seed=seed), results, folder, COMMAND)
-            for seed in range(SEEDS)
-        ]
-        for arm in ARMS
-    }
-    gated_tasks.train([task for tasks in gated.values() for task in tasks], folder)
-    of_paths = {
-        arm: jobs.job_of(f"paths-{arm}", config_of(arm, folder / "text"), results, COMMAND, True)
-        for arm in ARMS
-    }
-    jobs.train(list(of_paths.values()), folder)
-    found: dict[str, Any] = {}
-    for arm, job in of_paths.items():
-        paths = losses_of_run(jobs.AtWork(job, folder).run_dir, texts)
-        by_gates = [result["losses"] for task in gated[arm] if (result := task.result())]
-        found[arm] = {
-            part: {"paths": round(paths[part], 5), "gates": [own[part] for own in by_gates]}
-            for part in PARTS
-        }
-        for part, own in found[arm].items():
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures for a reader: a line for each arm and text."""
+    lines = []
+    for arm, parts in figures["arms"].items():
+        for part, own in parts.items():
             mean, deviation = statistics.fmean(own["gates"]), statistics.stdev(own["gates"])
-            print(
+            lines.append(
                 f"{arm:8s} {part:20s} paths {own['paths']:.4f}, gates {mean:.4f}, "
                 f"deviation of seeds {deviation:.4f}"
             )
-    figures = {"steps": SETTING.steps, "arms": found}
-    RESULT.write_text(json.dumps(reporting.origin(COMMAND) | figures, indent=1) + "\n", "utf-8")
-    print(RESULT)
-    return 0
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parse the command line, train and write; returns the exit code."""
+    return study_command.run(Study, __doc__, table)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,21 @@ and few bytes for each parameter: what can be concluded is in README.md.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skippipe_sched import fields
 
-from experiments.benchmarks.harness import reporting
-from experiments.paper import drawing, jobs
+from experiments.paper import drawing, jobs, study_command
 from experiments.paper.drawing import BLACK, BLUE, VERMILION
-from experiments.paper.reproduce import write
+from experiments.paper.jobs import Job
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from experiments.paper.summary import Summary
 
-NAME = "recipe_quick"
-COMMAND = "python -m experiments.paper.recipe_quick"
 CONFIG = Path(__file__).parent / "configs" / "recipe_quick.yaml"
 PLANS = "experiments/paper/plans"
 ARMS: dict[str, dict[str, Any]] = {
@@ -41,11 +39,42 @@ ARMS: dict[str, dict[str, Any]] = {
 COLORS = dict(zip(ARMS, (BLACK, VERMILION, BLUE), strict=True))
 
 
-def job_of(arm: str, results: Path) -> jobs.Job:
-    """Describe the run of an arm."""
-    config = dict(fields.load_yaml(CONFIG, "config")) | ARMS[arm]
-    del config["run_dir"]
-    return jobs.job_of(jobs.slug(arm), config, results, COMMAND)
+class Study(study_command.Study):
+    """The three runs, whose results are not committed."""
+
+    NAME = FOLDER = "recipe_quick"
+
+    def __init__(self, folder: Path, quick: bool = True):
+        """`folder` is worked in, and has the results."""
+        del quick  # It always is.
+        super().__init__(folder, quick=True)
+
+    def job(self, arm: str) -> Job:
+        """Describe the run of an arm."""
+        config = dict(fields.load_yaml(CONFIG, "config")) | ARMS[arm]
+        del config["run_dir"]
+        where = self.summaries, self.folder
+        return jobs.job_of(jobs.slug(arm), config, *where, self.command)
+
+    def tasks(self) -> list[Job]:
+        """Name the three runs."""
+        return [self.job(arm) for arm in ARMS]
+
+    def figures(self) -> dict[str, Any]:
+        """Gather what is drawn and told."""
+        return {"curves": {arm: curve_of(self.job(arm).trained()) for arm in ARMS}}
+
+
+def curve_of(own: Summary) -> dict[str, Any]:
+    """Gather what is drawn and told of a run."""
+    return {
+        "million_bytes": [step * own.tokens_per_iteration / 1e6 for step, _, _ in own.curve],
+        "hours": [seconds / 3600 for _, seconds, _ in own.curve],
+        "loss": [loss for *_, loss in own.curve],
+        "end": own.loss,
+        "end_hours": own.simulated_s / 3600,
+        "loss_of_half_of_the_stages": own.keep["3"]["loss"],
+    }
 
 
 def draw(curves: dict[str, Any]) -> Figure:
@@ -61,48 +90,18 @@ def draw(curves: dict[str, Any]) -> Figure:
     return figure
 
 
-def curves_of(found: dict[str, Summary]) -> dict[str, Any]:
-    """Gather what is drawn."""
-    return {
-        arm: {
-            "million_bytes": [step * own.tokens_per_iteration / 1e6 for step, _, _ in own.curve],
-            "hours": [seconds / 3600 for _, seconds, _ in own.curve],
-            "loss": [loss for *_, loss in own.curve],
-            "loss_of_half_of_the_stages": own.keep["3"]["loss"],
-        }
-        for arm, own in found.items()
-    }
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures for a reader: a line for each run."""
+    return "\n".join(
+        f"{arm:32s} loss {own['end']:.3f}, with half of the stages "
+        f"{own['loss_of_half_of_the_stages']:.3f}, after {own['end_hours']:.1f} h by the planner"
+        for arm, own in figures["curves"].items()
+    )
 
 
 def main() -> int:
     """Parse the command line, train and draw; returns the exit code."""
-    parser = reporting.documented_parser(COMMAND, __doc__)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/recipe_quick"), help="working folder"
-    )
-    parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
-    arguments = parser.parse_args()
-    return jobs.stoppable(lambda: _run(arguments.folder.resolve(), arguments.list))
-
-
-def _run(folder: Path, lists: bool) -> int:
-    of_arms = {arm: job_of(arm, folder / "results") for arm in ARMS}
-    if lists:
-        for arm, job in of_arms.items():
-            print(f"{arm:32s}", "trained" if job.summary() else "not trained")
-        return 0
-    jobs.train(list(of_arms.values()), folder)
-    found = {arm: own for arm, job in of_arms.items() if (own := job.summary()) is not None}
-    curves = curves_of(found)
-    write(sys.modules[__name__], reporting.origin(COMMAND) | {"curves": curves}, folder)
-    for arm, own in found.items():
-        half = curves[arm]["loss_of_half_of_the_stages"]
-        print(
-            f"{arm:32s} loss {own.loss:.3f}, with half of the stages {half:.3f}, "
-            f"after {own.simulated_s / 3600:.1f} h by the planner"
-        )
-    print(folder / f"{NAME}.png")
-    return 0
+    return study_command.run(Study, __doc__, table, draw)
 
 
 if __name__ == "__main__":

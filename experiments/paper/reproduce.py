@@ -3,30 +3,26 @@
     python -m experiments.paper.reproduce --quick      all of them, small, in minutes
     python -m experiments.paper.reproduce --full       all of them, as they are committed
 
-Each figure comes as NAME.json, NAME.svg and NAME.png; the JSON says by which command, commit and
-machine. Full results replace the committed ones; quick ones stay in the work folder. Ctrl-C stops,
-and the same command goes on where it was: runs whose results are there are not trained again.
+Each figure comes as NAME.json and NAME.png; the JSON says by which command, commit and machine.
+Full results replace the committed ones; quick ones stay in the work folder. Ctrl-C stops, and the
+same command goes on where it was: runs whose results are there are not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from experiments.benchmarks.harness import reporting
-from experiments.paper import drawing
 from experiments.paper.jobs import stoppable
+from experiments.paper.study_command import RESULTS, write
 
-RESULTS = Path(__file__).parent / "results"
 MODULES = ("iteration_time", "convergence", "robustness", "trade_off", "shapes")
-# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing, with 67 runs; those
+# On two cores of an AMD EPYC, by the CPU seconds of an iteration, from nothing, with 63 runs; those
 # whose results are committed need not be trained again.
 HOURS = 3
 
@@ -61,20 +57,10 @@ def reproduce(names: Sequence[str], *, quick: bool, folder: Path, results: Path)
         module = importlib.import_module(f"experiments.paper.{name}")
         figures = module.measure(quick, folder)
         command = f"python -m experiments.paper.reproduce --{'quick' if quick else 'full'}"
-        write(module, reporting.origin(f"{command} --only {name}") | figures, results)
+        origin = reporting.origin(f"{command} --only {name}")
+        write(results / f"{name}.json", origin | figures, module.draw)
         minutes = (time.monotonic() - begun_s) / 60
         print(f"[{number}/{len(names)}] {results / name}.png after {minutes:.1f} min", flush=True)
-
-
-def write(module: ModuleType, figures: dict[str, Any], results: Path) -> None:
-    """Write the figures of a module, and its drawing of them."""
-    results.mkdir(parents=True, exist_ok=True)
-    path = results / f"{module.NAME}.json"
-    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    figure = module.draw(figures)
-    # Without a date, the same figures are the same file.
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"), dpi=drawing.DPI)
 
 
 if __name__ == "__main__":

@@ -114,8 +114,7 @@ def _compared(
     def minus(
         count: int, control: Sequence[float], arms: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
-        own = {arm: perplexities(arm, count) for arm in arms}
-        return intervals.figures({arm: intervals.paired(own[arm], control) for arm in own})
+        return intervals.minus({arm: perplexities(arm, count) for arm in arms}, control)
 
     others = [arm for arm in found if arm != CONTROL]
 
@@ -155,8 +154,7 @@ def draw(figures: dict[str, Any]) -> Figure:
     early.set_ylabel("held-out perplexity per byte")
     limits = [*plain.get_ylim(), *scaled.get_ylim()]
     for axes in (plain, scaled, early):
-        axes.set_yscale("log")
-        _plain_ticks(axes)
+        drawing.plain_log(axes, "y", (2, 5, 10, 20, 50, 100, 200))
     for axes in (plain, scaled):
         axes.set_ylim(min(limits), max(limits))
     _swaps(swaps, arms)
@@ -208,11 +206,3 @@ def _rows(axes: Any, ways: Sequence[dict[str, dict[str, Any]]]) -> None:
     axes.axvline(0.0, color=BLACK, linewidth=0.8, linestyle=":")
     axes.set_yticks([])
     axes.set_ylim(len(WHOLE) - 0.5, -0.5)
-
-
-def _plain_ticks(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())

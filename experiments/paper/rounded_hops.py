@@ -17,46 +17,46 @@ from typing import Any
 
 from experiments.paper import intervals, jobs, study_command
 from experiments.paper.campaign import Run, runs_of
-from experiments.paper.intervals import HOW, line, paired
+from experiments.paper.intervals import HOW, Losses, line, paired
 from experiments.paper.jobs import Job
 
 ARMS = ("full", "skip33")
 ROUNDED = {"activation_dtype": "int8"}
-Losses = dict[str, list[float]]
-"""Of each arm, the held-out losses of its seeds [nats per byte]."""
 
 
-class Study(study_command.Study):
+class Study(study_command.CampaignStudy):
     """The runs with rounded hops, beside those of the campaign."""
 
     NAME = "rounded_hops"
 
-    def __init__(self, folder: Path, quick: bool):
-        """`folder` is worked in."""
+    def __init__(self, folder: Path, quick: bool = False):
+        """`folder` is that of the campaign."""
         super().__init__(folder, quick)
+        self.summaries = self.folder / "results"
         self.runs = runs_of(ARMS, quick)
 
     def job(self, run: Run) -> Job:
         """A run of the campaign with rounded hops."""
         config = self.campaign.config(run)
         config = config | {"network": config["network"] | ROUNDED}
-        name, results = f"{run.name}-int8", self.folder / "results"
-        return self.campaign.job_of(name, config, results, self.command)
+        return self.job_of(f"{run.name}-int8", config)
+
+    def tasks(self) -> list[Job]:
+        """Name the runs, with those of the campaign if it is quick too."""
+        own = [self.campaign.job(run) for run in self.runs] if self.quick else []
+        return own + [self.job(run) for run in self.runs]
 
     def digest(self) -> str:
         """Of all that the study comes from."""
         own = [self.job(run).digest for run in self.runs]
         return jobs.digest_of(own + [self.campaign.digest(run) for run in self.runs])
 
-    def train(self) -> dict[str, Any]:
-        """Train what is missing; returns the figures of all.
+    def figures(self) -> dict[str, Any]:
+        """Gather the losses.
 
         Raises:
             InputError: if a run of the campaign is not there to be compared with.
         """
-        if self.campaign.quick:
-            self.campaign.train(self.runs)
-        jobs.train([self.job(run) for run in self.runs], self.folder)
         rounded: Losses = {arm: [] for arm in ARMS}
         control: Losses = {arm: [] for arm in ARMS}
         for run in self.runs:
@@ -67,7 +67,7 @@ class Study(study_command.Study):
 
 def figures_of(rounded: Losses, control: Losses) -> dict[str, Any]:
     """What is written of the losses with rounded hops and of the campaign's."""
-    differences = {arm: paired(rounded[arm], control[arm]) for arm in rounded}
+    differences = {arm: paired(own, control[arm]) for arm, own in rounded.items()}
     return {
         "rounded": ROUNDED,
         "interval": HOW,

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.paper import intervals, jobs, study_command
 from experiments.paper.campaign import Run
-from experiments.paper.intervals import HOW, line, paired
+from experiments.paper.intervals import HOW, Losses, line
 from experiments.paper.jobs import Job
 
 ARM, STEPS, SEEDS = "full", 500, 5
@@ -33,66 +32,54 @@ HELD: dict[str, dict[str, dict[str, str]]] = {
 """What each kind of run is told besides."""
 
 
-@dataclass(frozen=True)
-class HeldRun:
+class HeldRun(NamedTuple):
     """A run whose parameters and moments are held in some way."""
 
     held: str
     seed: int
 
-    @property
-    def name(self) -> str:
-        """How its files are called."""
-        return f"{self.held}-{self.seed}"
 
-
-class Study(study_command.Study):
+class Study(study_command.CampaignStudy):
     """The runs, which differ in how state is held and in nothing else."""
 
     NAME = "rounded_state"
 
-    def __init__(self, folder: Path, quick: bool):
-        """`folder` is worked in."""
+    def __init__(self, folder: Path, quick: bool = False):
+        """`folder` is that of the campaign."""
         super().__init__(folder, quick)
         seeds = range(1 if quick else SEEDS)
         self.runs = [HeldRun(held, seed) for held in HELD for seed in seeds]
 
-    def config(self, run: HeldRun) -> dict[str, Any]:
+    def job(self, run: HeldRun) -> Job:
         """The campaign's configuration of its control, as long as it is here."""
         config = self.campaign.config(Run(ARM, run.seed))
-        if not self.campaign.quick:
+        if not self.quick:
             config["train"] = config["train"] | {"steps": STEPS}
         for section, keys in HELD[run.held].items():
             config[section] = config[section] | keys
-        return config
+        return self.job_of(f"{run.held}-{run.seed}", config)
 
-    def job(self, run: HeldRun) -> Job:
-        """A run as it is trained."""
-        return self.campaign.job_of(run.name, self.config(run), self.summaries, self.command)
+    def tasks(self) -> list[Job]:
+        """Name all runs."""
+        return [self.job(run) for run in self.runs]
 
     def digest(self) -> str:
         """Of all that the study comes from."""
-        return jobs.digest_of([self.job(run).digest for run in self.runs])
+        return jobs.digest_of([job.digest for job in self.tasks()])
 
-    def train(self) -> dict[str, Any]:
-        """Train what is missing; returns the figures of all."""
-        jobs.train([self.job(run) for run in self.runs], self.folder)
-        losses: dict[str, list[float]] = {held: [] for held in HELD}
+    def figures(self) -> dict[str, Any]:
+        """Gather the losses."""
+        losses: Losses = {held: [] for held in HELD}
         for run in self.runs:
             losses[run.held].append(self.job(run).trained().loss)
         return {"digest": self.digest(), "steps": STEPS} | figures_of(losses)
 
 
-def figures_of(losses: Mapping[str, list[float]]) -> dict[str, Any]:
+def figures_of(losses: Losses) -> dict[str, Any]:
     """What is written of the losses of each kind, by seed [nats per byte]."""
-    differences = {
-        held: paired(own, losses[EXACT]) for held, own in losses.items() if held != EXACT
-    }
-    return {
-        "interval": HOW,
-        "loss": dict(losses),
-        "difference": intervals.figures(differences),
-    }
+    others = {held: own for held, own in losses.items() if held != EXACT}
+    difference = intervals.minus(others, losses[EXACT])
+    return {"interval": HOW, "loss": losses, "difference": difference}
 
 
 def table(figures: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ compiled what XLA plans for one backward pass and one loss on this machine's pro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ from skippipe_sched.problem.case import Case
 from skippipe_sched.problem.plan import Plan
 from skippipe_sched.search.budget import Search
 
+from experiments.paper import drawing
 from skippipe_jax.config import Config, load_config
-from skippipe_jax.config.extras import require
 from skippipe_jax.config.model import AUTO, RECOMPUTE, XLA
 from skippipe_jax.models.estimate import planned_case_and_visits
 from skippipe_jax.models.footprint import blocks_at_once, offloadable_bytes, passing_bytes, traffic
@@ -345,21 +345,27 @@ COLOURS = ("#2f5fa8", "#5b8fc7", "#9fbfe0", "#2f8f7a", "#9ccdbf", "#c9843b")
 
 def draw(figures: dict[str, Any]) -> Figure:
     """Memory by part, what recomputation saves, and what an iteration sends."""
-    style = require("matplotlib.style", "paper", "figure", NAME)
-    with style.context("default"):
-        return _figure(figures)
-
-
-def _figure(figures: dict[str, Any]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    axes = figure.subplot_mosaic([["memory", "memory"], ["kept", "sent"]], height_ratios=[1.2, 1])
-    _draw_memory(axes["memory"], figures["models"])
-    _draw_kept(axes["kept"], figures["models"])
-    _draw_sent(axes["sent"], figures["models"])
-    for panel in axes.values():
-        panel.spines[["top", "right"]].set_visible(False)
+    figure, [[memory], [kept, sent]] = drawing.panels((1, 2), 4.2, 3.6)
+    models = figures["models"]
+    _draw_memory(memory, models)
+    by_recompute = {
+        recompute: [own["kept_by_recompute"][recompute]["kept"] / 1e9 for own in models.values()]
+        for recompute in list(RECOMPUTE)[:3]
+    }
+    _draw_bars(kept, list(models), by_recompute, COLOURS[::2], "%.2g")
+    kept.set_yscale("log")
+    kept.set_ylim(top=kept.get_ylim()[1] * 6)
+    kept.set_ylabel("GB kept by one microbatch in flight")
+    kept.set_title("An inner stage, by model.recompute")
+    parts = {"activations and gradients": "pipeline", "averaging": "averaging"}
+    by_part = {
+        name: [own["bytes_per_iteration"]["by_formula"][part] / 1e9 for own in models.values()]
+        for name, part in parts.items()
+    }
+    _draw_bars(sent, list(models), by_part, (COLOURS[3], COLOURS[5]), "%.1f")
+    sent.margins(y=0.25)
+    sent.set_ylabel("GB sent in an iteration, all nodes")
+    sent.set_title("What an iteration sends")
     return figure
 
 
@@ -384,37 +390,21 @@ def _draw_memory(axes: Axes, models: Mapping[str, Any]) -> None:
     axes.set_xlim(0, 1.12 * max(*left, MEMORY_GB[2]))
     axes.set_xlabel("GB on a node, with as many microbatches in flight as the case allows")
     axes.set_title("What a node holds", pad=18)
-    axes.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.45, -0.16), frameon=False)
+    axes.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.45, -0.16))
 
 
-def _draw_kept(axes: Axes, models: Mapping[str, Any]) -> None:
-    width = 0.26
-    for place, (recompute, colour) in enumerate(zip(RECOMPUTE, COLOURS[::2], strict=False)):
-        for number, model in enumerate(models.values()):
-            kept = model["kept_by_recompute"][recompute]["kept"] / 1e9
-            x = number + (place - 1) * width
-            label = recompute if number == 0 else None
-            axes.bar(x, kept, width, color=colour, label=label)
-            axes.text(x, kept * 1.12, f"{kept:.2g}", ha="center", fontsize=9)
-    axes.set_yscale("log")
-    axes.set_ylim(top=axes.get_ylim()[1] * 3)
-    axes.set_xticks(range(len(models)), list(models))
-    axes.set_ylabel("GB kept by one microbatch in flight")
-    axes.set_title("An inner stage, by model.recompute")
-    axes.legend(ncols=3, loc="upper left", frameon=False)
-
-
-def _draw_sent(axes: Axes, models: Mapping[str, Any]) -> None:
-    width = 0.38
-    for place, (part, colour) in enumerate((("pipeline", COLOURS[3]), ("averaging", COLOURS[5]))):
-        for number, model in enumerate(models.values()):
-            sent = model["bytes_per_iteration"]["by_formula"][part] / 1e9
-            x = number + (place - 0.5) * width
-            name = "activations and gradients" if part == "pipeline" else part
-            axes.bar(x, sent, width, color=colour, label=name if number == 0 else None)
-            axes.text(x, sent, f"{sent:.1f}", ha="center", va="bottom")
-    axes.set_xticks(range(len(models)), list(models))
-    axes.set_ylabel("GB sent in an iteration, all nodes")
-    axes.set_title("What an iteration sends")
-    axes.legend(loc="upper left", frameon=False)
-    axes.margins(y=0.25)
+def _draw_bars(
+    axes: Axes,
+    groups: Sequence[str],
+    values: Mapping[str, Sequence[float]],
+    colours: Sequence[str],
+    form: str,
+) -> None:
+    """Bars side by side in groups: of each label the values, one in each group."""
+    width = 0.8 / len(values)
+    for place, ((label, own), colour) in enumerate(zip(values.items(), colours, strict=True)):
+        aside = (place - (len(values) - 1) / 2) * width
+        x = [number + aside for number in range(len(groups))]
+        axes.bar_label(axes.bar(x, own, width, color=colour, label=label), fmt=form, fontsize=7)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.legend(loc="upper left")

@@ -99,12 +99,9 @@ def _compared(losses: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
         # Scales change nothing in what was trained in full.
         of_control = losses[PLAIN].get(control, [])
         return {
-            way: intervals.figures(
-                {
-                    name: intervals.paired(own, of_control)
-                    for name, own in of_way.items()
-                    if name != control and of_control
-                }
+            way: intervals.minus(
+                {arm: own for arm, own in of_way.items() if arm != control and of_control},
+                of_control,
             )
             for way, of_way in losses.items()
         }

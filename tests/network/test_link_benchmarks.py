@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,25 +10,12 @@ import pytest
 import yaml
 from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.timing.simulate import simulate_plan
-from skippipe_sched.timing.timeline import Run, Timeline
 
 from experiments.benchmarks.harness.launching import AllHosts
 from experiments.benchmarks.network import loopback, wan
-from tests.harness.fork_server import fork_server
 from tests.network.test_shaped_network import needs_root
 from tests.sched.examples import TWO_NODES, plan_of
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
-    file = folder / "result.json"
-    command = [fork_server().programs / "python", "-m", f"experiments.benchmarks.{module}", *words]
-    finished = subprocess.run(
-        [*command, "--json", file], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return json.loads(file.read_text())
+from tests.test_benchmarks import report_of
 
 
 @pytest.mark.nightly
@@ -40,7 +24,7 @@ def result_of(module: str, folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 def test_iterations_of_four_hosts_take_as_long_as_planned(tmp_path: Path):
     settings = ["--arms", "skippipe", "--iterations", "2", "--budget", "3"]
-    result = result_of("network.wan", tmp_path, "--hosts", "4", *settings)
+    result = report_of(tmp_path, "network.wan", "--hosts", "4", *settings)
     assert result["profiles"]["float32"]["bandwidth_deviation"] < 0.15
     [skippipe] = result["methods"]
     assert skippipe["method"] == "skippipe"
@@ -90,22 +74,5 @@ def test_the_link_that_is_furthest_from_its_rate_is_named_and_measured_again(
 def test_compute_alone_is_the_plan_without_its_hops():
     plan = plan_of([[0], [1]], [[0, 1]], backward_ratio=2, loss_ratio=0.5, path_length=2)
     compute_s = 0.1 * (1 + 1 + 0.5 + 2 + 2)
-    assert loopback.last_end_s(simulate_plan(plan)) > compute_s
+    assert simulate_plan(plan).iteration_s > compute_s
     assert loopback.compute_alone_s(plan) == pytest.approx(compute_s)
-
-
-def test_what_operations_took_is_told_from_what_lies_between_them():
-    plan = plan_of([[0], [1]], [[0, 1], [0, 1]], path_length=2)
-    planned = simulate_plan(plan)
-    runs = tuple(
-        Run(run.operation, 3 * run.arrived_s, 3 * run.start_s, 3 * run.start_s + 2 * took_s)
-        for run in planned.runs
-        if (took_s := run.end_s - run.start_s)
-    )
-    slowdown = loopback.slowdowns(plan, Timeline(2, runs, planned.transfers, ()))
-    assert list(slowdown.values()) == pytest.approx([2] * len(runs))
-    slower_s = loopback.compute_alone_s(plan, loopback.stretch_of(plan, slowdown))
-    assert slower_s == pytest.approx(2 * loopback.compute_alone_s(plan))
-    assert loopback.by_kind(slowdown.items()) == pytest.approx({"F": 2, "L": 2, "B": 2})
-    # Both nodes go from one operation to the next at once, unless the input is not there yet.
-    assert loopback.dispatches_s(planned) == pytest.approx([0] * (len(planned.runs) - 2))

@@ -1,10 +1,12 @@
 """The shaped network does what the tests and benchmarks on it take for granted."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +17,7 @@ from skippipe_sched.errors import InputError
 from experiments.benchmarks.network import shaped_network
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
 
-# Of this address and port, whose host may still be starting.
-CONNECT = """
-import socket, sys, time
-def connect(*address, timeout=60.0):
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection(address, timeout=timeout)
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-"""
-SEND = f"{CONNECT}connect(sys.argv[1], int(sys.argv[2])).sendall(bytes(int(sys.argv[3])))"
-RECEIVE = """
-import socket, sys, time
-with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
-    connection, _ = server.accept()
-began_s, received = time.monotonic(), 0
-while arrived := connection.recv(1 << 20):
-    received += len(arrived)
-print(received / (time.monotonic() - began_s))
-"""
+THREADS = ThreadPoolExecutor(16)
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 and "CI" not in os.environ, reason="only root may make a shaped network"
 )
@@ -50,20 +31,36 @@ def network() -> Iterator[ShapedNetwork]:
         yield network
 
 
-def transfer(
-    network: ShapedNetwork, source: int, target: int, size: int
-) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """Start a receiver and a sender; the receiver prints the bytes per second that arrived."""
-    address = [network.address(target), str(5000 + source)]
-    python = [sys.executable, "-I", "-S", "-c"]
-    receive = [*network.command(target), *python, RECEIVE, *address]
-    send = [*network.command(source), *python, SEND, *address, str(size)]
-    receiver = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True)
-    return receiver, subprocess.Popen(send, text=True)
+def listen(network: ShapedNetwork, host: int) -> socket.socket:
+    """A server on a host, which waits for a connection a minute at most."""
+    server = network.call(host, lambda: socket.create_server((network.address(host), 0)))
+    server.settimeout(60.0)
+    return server
 
 
-def goodput(receiver: subprocess.Popen[str]) -> float:
-    return float(receiver.communicate(timeout=60)[0])
+def connect(network: ShapedNetwork, host: int, server: socket.socket) -> socket.socket:
+    """Connect a host with a server."""
+    return network.call(host, lambda: socket.create_connection(server.getsockname(), 60.0))
+
+
+def transfer(network: ShapedNetwork, source: int, target: int, size: int) -> Future[float]:
+    """Send so many bytes from host to host; the result is how many arrive in a second."""
+    server = listen(network, target)
+
+    def receive() -> float:
+        connection, _ = server.accept()
+        began_s, received = time.monotonic(), 0
+        while arrived := connection.recv(1 << 20):
+            received += len(arrived)
+        return received / (time.monotonic() - began_s)
+
+    def send() -> None:
+        with connect(network, source, server) as connection:
+            connection.sendall(bytes(size))
+
+    received = THREADS.submit(receive)
+    THREADS.submit(send)
+    return received
 
 
 def traces(network: ShapedNetwork) -> list[str]:
@@ -80,8 +77,8 @@ def traces(network: ShapedNetwork) -> list[str]:
 def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
     network.set_rate(0, 1, 4e6)
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 3), (3, 0)]
-    receivers = [transfer(network, *pair, int(3 * network.rates[pair]))[0] for pair in pairs]
-    shares = [goodput(r) / network.rates[pair] for r, pair in zip(receivers, pairs, strict=True)]
+    sent = {pair: transfer(network, *pair, int(3 * network.rates[pair])) for pair in pairs}
+    shares = [rate.result(60) / network.rates[pair] for pair, rate in sent.items()]
     # The rates differ by factors of 4 and more, so a pause of a busy machine may take its share.
     assert shares == pytest.approx([1.0] * len(pairs), abs=0.2)
 
@@ -89,59 +86,28 @@ def test_every_directed_link_has_its_own_rate(network: ShapedNetwork):
 @needs_root
 def test_the_link_between_two_hosts_is_cut_and_no_other(network: ShapedNetwork):
     network.set_paths([(0, 2), (2, 0)], up=False)
-    receiver, _ = transfer(network, 0, 2, 1000)
+    received = transfer(network, 0, 2, 1000)
     for pair in [(0, 1), (1, 0), (3, 2), (2, 1)]:
-        assert goodput(transfer(network, *pair, 1000)[0]) > 0
-    assert receiver.poll() is None
+        assert transfer(network, *pair, 1000).result(60) > 0
+    assert not received.done()
     network.set_paths([(0, 2), (2, 0)], up=True)
-    assert goodput(receiver) > 0
-
-
-ECHO = """
-import select, socket, sys
-with socket.create_server((sys.argv[1], 5000)) as server:
-    ends = [server.accept()[0] for _ in range(2)]
-    while True:
-        for end in select.select(ends, [], [])[0]:
-            end.sendall(end.recv(1))
-"""
-SPEAK = f"""{CONNECT}
-first = connect(sys.argv[1], 5000, timeout=1.0)
-first.sendall(b"a")
-print(first.recv(1), first.getsockname()[1], flush=True)
-input()
-first.sendall(b"b")
-try:
-    print(first.recv(1))
-except TimeoutError:
-    print("silence")
-first.close()
-"""
+    assert received.result(60) > 0
 
 
 @needs_root
 def test_a_connection_is_silenced_and_no_other(network: ShapedNetwork):
-    there = network.address(2)
-    python = [sys.executable, "-I", "-S", "-c"]
-    with subprocess.Popen([*network.command(2), *python, ECHO, there]) as server:
-        speakers = [
-            subprocess.Popen(
-                [*network.command(host), *python, SPEAK, there],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for host in (0, 1)
-        ]
-        try:
-            told = [speaker.stdout.readline().split() for speaker in speakers]  # pyright: ignore
-            assert [word for word, _ in told] == ["b'a'", "b'a'"]
-            network.silence(0, 2, (int(told[0][1]), 5000))
-            outputs = [speaker.communicate("\n", timeout=30)[0] for speaker in speakers]
-        finally:
-            for process in (server, *speakers):
-                process.kill()
-    assert outputs == ["silence\n", "b'b'\n"]
+    server = listen(network, 2)
+    ends = [(connect(network, host, server), server.accept()[0]) for host in (0, 1)]
+    for own, there in ends:
+        own.sendall(b"a")
+        assert there.recv(1) == b"a"
+        there.settimeout(1.0)
+    network.silence(0, 2, (ends[0][0].getsockname()[1], server.getsockname()[1]))
+    for own, _ in ends:
+        own.sendall(b"b")
+    assert ends[1][1].recv(1) == b"b"
+    with pytest.raises(TimeoutError):
+        ends[0][1].recv(1)
 
 
 @needs_root

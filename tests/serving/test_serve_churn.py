@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -25,13 +24,10 @@ from experiments.benchmarks.serving.clients import (
     longest_pause_s,
     pauses_at,
 )
-from experiments.benchmarks.serving.hosts import StagedService
-from experiments.benchmarks.serving.picture import picture
 from skippipe_jax.inference.model_source import read_run
 from tests.harness.partial_models import save_run
-from tests.harness.processes import Processes
-from tests.test_benchmarks import last_line_of
-from tests.test_benchmarks import processes as processes  # a fixture
+from tests.harness.pictures import overlapping_texts
+from tests.test_benchmarks import report_of
 
 SECTIONS: dict[str, Any] = {
     "model": {
@@ -43,9 +39,9 @@ STREAM = Asked((256, 65), 4, 0.0, 0, is_stream=True)
 
 
 @pytest.mark.nightly
-def test_half_of_the_hosts_and_of_the_stages_may_go(processes: Processes):
+def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
     sizes = ["--requests", "200", "--pause-s", "0.1", "--sequences", "16"]
-    report = last_line_of(processes, "serving.churn", "--small", *sizes)
+    report = report_of(tmp_path, "serving.churn", "--small", *sizes)
     assert report["failures"] == []
     requests, greedy = report["requests"], report["greedy"]
     assert requests["sent"] >= 200
@@ -57,12 +53,12 @@ def test_half_of_the_hosts_and_of_the_stages_may_go(processes: Processes):
     assert report["levels"][0]["perplexity"] == report["levels"][-1]["perplexity"]
 
 
+@pytest.mark.nightly
 def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
     save_run(tmp_path / "run", SECTIONS, 3)
     model, _, _ = read_run(tmp_path / "run")
-    with contextlib.closing(StagedService(tmp_path, tmp_path / "run", 3, 5.0, 60.0)) as service:
-        service.start()
-        clients = Clients(*service.address, 60.0)
+    with contextlib.closing(churn.started(tmp_path, tmp_path / "run", 3, 5.0, 240.0)) as service:
+        clients = Clients(churn.HERE, service.port, 60.0)
         text = np.frombuffer(b"words of a text " * 20, np.uint8)
         drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
         struck = churn.Struck(service, clients, drawn, 0.01)
@@ -175,8 +171,7 @@ def test_a_report_is_told_and_drawn():
     ]
     rows = [line.split("  ") for line in churn.table(report).splitlines()]
     assert [cell.strip() for cell in rows[2] if cell][-2:] == ["14.000", "2.000"]
-    drawn = ElementTree.fromstring(picture(report))
-    texts = ["".join(one.itertext()) for one in drawn.iter() if one.tag.endswith("text")]
-    assert {"+5%", "+100%"} <= {*texts}
-    bars = [one.get("class") for one in drawn.iter() if one.tag.endswith("rect")][1:]
-    assert bars == ["own", "control"] * 2
+    figure = churn.picture(report)
+    assert overlapping_texts(figure) == []
+    assert {"+5%", "+100%"} <= {text.get_text() for text in figure.axes[1].texts}
+    assert [len(bars) for bars in figure.axes[1].containers] == [2, 2]

@@ -71,8 +71,6 @@ from experiments.benchmarks.churn.config import (
 from experiments.benchmarks.churn.faults import (
     KINDS,
     OF_THE_NETWORK,
-    PHASES,
-    REGROUP,
     Fault,
     draw,
     moments,
@@ -84,7 +82,7 @@ from experiments.benchmarks.churn.strike import Strike
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import ENVIRONMENT
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
-from skippipe_jax.cli.arguments import add_overrides
+from experiments.paper import drawing
 from skippipe_jax.storage.run_dir import METRICS
 
 SLOW_LINK_BYTES_PER_S = 6e5
@@ -131,11 +129,9 @@ class Struck:
         hosts, count = self._hosts, len(self._faults)
         # What is compiled after the first steps is over by then.
         hosts.rest(time.time() + self._arguments.calm_s / 4)
-        calm, processor_s = self._now(), self._processor_s()
+        calm = self._now()
         hosts.rest(calm[0] + self._arguments.calm_s)
         first = self._now()
-        cores = (self._processor_s() - processor_s) / (first[0] - calm[0])
-        self.found["processor_cores_while_calm"] = round(cores, 3)
         steps = first[1] + int(
             MORE_STEPS * count * every_s / (first[0] - calm[0]) * (first[1] - calm[1])
         )
@@ -163,9 +159,6 @@ class Struck:
     def _now(self) -> tuple[float, int]:
         self._hosts.look()
         return time.time(), records.step_at(self._hosts.notes, time.time())
-
-    def _processor_s(self) -> float:
-        return records.processor_s(map(self._hosts.process, range(self._hosts.count)))
 
 
 def judged(
@@ -197,68 +190,11 @@ def described_machine() -> dict[str, Any]:
     return json.loads(subprocess.check_output(command, env=os.environ | ENVIRONMENT))
 
 
-def main() -> int:
-    """Parse the command line, train and strike, print; returns the exit code."""
-    parser = reporting.parser("churn", __doc__)
-    numbers = {
-        "hosts": (6, "from 3 to 6"),
-        "faults": (30, "number of faults"),
-        "seed": (0, "seed of the faults"),
-        "calm_s": (CALM_S, "seconds before the first fault"),
-        "heartbeat_timeout_s": (4.0, "cluster.heartbeat_timeout_s; increase it on a busy machine"),
-        "patience_s": (180.0, "seconds without progress after which the run counts as hung"),
-    }
-    reporting.add_numbers(parser, numbers)
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=list(KINDS),
-        help=f"kinds of faults (all). {kinds}",
-    )
-    parser.add_argument(
-        "--phases",
-        nargs="+",
-        choices=[*PHASES, REGROUP],
-        default=list(PHASES),
-        help=f"phases in which faults occur (all except {REGROUP}: the others continue without "
-        "a host that was killed just before)",
-    )
-    parser.add_argument(
-        "--every-s",
-        type=float,
-        metavar="SECONDS",
-        help="mean time between faults; by default, each occurs as soon as all hosts are back",
-    )
-    parser.add_argument(
-        "--link-bytes-per-s",
-        type=float,
-        metavar="RATE",
-        help=f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with --every-s, else "
-        "unlimited)",
-    )
-    flags = {
-        "--outer": "averaging.mode: outer; not with --every-s",
-        "--restart": "also measure a run that is restarted after each fault",
-        "--require-goodput": f"fail if the goodput is below {records.LEAST_GOODPUT:g}, or less "
-        f"than {records.LEAST_RATIO:g} times that of --restart",
-    }
-    for name, text in flags.items():
-        parser.add_argument(name, action="store_true", help=text)
-    paths = {
-        "picture": "draw the results of --every-s as an SVG to this file",
-        "keep": "keep the files of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    add_overrides(parser, "override one key of the configuration; may be given often")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train and strike, and judge what the run has left."""
     faults, rate = _checked(arguments)
     hosts, count, timeout_s = arguments.hosts, arguments.faults, arguments.heartbeat_timeout_s
-    report = reporting.begun("churn", described_machine())
+    report["machine"] = described_machine()
     beside: Future[dict[str, Any]] | None = None
     restarted: Restarted | None = None
     with ExitStack() as opened:
@@ -320,17 +256,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.every_s is not None:
         series = struck.open_in_spared
         report |= {"every_s": arguments.every_s, "link_bytes_per_s": rate} | struck.found
-        report["spared"] = {
-            "host": hosts - 1,
-            "slopes": records.slopes(series),
-            "after_each_fault": series,
-        }
+        report["spared"] = {"host": hosts - 1, "after_each_fault": series}
         failures += records.grown(series)
         if arguments.require_goodput:
             failures += records.too_little(report)
         if arguments.picture is not None:
-            arguments.picture.write_text(picture(report), encoding="utf-8")
-    return reporting.finish(report, summary(report), arguments.json)
+            drawing.write_svg(picture(report), arguments.picture)
+    return summary(report)
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
@@ -340,8 +272,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         InputError: if the arguments make no sense.
     """
     hosts = fields.integer(arguments.hosts, "--hosts", 3, sum(STAGES))
-    count = fields.integer(arguments.faults, "--faults", 1)
-    for option in ("heartbeat_timeout_s", "patience_s", "calm_s", "every_s", "link_bytes_per_s"):
+    for option in ("every_s", "link_bytes_per_s"):
         value = getattr(arguments, option)
         if value is not None:
             fields.number(value, f"--{option.replace('_', '-')}", 0.0, above=True)
@@ -358,7 +289,62 @@ def _checked(arguments: argparse.Namespace) -> tuple[list[Fault], float | None]:
         remedy = "Run this as root, or choose other kinds: --kinds kill stop hang"
         raise InputError("--kinds", arguments.kinds, "only root can cut links", remedy)
     spared = hosts - 1 if is_paced else None
-    return draw(arguments.seed, hosts, count, arguments.kinds, arguments.phases, spared), rate
+    return draw(arguments.seed, hosts, arguments.faults, arguments.kinds, spared), rate
+
+
+def main() -> int:
+    """Parse the command line, train and strike, print; returns the exit code."""
+    numbers = {
+        "hosts": (6, 3, "from 3 to 6"),
+        "faults": (30, 1, "number of faults"),
+        "seed": (0, None, "seed of the faults"),
+        "calm_s": (CALM_S, 0.0, "seconds before the first fault"),
+        "heartbeat_timeout_s": (
+            4.0,
+            0.0,
+            "cluster.heartbeat_timeout_s; increase it on a busy machine",
+        ),
+        "patience_s": (180.0, 0.0, "seconds without progress after which the run counts as hung"),
+    }
+    told = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    kinds = {"nargs": "+", "choices": KINDS, "default": [*KINDS]}
+    flag = {"action": "store_true"}
+    options = {
+        "--kinds": kinds | {"help": f"kinds of faults (all). {told}"},
+        "--every-s": {
+            "type": float,
+            "metavar": "SECONDS",
+            "help": "mean time between faults; by default, each occurs as soon as all hosts are "
+            "back",
+        },
+        "--link-bytes-per-s": {
+            "type": float,
+            "metavar": "RATE",
+            "help": f"rate of each link between two hosts ({SLOW_LINK_BYTES_PER_S:g} with "
+            "--every-s, else unlimited)",
+        },
+        "--outer": flag | {"help": "averaging.mode: outer; not with --every-s"},
+        "--restart": flag | {"help": "also measure a run that is restarted after each fault"},
+        "--require-goodput": flag
+        | {
+            "help": f"fail if the goodput is below {records.LEAST_GOODPUT:g}, or less than "
+            f"{records.LEAST_RATIO:g} times that of --restart"
+        },
+    }
+    paths = {
+        "picture": "draw the results of --every-s as an SVG to this file",
+        "keep": "keep the files of the hosts in this folder",
+    }
+    return reporting.run(
+        "churn",
+        __doc__,
+        measure,
+        numbers=numbers,
+        options=options,
+        paths=paths,
+        overrides="override one key of the configuration; may be given often",
+        takes_device=False,
+    )
 
 
 if __name__ == "__main__":

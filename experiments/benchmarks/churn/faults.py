@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PHASES = ("start", "forward", "ring", "prepared", "committed", "save")
-REGROUP = "regroup"
-"""One more phase: when the others go on without a host that was killed just before."""
-FETCH, ASK = "fetch", "ask"
-"""A newcomer fetches the run, and asks to be taken in; then it takes its state in `REGROUP`."""
+FETCH, ASK, REGROUP = "fetch", "ask", "regroup"
+"""A newcomer fetches the run, asks to be taken in, and takes its state."""
 BEFORE, AFTER = "before", "after"
 EDGES = (BEFORE, AFTER)
 KINDS = {
@@ -100,19 +98,12 @@ class Fault:
                     struck = (*struck, other)
         return struck
 
-    def killed_before(self, struck: Sequence[int]) -> int | None:
-        """The host without which the others are about to go on when the fault strikes, if any."""
-        if self.phase != REGROUP:
-            return None
-        return next(host for host in self.order if host not in struck)
-
 
 def draw(
     seed: int,
     hosts: int,
     count: int,
     kinds: Sequence[str],
-    phases: Sequence[str] = PHASES,
     spared: int | None = None,
 ) -> list[Fault]:
     """Faults of all kinds equally often, at all phases in turn, a third of them on the leader.
@@ -130,7 +121,7 @@ def draw(
             on_leader = number + chance.randrange(LEADER_EVERY)
         drawn = chance.sample(range(hosts), hosts)
         order = tuple(host for host in drawn if host != spared)
-        edge, phase = chance.choice(EDGES), phases[number % len(phases)]
+        edge, phase = chance.choice(EDGES), PHASES[number % len(PHASES)]
         points = WHILE_JOINING.get(dealt[number], ((ASK, BEFORE),))
         joining = of_joining.choice(points), of_joining.random() < 0.5
         comes = of_joining.random() < JOINING_SHARE

@@ -26,31 +26,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
-from skippipe_sched.figures.svg import (
-    add_line,
-    add_text,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.figures.tables import aligned
 
 from experiments.benchmarks.churn.config import quickstart_in
 from experiments.benchmarks.churn.records import last_line, read_lines
 from experiments.benchmarks.harness import launching, reporting
 from experiments.benchmarks.harness.launching import set_words
-from experiments.benchmarks.harness.panels import Panel
-from skippipe_jax.cli.arguments import add_overrides
+from experiments.paper import drawing
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.config import load_config
 from skippipe_jax.config.cluster import LOST_STAGE, STOP
 from skippipe_jax.local.hosts import free_port
 from skippipe_jax.storage.run_dir import METRICS, RECOVERIES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STAGES = (2, 1, 2, 1)
 HOSTS = sum(STAGES)
@@ -60,16 +53,6 @@ STRUCK = (3, 4)
 UNDISTURBED = "undisturbed"
 CONFIG = "config.yaml"
 LOOK_S = 0.02
-
-# Pixels.
-WIDTH, HEIGHT = 640, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, WIDTH - 110, 52, HEIGHT - 42
-STYLE = """
-.lost polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
-.lost .undisturbed{stroke:#777}.lost .rewind{stroke:#2f6db5}.lost .buddy{stroke:#2f8a5b}
-.lost .average{stroke:#b5482f}.lost .skip{stroke:#c08a1e}.lost .stop{stroke:#8a5bb5}
-.lost .at{stroke:#999;stroke-dasharray:4 3}
-"""
 
 
 def write_config(folder: Path, steps: int, timeout_s: float, overrides: Sequence[str]) -> None:
@@ -200,31 +183,20 @@ def table(report: Mapping[str, Any]) -> str:
     return aligned(rows, left=(0, 1))
 
 
-def picture(report: Mapping[str, Any]) -> str:
-    """The losses of all runs over their steps, each a running mean, as the text of an SVG."""
+def picture(report: Mapping[str, Any]) -> Figure:
+    """Draw the losses of all runs over their steps, each a running mean."""
     window, at, last = report["window"], report["at"], report["steps"]
-    curves = {policy: means(own["losses"], window) for policy, own in report["results"].items()}
     # From a little before the loss on: what comes before is alike in all.
     first = max(window, at - 2 * max(window, last - at) // 2)
-    shown = {policy: curve[first - window :] for policy, curve in curves.items()}
-    everything = [value for curve in shown.values() for value in curve]
-    low, high = min(everything), max(everything)
-    margin = 0.05 * (high - low) or 0.1
-    low, high = low - margin, high + margin
-    svg = start_picture("lost", (WIDTH, HEIGHT), "Loss of runs that lose a stage", STYLE)
-    add_title(svg, "Loss", f"nats per token, mean over {window} steps")
-    panel = Panel(svg, (LEFT, RIGHT), (TOP, BOTTOM), (first, last), (low, high))
-    panel.label_y(5)
-    panel.label_x(round_ticks(last, first, 6))
-    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, "step")
-    panel.down("at", at)
-    add_text(svg, "middle", panel.x(at), TOP - 6, f"stage {LOST_STAGE_NUMBER} is lost")
-    for place, (policy, curve) in enumerate(shown.items()):
-        panel.curve(policy, enumerate(curve, start=first))
-        height = TOP + 20 * place
-        add_line(svg, policy, (RIGHT + 12, height), (RIGHT + 32, height), width=2)
-        add_text(svg, "", RIGHT + 38, height + 4, policy)
-    return svg_text(svg)
+    figure, [[axes]] = drawing.panels(1, 3.6)
+    for policy, own in report["results"].items():
+        curve = means(own["losses"], window)[first - window :]
+        axes.plot(range(first, first + len(curve)), curve, label=policy)
+    axes.axvline(at, color="grey", linestyle="--")
+    axes.set_title(f"Loss, nats per token, mean over {window} steps")
+    axes.set_xlabel(f"step; stage {LOST_STAGE_NUMBER} is lost at the dashed line")
+    axes.legend()
+    return figure
 
 
 def means(values: Sequence[float], window: int) -> list[float]:
@@ -234,37 +206,16 @@ def means(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def main() -> int:
-    """Parse the command line, train and kill, print; returns the exit code."""
-    parser = reporting.parser("churn.lost_stages", __doc__)
-    numbers = {
-        "steps": (200, "steps of each run"),
-        "at": (130, "step after which hosts are killed"),
-        "window": (10, "steps of each mean"),
-        "heartbeat_timeout_s": (10.0, "cluster.heartbeat_timeout_s"),
-        "patience_s": (1800.0, "seconds after which a run counts as hung"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument(
-        "--policies", nargs="+", choices=LOST_STAGE, default=list(LOST_STAGE), help="policies (all)"
-    )
-    paths = {
-        "picture": "draw the losses as an SVG to this file",
-        "keep": "keep the files of the runs in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    add_overrides(parser, "override one key of the configuration; may be given often")
-    return reporting.run(parser, _run)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train undisturbed, and by each policy.
 
-
-def _run(arguments: argparse.Namespace) -> int:
-    steps = fields.integer(arguments.steps, "--steps", 2)
-    window = fields.integer(arguments.window, "--window", 1)
-    at = fields.integer(arguments.at, "--at", 1)
+    Raises:
+        InputError: if the step after which hosts are killed is too near to an end.
+    """
+    steps, window, at = arguments.steps, arguments.window, arguments.at
     if not window <= at <= steps - window:
         problem = f"must be from {window} to {steps - window}: --window steps before and after"
         raise InputError("--at", at, problem, "Change --at, --window or --steps")
-    report = reporting.begun("churn.lost_stages")
     words = set_words(*arguments.set)
     results: dict[str, Any] = {}
     report |= {"steps": steps, "at": at, "window": window, "results": results}
@@ -277,8 +228,33 @@ def _run(arguments: argparse.Namespace) -> int:
             told = struck(folder, policy, words, at, arguments.patience_s)
             results[policy] = judged(*told, window, results[UNDISTURBED]["losses"])
     if arguments.picture is not None:
-        arguments.picture.write_text(picture(report), encoding="utf-8")
-    return reporting.finish(report, table(report), arguments.json)
+        drawing.write_svg(picture(report), arguments.picture)
+    return table(report)
+
+
+def main() -> int:
+    """Parse the command line, train and kill, print; returns the exit code."""
+    numbers = {
+        "steps": (200, 2, "steps of each run"),
+        "at": (130, 1, "step after which hosts are killed"),
+        "window": (10, 1, "steps of each mean"),
+        "heartbeat_timeout_s": (10.0, None, "cluster.heartbeat_timeout_s"),
+        "patience_s": (1800.0, None, "seconds after which a run counts as hung"),
+    }
+    policies = {"nargs": "+", "choices": LOST_STAGE, "default": [*LOST_STAGE]}
+    paths = {
+        "picture": "draw the losses as an SVG to this file",
+        "keep": "keep the files of the runs in this folder",
+    }
+    return reporting.run(
+        "churn.lost_stages",
+        __doc__,
+        measure,
+        numbers=numbers,
+        options={"--policies": policies | {"help": "policies (all)"}},
+        paths=paths,
+        overrides="override one key of the configuration; may be given often",
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ MORE_OPEN = 4
 MEMORY_SHARE, MEMORY_MORE_BYTES = 1.05, 30e6
 LEAST_GOODPUT = 0.8
 LEAST_RATIO = 1.6
-CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -186,15 +185,6 @@ def open_in(process: int) -> dict[str, int]:
     }
 
 
-def processor_s(processes: Iterable[int]) -> float:
-    """The processor seconds that processes have taken so far."""
-    ticks = 0
-    for process in processes:
-        fields = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / CLOCK_TICKS_PER_S
-
-
 def grown(series: Sequence[Mapping[str, int]]) -> list[str]:
     """Name what has grown in a host by more than it may, from what it had open after each fault.
 
@@ -220,18 +210,6 @@ def most_resident_bytes(series: Sequence[Mapping[str, int]]) -> float | None:
     if len(series) < FIRST_FAULTS:
         return None
     return MEMORY_SHARE * series[FIRST_FAULTS - 1]["resident_bytes"] + MEMORY_MORE_BYTES
-
-
-def slopes(series: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """By how much each grows with a fault, after the first ten: the slope of a fitted line."""
-    later = series[FIRST_FAULTS - 1 :]
-    if len(later) < 2:
-        return {}
-    numbers = range(len(later))
-    return {
-        key: round(statistics.linear_regression(numbers, [own[key] for own in later]).slope, 4)
-        for key in later[0]
-    }
 
 
 def step_at(notes: Iterable[Mapping[str, Any]], at_s: float) -> int:

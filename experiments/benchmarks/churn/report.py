@@ -5,32 +5,17 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skippipe_sched.figures.svg import (
-    add_circle,
-    add_text,
-    add_tip,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.figures.tables import aligned
 
 from experiments.benchmarks.churn.faults import KINDS, PHASES
 from experiments.benchmarks.churn.records import most_resident_bytes
-from experiments.benchmarks.harness.panels import Panel
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, VERMILION
 
-# Pixels.
-WIDTH, PANEL, GAP, FIRST = 640, 130, 46, 76
-LEFT, RIGHT = 56, WIDTH - 24
-STYLE = """
-.struck polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
-.struck .one{stroke:#2f6db5}.struck .other{stroke:#b5482f}
-.struck circle.one{fill:#2f6db5;stroke:none}.struck circle.other{fill:#b5482f;stroke:none}
-.struck .most{stroke:#999;stroke-dasharray:4 3}
-"""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -39,9 +24,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for result in results:
         cells[result["kind"], result["phase"]].append(result["recovered_s"])
     kinds = [kind for kind in KINDS if any(result["kind"] == kind for result in results)]
-    phases = list(dict.fromkeys([*PHASES, *(result["phase"] for result in results)]))
-    rows = [["faults, median s", *phases]]
-    rows += [[kind, *(_cell(cells[kind, phase]) for phase in phases)] for kind in kinds]
+    rows = [["faults, median s", *PHASES]]
+    rows += [[kind, *(_cell(cells[kind, phase]) for phase in PHASES)] for kind in kinds]
     return aligned(rows, [0])
 
 
@@ -86,51 +70,33 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def picture(report: Mapping[str, Any]) -> str:
-    """Draw what the report of a run that was struck at moments shows, as the text of an SVG."""
+def picture(report: Mapping[str, Any]) -> Figure:
+    """Draw what the report of a run that was struck at moments shows."""
     spared, faults = report["spared"], report["faults"]
     series = spared["after_each_fault"]
-    size = WIDTH, FIRST + 3 * (PANEL + GAP) - 10
-    svg = start_picture("struck", size, "What churn leaves in a host that is never struck", STYLE)
-    figures = f"goodput {report['goodput']:.2f}"
+    figure, [[memory], [opened], [delays]] = drawing.panels(1, 1.9, 1.9, 2.1)
+    title = f"{len(faults)} faults, goodput {report['goodput']:.2f}"
     if "restarted" in report:
-        figures += f", restarting {report['restarted']['goodput']:.2f}"
-    add_title(svg, f"{len(faults)} faults", figures)
-
-    def panel_of(number: int, about: str, values: Sequence[float]) -> Panel:
-        """Add one of the panels below each other; faults go from 1 on."""
-        low, high = min(values), max(values)
-        margin = 0.05 * (high - low) or 1.0
-        top = FIRST + number * (PANEL + GAP)
-        scale = low - margin if low else 0.0, high + margin
-        most = max(1, len(faults) - 1)
-        panel = Panel(svg, (LEFT, RIGHT), (top, top + PANEL), (0, most), scale)
-        add_text(svg, "stage", LEFT, top - 10, about)
-        panel.label_x(round_ticks(max(2, len(faults)), 1, 10), -1)
-        panel.label_y()
-        return panel
-
-    resident = [own["resident_bytes"] / 1e6 for own in series]
-    most = most_resident_bytes(series)
-    held_to = [] if most is None else [most / 1e6]
-    about = f"resident memory of host {spared['host']}, MB"
-    panel = panel_of(0, about, [*resident, *held_to])
-    panel.curve("one", enumerate(resident))
-    for level in held_to:
-        panel.across("most", level)
-    descriptors, threads = ([own[key] for own in series] for key in ("descriptors", "threads"))
-    about = "its descriptors (blue) and threads (red)"
-    panel = panel_of(1, about, [0.0, *descriptors, *threads])
-    panel.curve("one", enumerate(descriptors))
-    panel.curve("other", enumerate(threads))
-    about = "seconds until a step counted again (blue) and all hosts were there (red)"
-    panel = panel_of(2, about, [0.0, *(fault["all_back_s"] for fault in faults)])
-    for place, fault in enumerate(faults):
-        tip = f"{fault['kind']} {fault['edge']} {fault['phase']}"
-        dots = {"other": fault["all_back_s"]}
-        if fault["recovered_s"] is not None:
-            dots = {"one": fault["detected_s"] + fault["recovered_s"]} | dots
-        for classes, seconds in dots.items():
-            add_tip(add_circle(svg, classes, panel.x(place), panel.y(seconds), 2.5), tip)
-    add_text(svg, "middle", (LEFT + RIGHT) / 2, size[1] - 9, "fault")
-    return svg_text(svg)
+        title += f", restarting {report['restarted']['goodput']:.2f}"
+    figure.suptitle(title)
+    memory.set_title(f"Resident memory of host {spared['host']}, which is never struck, MB")
+    memory.plot([own["resident_bytes"] / 1e6 for own in series], color=BLUE)
+    if (most := most_resident_bytes(series)) is not None:
+        memory.axhline(most / 1e6, color="grey", linestyle="--")
+    for key, color in (("descriptors", BLUE), ("threads", VERMILION)):
+        opened.plot([own[key] for own in series], color=color, label=key)
+    opened.set_title("Its descriptors and threads")
+    noticed = {
+        place: fault["detected_s"] + fault["recovered_s"]
+        for place, fault in enumerate(faults)
+        if fault["recovered_s"] is not None
+    }
+    delays.plot([*noticed], [*noticed.values()], ".", color=BLUE, label="a step counts again")
+    back = [fault["all_back_s"] for fault in faults]
+    delays.plot(back, ".", color=VERMILION, label="all hosts are there")
+    delays.set_title("Seconds from a fault")
+    delays.set_xlabel("fault")
+    for axes in (opened, delays):
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    return figure

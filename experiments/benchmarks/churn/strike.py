@@ -46,7 +46,7 @@ class Strike:
         before = hosts.generation()
         self._leader, self._generation = before["leader"], before["generation"]
         self.struck = fault.struck(self._leader, range(hosts.count), hosts.can_spare)
-        self.second = fault.killed_before(self.struck)
+        self.second: int | None = None
         self.came_by: list[str] = []
 
     def happen(self) -> dict[str, Any]:
@@ -55,16 +55,9 @@ class Strike:
         act = fault.kind if fault.kind in (RESET, SEVER, STORAGE) else SIGNALS.get(fault.kind)
         self._aim(first, fault.phase, fault.edge, act)
         lost = [first] if fault.kind in ("kill", "leave", "newcomer", "giver") else []
-        killed_before = self.second
-        if killed_before is not None:
-            lost.append(killed_before)
-            hosts.signal(killed_before, signal.SIGKILL)
         note = self._struck(first, fault.phase, lost)
         at_s, step = note["at"], note["step"]
-        lost = [first] if killed_before is None else [first, killed_before]
-        self._let_happen(lost, at_s, note["ports"])
-        if killed_before is not None:
-            self._come_back(killed_before)
+        self._let_happen(at_s, note["ports"])
         aim_of(hosts.folder, first).with_suffix(".struck").unlink(missing_ok=True)
         healed_s = time.time()
         hosts.wait("all hosts are back and make steps", lambda: hosts.are_all_in(healed_s))
@@ -83,12 +76,13 @@ class Strike:
         result |= records.recovery(hosts.notes, at_s, self._generation)
         return result | {"all_back_s": round(time.time() - at_s, 3)}
 
-    def _let_happen(self, lost: list[int], at_s: float, ports: dict[str, list[int]]) -> None:
-        """From when a host is struck until who was lost is started again; `lost` ones may end.
+    def _let_happen(self, at_s: float, ports: dict[str, list[int]]) -> None:
+        """From when a host is struck until who was lost is started again.
 
         `ports` are those of the connections that it had then, at both ends, by the other host.
         """
         hosts, fault, first = self._hosts, self._fault, self.struck[0]
+        lost = [first]
         match fault.kind:
             case "kill" | "leave" | "newcomer" | "giver":
                 code = hosts.wait_for_end(first)

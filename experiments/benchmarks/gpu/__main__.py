@@ -250,27 +250,27 @@ def _misfit(found: Found, name: str) -> str | None:
     return None if told is None else f"{name} does not fit on this device: {told}"
 
 
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("gpu", __doc__)
-    parser.add_argument(
-        "--parts", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure (all)"
-    )
-    parser.add_argument("--small", action="store_true", help="small sizes, seconds on a CPU")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    report, results = reporting.begun("gpu"), {}
+def measure_parts(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the parts that are asked for."""
+    results = report["results"] = {}
     sizes = SMALL if arguments.small else Sizes()
-    for name, (measure, lines) in PARTS.items():
-        if name not in arguments.parts:
-            continue
+    for name in arguments.parts:
+        measure, lines = PARTS[name]
         results[name] = _fitting(functools.partial(measure, sizes))
         misfit = _misfit(results[name], "the program")
         for line in [misfit] if misfit else lines(results[name]):
             print(f"{name}: {line}", flush=True)
-    return reporting.finish({**report, "results": results}, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    options = {
+        "--parts": {
+            "choices": PARTS, "nargs": "+", "default": [*PARTS], "help": "what to measure (all)",
+        },
+        "--small": {"action": "store_true", "help": "small sizes, seconds on a CPU"},
+    }  # fmt: skip
+    return reporting.run("gpu", __doc__, measure_parts, options=options)
 
 
 if __name__ == "__main__":

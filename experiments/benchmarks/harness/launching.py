@@ -98,7 +98,7 @@ def run_alone(words: Sequence[str], output: Path) -> None:
         raise RuntimeError(f"{words[1]} exited with code {code}; see {output}")
 
 
-def kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+def kill(processes: Iterable[subprocess.Popen[Any]]) -> None:
     """End all of these processes at once."""
     processes = list(processes)
     for process in processes:
@@ -126,6 +126,33 @@ def alike_nodes(stages: Sequence[int], **more: Any) -> dict[str, Any]:
         "memory": 3,
     }
     return case | more
+
+
+def small_run(
+    folder: Path,
+    shape: tuple[int, int, int, int],
+    plan: Mapping[str, Any],
+    steps: int,
+    **sections: Any,
+) -> dict[str, Any]:
+    """Configure a run of a small model in a folder, which saves its last step alone.
+
+    `shape` is the width, the blocks of the model, the sequences of a microbatch, and their length.
+    What `sections` say of a section is added to it.
+    """
+    width, layers, microbatch_size, length = shape
+    config: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "compilation_cache": str(folder / "compiled"),
+        "model": {"width": width, "layers": layers, "ffn_width": 3 * width, "context": length},
+        "plan": dict(plan),
+        "data": {"sequence_length": length, "microbatch_size": microbatch_size},
+        "train": {"steps": steps},
+        "checkpoint": {"every": steps},
+    }
+    for name, own in sections.items():
+        config[name] = config.get(name, {}) | own if isinstance(own, dict) else own
+    return config
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> Path:

@@ -13,9 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from skippipe_sched import fields
 from skippipe_sched.errors import InputError, run_command
+
+from skippipe_jax.cli.arguments import add_overrides
 
 if TYPE_CHECKING:
     import jax
@@ -32,47 +36,70 @@ def documented_parser(command: str, documentation: str | None) -> argparse.Argum
     )
 
 
-def parser(benchmark: str, documentation: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark, with the argument --json."""
-    made = documented_parser(_command(benchmark), documentation)
-    add_paths(made, {"json": "also write the results to this file"})
-    return made
+Numbers = Mapping[str, tuple[int | float, float | None, str]]
+"""Options that take a number: the default of each, whose type it has; the least value, which one
+with a fraction has to exceed, or None for any; and its help."""
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Other options, each as `argparse` takes it."""
 
 
-def add_numbers(
-    parser: argparse.ArgumentParser, options: Mapping[str, tuple[int | float, str]]
-) -> None:
-    """Add options that take a number: the default of each, whose type it has, and its help."""
-    for name, (default, text) in options.items():
+def run(
+    benchmark: str,
+    documentation: str | None,
+    measure: Callable[[argparse.Namespace, dict[str, Any]], str | None],
+    *,
+    numbers: Numbers = MappingProxyType({}),
+    options: Options = MappingProxyType({}),
+    paths: Mapping[str, str] = MappingProxyType({}),
+    overrides: str | None = None,
+    takes_device: bool = True,
+) -> int:
+    """Parse the command line of a benchmark, measure and report; returns the exit code.
+
+    `measure` adds to the report that has begun, and returns the table, unless it was printed on the
+    way. `paths` are options that take a file or a folder, each with its help; `overrides` is the
+    help of --set. If this process `takes_device`, the machine is described before the work begins.
+    """
+    parser = documented_parser(_command(benchmark), documentation)
+    for name, text in {"json": "also write the results to this file", **paths}.items():
+        parser.add_argument(_option(name), type=Path, metavar="PATH", help=text)
+    for name, (default, _, text) in numbers.items():
         own = f"{text} ({default:g})"
         parser.add_argument(_option(name), type=type(default), default=default, help=own)
-
-
-def add_paths(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> None:
-    """Add options that take a file or a folder, each with its help."""
-    for name, text in options.items():
-        parser.add_argument(_option(name), type=Path, metavar="PATH", help=text)
-
-
-def run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int]) -> int:
-    """Parse the command line and work; returns the exit code."""
+    for name, how in options.items():
+        parser.add_argument(name, **how)
+    if overrides is not None:
+        add_overrides(parser, overrides)
     arguments = parser.parse_args()
-    return run_command(lambda: work(arguments))
 
+    def work() -> int:
+        for name, (default, least, _) in numbers.items():
+            if least is not None:
+                value, option = getattr(arguments, name), _option(name)
+                if isinstance(default, float):
+                    fields.number(value, option, least, above=True)
+                else:
+                    fields.integer(value, option, int(least))
+        command = f"{_command(benchmark)} {' '.join(sys.argv[1:])}".strip()
+        report = {"benchmark": benchmark} | origin(command, None if takes_device else {})
+        table = measure(arguments, report)
+        if table is not None:
+            print(table)
+        print(json.dumps(report))
+        write(report, arguments.json)
+        return 1 if report.get("failures") else 0
 
-def begun(benchmark: str, described: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Begin a report: with the command and the commit, and the machine before the work has begun.
-
-    `described` is the machine if another process has described it, so that this one takes no
-    device.
-    """
-    command = f"{_command(benchmark)} {' '.join(sys.argv[1:])}".strip()
-    return {"benchmark": benchmark} | origin(command, described)
+    return run_command(work)
 
 
 def origin(command: str, described: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what is written beside the figures that `command` has made, now and here."""
-    return {"command": command, "commit": commit(), "machine": described or describe_machine()}
+    """Return what is written beside the figures that `command` has made, now and here.
+
+    `described` is the machine, if this process is not to take a device.
+    """
+    machine = describe_machine() if described is None else described
+    return {"command": command, "commit": commit(), "machine": machine}
 
 
 def commit() -> str:
@@ -113,18 +140,6 @@ def peak_memory_bytes(device: jax.Device) -> int:
     if device.platform == "cpu":
         return devices.peak_process_bytes()
     return device.memory_stats()["peak_bytes_in_use"]
-
-
-def finish(report: dict[str, Any], table: str | None, path: Path | None) -> int:
-    """Print the table, unless it was on the way, and the report, and write that to `path` too.
-
-    Returns the exit code: 1 if the report has `failures`.
-    """
-    if table is not None:
-        print(table)
-    print(json.dumps(report))
-    write(report, path)
-    return 1 if report.get("failures") else 0
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:

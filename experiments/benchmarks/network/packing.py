@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from skippipe_sched import fields
 from skippipe_sched.errors import run_command
 
 from experiments.benchmarks.harness import reporting
@@ -36,12 +35,12 @@ from experiments.benchmarks.harness.launching import (
     AllHosts,
     Loopback,
     alike_nodes,
+    small_run,
     write_config,
 )
 from skippipe_jax.cli.arguments import (
     add_cluster_arguments,
     add_config_arguments,
-    add_overrides,
     connect_from_args,
 )
 from skippipe_jax.config import Config, NetworkConfig, load_config
@@ -216,22 +215,14 @@ def bytes_per_iteration(config: Config) -> int:
 def config_of(folder: Path, dtype: str, width: int, iterations: int) -> Path:
     """Write the configuration of a run of two stages of a node each, along full paths."""
     case = alike_nodes([1, 1], microbatches_per_data_node=MICROBATCHES, memory=4)
-    config = {
-        "run_dir": str(folder / "run"),
-        "model": {
-            "width": width,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "ffn_width": width,
-            "context": 256,
-        },
-        "plan": {"method": "full", "case": case},
-        "data": {"sequence_length": 256, "microbatch_size": 4},
-        "network": {"activation_dtype": dtype},
-        "train": {"steps": iterations},
-        "checkpoint": {"every": iterations},
-    }
+    config = small_run(
+        folder,
+        (width, 2, 4, 256),
+        {"method": "full", "case": case},
+        iterations,
+        model={"heads": 2, "kv_heads": 1, "ffn_width": width},
+        network={"activation_dtype": dtype},
+    )
     return write_config(folder / "config.yaml", config)
 
 
@@ -257,33 +248,28 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Measure kernels and sockets."""
+    given = arguments.width, arguments.iterations
+    report["kernels"] = kernels(arguments.set, arguments.iterations)
+    report["sockets"] = [sockets(dtype, *given) for dtype in arguments.dtypes]
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
     if sys.argv[1:2] == [HOST]:
         return host_main(sys.argv[2:])
-    parser = reporting.parser("network.packing", __doc__)
     numbers = {
-        "iterations": (10, "iterations of each run"),
-        "width": (512, "width of the model of the two hosts"),
+        "iterations": (10, 1, "iterations of each run"),
+        "width": (512, 1, "width of the model of the two hosts"),
     }
-    reporting.add_numbers(parser, numbers)
-    dtypes = ["float32", "bfloat16", "int8"]
-    parser.add_argument(
-        "--dtypes", nargs="*", default=dtypes, help="dtypes of the hops between the hosts (all)"
+    dtypes = {"nargs": "*", "default": ["float32", "bfloat16", "int8"]}
+    options = {"--dtypes": dtypes | {"help": "dtypes of the hops between the hosts (all)"}}
+    overrides = "override one key of the quickstart; may be given often"
+    return reporting.run(
+        "network.packing", __doc__, measure, numbers=numbers, options=options, overrides=overrides
     )
-    add_overrides(parser, "override one key of the quickstart; may be given often")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    iterations = fields.integer(arguments.iterations, "--iterations", 1)
-    width = fields.integer(arguments.width, "--width", 1)
-    report = {
-        **reporting.begun("network.packing"),
-        "kernels": kernels(arguments.set, iterations),
-        "sockets": [sockets(dtype, width, iterations) for dtype in arguments.dtypes],
-    }
-    return reporting.finish(report, table(report), arguments.json)
 
 
 if __name__ == "__main__":

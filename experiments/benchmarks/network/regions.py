@@ -12,8 +12,8 @@ by a better one as soon as it is found. For each generation of hosts it tells
 
     what its plan predicts of an iteration, what was measured (the median over those that compiled
     nothing), and whether the two are within 10%
-    when a better plan arrived: from the loss, and from when the quick plan was gone on by, to when
-    the run goes on by the better one; and whether that is within 15 s
+    when a better plan arrived: from when the quick plan was gone on by, to when the run goes on by
+    the better one; and whether that is within 15 s
     how many nodes changed their stage, so that states had to move
 
 A host that comes back makes a generation, so there may be several until all three are there; one
@@ -31,27 +31,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skippipe_sched import fields
-from skippipe_sched.figures.svg import (
-    add_line,
-    add_text,
-    add_title,
-    round_ticks,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem.plan import Plan, load_plan
 
 from experiments.benchmarks.churn.records import read_lines
 from experiments.benchmarks.harness import launching, reporting
 from experiments.benchmarks.harness.launching import set_words
-from experiments.benchmarks.harness.panels import Panel
 from experiments.benchmarks.network import wan
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, VERMILION
 from skippipe_jax.storage.run_dir import GENERATIONS, MEMBERSHIP, METRICS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REGIONS = ("Germany", "Iowa", "Japan", "Australia")
 LOST = REGIONS[0]  # With the leader.
@@ -73,15 +68,6 @@ FOUND = "a faster plan was found"
 LOOK_S = 0.02
 WITHIN_SHARE, WITHIN_S = 0.1, 15.0
 LEAST_ITERATIONS = 2
-
-# Pixels.
-WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, WIDTH - 20, 64, HEIGHT - 42
-STYLE = """
-.regions .predicted{stroke:#b5482f;stroke-width:1.6}
-.regions .measured{fill:none;stroke:#2f6db5;stroke-width:1.6;stroke-linejoin:round}
-.regions .change{stroke:#999;stroke-dasharray:4 3}
-"""
 
 
 class Run:
@@ -179,13 +165,12 @@ def measured_generations(
     generations: Sequence[Mapping[str, Any]],
     lines: Sequence[Mapping[str, Any]],
     seen_s: Mapping[int, float],
-    changed_s: Sequence[float],
     stages: Mapping[int, Mapping[int, int]],
 ) -> list[dict[str, Any]]:
     """What each generation's plan predicts of an iteration, and what was measured.
 
-    `lines` are those of metrics. Hosts were lost or started again at `changed_s`, and `seen_s` is
-    when each generation was there. `stages` tells the stage of each node that a generation has.
+    `lines` are those of metrics, and `seen_s` is when each generation was there. `stages` tells the
+    stage of each node that a generation has.
     """
     results = []
     for place, generation in enumerate(generations):
@@ -208,12 +193,10 @@ def measured_generations(
         }
         if is_better(generation):
             since_change_s = seen_s[number] - seen_s[generations[place - 1]["generation"]]
-            since_loss_s = seen_s[number] - max(at for at in changed_s if at < seen_s[number])
             before = stages[generations[place - 1]["generation"]]
             moved = sum(before.get(node) != stage for node, stage in stages[number].items())
             result |= {
                 "arrived_after_s": round(since_change_s, 3),
-                "arrived_after_fault_s": round(since_loss_s, 3),
                 "is_soon": since_change_s <= WITHIN_S,
                 "nodes_moved": moved,
             }
@@ -248,101 +231,62 @@ def failures(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A line for each generation."""
     heads = ("generation", "hosts", "plan", "predicted, s", "measured, s", "ratio", "iterations")
-    heads = (*heads, "arrived after, s", "after the change", "nodes moved")
+    heads = (*heads, "arrived after, s", "nodes moved")
     rows: list[tuple[str, ...]] = [heads]
     for result in results:
-        number = result["generation"]
-        is_found = "arrived_after_s" in result
         rows.append(
             (
-                str(number),
+                str(result["generation"]),
                 str(result["hosts"]),
-                "own" if number == 1 else "searched" if is_found else "quick",
+                plan_of(result),
                 f"{result['predicted_s']:.2f}",
                 reporting.figure(result["measured_s"], ".2f"),
                 reporting.figure(result["ratio"], ".3f"),
                 str(len(result["measured_each_s"])),
                 reporting.figure(result.get("arrived_after_s"), ".1f"),
-                reporting.figure(result.get("arrived_after_fault_s"), ".1f"),
                 reporting.figure(result.get("nodes_moved"), "d"),
             )
         )
     return aligned(rows, left=(0, 1, 2))
 
 
-def picture(results: Sequence[Mapping[str, Any]], title: str) -> str:
-    """The seconds of all iterations, and what the plan of each predicts, as the text of an SVG."""
-    spans, first = [], 0
+def plan_of(result: Mapping[str, Any]) -> str:
+    """Name the kind of plan by which a generation goes on."""
+    if result["generation"] == 1:
+        return "own"
+    return "searched" if "arrived_after_s" in result else "quick"
+
+
+def picture(results: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Draw the seconds of all iterations, and what the plan of each predicts."""
+    figure, [[axes]] = drawing.panels(1, 3.6)
+    begin, highest = 0, 0.0
     for result in results:
-        spans.append((first, result))
-        first += len(result["measured_each_s"])
-    # One that compiles takes many times as long, and is cut off.
-    highest = 1.15 * max(
-        seconds
-        for result in results
-        for seconds in (
-            result["predicted_s"],
-            *(
-                own
-                for own, compiled in zip(
-                    result["measured_each_s"], result["compilations"], strict=True
-                )
-                if not compiled
-            ),
-        )
-    )
-    svg = start_picture("regions", (WIDTH, HEIGHT), title, STYLE)
-    add_title(svg, title, "seconds of an iteration: as measured, and as its plan predicts")
-    panel = Panel(svg, (LEFT, RIGHT), (TOP, BOTTOM), (0, max(1, first)), (0, highest))
-    panel.label_y(5)
-    panel.label_x(round_ticks(first, 0, 6))
-    add_text(svg, "middle", (LEFT + RIGHT) / 2, HEIGHT - 9, "iteration")
-    for begin, result in spans:
         seconds = result["measured_each_s"]
-        if not seconds:
-            continue
-        if begin:
-            panel.down("change", begin)
-        steps = [
-            (begin + place + side, min(value, highest))
-            for place, value in enumerate(seconds)
-            for side in (0, 1)
-        ]
-        panel.curve("measured", steps)
-        start, level = panel.x(begin), panel.y(result["predicted_s"])
-        add_line(svg, "predicted", (start, level), (panel.x(begin + len(seconds)), level))
-        plan = "searched" if "arrived_after_s" in result else "quick"
-        plan = "own" if result["generation"] == 1 else plan
-        add_text(svg, "", start + 3, TOP + 10, f"{result['hosts']}, {plan}")
-    return svg_text(svg)
+        end = begin + len(seconds)
+        axes.stairs(seconds, range(begin, end + 1), color=BLUE)
+        axes.hlines(result["predicted_s"], begin, end, color=VERMILION)
+        if seconds:
+            axes.axvline(begin, color="grey", linestyle="--", linewidth=0.8)
+            # Of a quick plan, which goes on for an iteration or two, below that of the next.
+            height = 0.93 if plan_of(result) == "quick" else 1.0
+            told = f" {result['hosts']}, {plan_of(result)}"
+            axes.text(begin, height, told, va="top", transform=axes.get_xaxis_transform())
+        both = zip(seconds, result["compilations"], strict=True)
+        highest = max(highest, result["predicted_s"], *(own for own, new in both if not new))
+        begin = end
+    # One that compiles takes many times as long, and is cut off.
+    axes.set_ylim(0, 1.2 * highest)
+    axes.set_title(f"{title}: seconds of an iteration, measured (blue) and predicted (red)")
+    axes.set_xlabel("iteration")
+    return figure
 
 
-def main() -> int:
-    """Parse the command line, measure, and print a table; returns the exit code."""
-    parser = reporting.parser("network.regions", __doc__)
-    numbers = {
-        "seed": (0, "seed of the searches"),
-        "iterations": (12, "iterations by each plan, except repair plans"),
-        "budget_s": (5.0, "replan.budget_s of the run"),
-        "plan_budget_s": (10.0, "seconds of the search for the first plan"),
-        "patience_s": (60.0, "seconds to wait for a better plan"),
-        "limit_s": (600.0, "seconds to wait for anything else"),
-    }
-    reporting.add_numbers(parser, numbers)
-    paths = {
-        "picture": "draw all iterations as an SVG to this file",
-        "keep": "keep the files of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    iterations = fields.integer(arguments.iterations, "--iterations", LEAST_ITERATIONS)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Train, lose a region and get it back, and compare each generation with its plan."""
+    iterations = arguments.iterations
     locations, rates = wan.shaped_rates(None, WORKLOAD, REGIONS, HOPS_S)
     struck = [host for host, location in enumerate(locations) if location == LOST]
-    report = reporting.begun("network.regions")
-    changed_s = []
     with ExitStack() as opened:
         folder = opened.enter_context(reporting.folder_for(arguments.keep, "regions"))
         network = opened.enter_context(ShapedNetwork(rates))
@@ -365,11 +309,9 @@ def _run(arguments: argparse.Namespace) -> int:
         opened.callback(run.close)
         run.goes_on(WORKLOAD.hosts, 2 * iterations, arguments.patience_s)
         print(f"killing hosts {struck} in {LOST}", flush=True)
-        changed_s.append(time.time())
         run.kill(struck)
         run.goes_on(WORKLOAD.hosts - len(struck), iterations, arguments.patience_s)
         print(f"restarting hosts {struck}", flush=True)
-        changed_s.append(time.time())
         run.start_again(struck)
         run.goes_on(WORKLOAD.hosts, iterations, arguments.patience_s)
         generations, lines = run.generations(), read_lines(run.run_dir / METRICS)
@@ -378,7 +320,7 @@ def _run(arguments: argparse.Namespace) -> int:
             path = run.run_dir / GENERATIONS / f"plan-{line['generation']}.json"
             own = load_plan(path) if path.exists() else plan
             stages[line["generation"]] = stages_of_nodes(own, line["members"])
-    results = measured_generations(generations, lines, run.seen_s, changed_s, stages)
+    results = measured_generations(generations, lines, run.seen_s, stages)
     wrong = failures(results)
     report |= {
         "regions": list(REGIONS),
@@ -391,12 +333,29 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     if arguments.picture is not None:
         title = f"Twelve hosts lose three, in {LOST}, and get them back"
-        arguments.picture.write_text(picture(results, title), encoding="utf-8")
+        drawing.write_svg(picture(results, title), arguments.picture)
     verdict = [f"WRONG: {failure}" for failure in wrong]
     verdict = verdict or [
         "all iterations within 10% of the prediction, and better plans within 15 s"
     ]
-    return reporting.finish(report, "\n".join([table(results), *verdict]), arguments.json)
+    return "\n".join([table(results), *verdict])
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a table; returns the exit code."""
+    numbers = {
+        "seed": (0, None, "seed of the searches"),
+        "iterations": (12, LEAST_ITERATIONS, "iterations by each plan, except repair plans"),
+        "budget_s": (5.0, None, "replan.budget_s of the run"),
+        "plan_budget_s": (10.0, None, "seconds of the search for the first plan"),
+        "patience_s": (60.0, None, "seconds to wait for a better plan"),
+        "limit_s": (600.0, None, "seconds to wait for anything else"),
+    }
+    paths = {
+        "picture": "draw all iterations as an SVG to this file",
+        "keep": "keep the files of the hosts in this folder",
+    }
+    return reporting.run("network.regions", __doc__, measure, numbers=numbers, paths=paths)
 
 
 if __name__ == "__main__":

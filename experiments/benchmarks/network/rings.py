@@ -30,7 +30,12 @@ from skippipe_sched.problem.links import GIBIBYTE
 from skippipe_sched.timing.averaging import averaging_s, best_ring
 
 from experiments.benchmarks.harness import reporting
-from experiments.benchmarks.harness.launching import AllHosts, write_config
+from experiments.benchmarks.harness.launching import (
+    AllHosts,
+    alike_nodes,
+    small_run,
+    write_config,
+)
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from skippipe_jax.config import ModelConfig
 from skippipe_jax.models.llama import parameter_count, stage_shapes
@@ -109,62 +114,45 @@ def measured_ring(workload: RingWorkload) -> dict[str, Any]:
 def config_of(folder: Path, workload: RingWorkload) -> Path:
     """Write a model of one stage; every node is a data node that runs one microbatch alone."""
     hosts, dtype = len(workload.rates), workload.averaging_dtype
-    model: dict[str, Any] = {
-        "width": workload.width,
-        "layers": 1,
-        "ffn_width": 3 * workload.width,
-        "context": 32,
-    }
-    [stage] = stage_shapes(ModelConfig(**model), 1)
+    shape = workload.width, 1, 1, 32
+    config = small_run(
+        folder,
+        shape,
+        {"method": "balanced"},
+        1 + ITERATIONS,
+        trace="every 1",
+        data={"source": "text", "path": str(folder / "text")},
+        network={"averaging": "ring", "averaging_dtype": dtype},
+        cluster={"insecure": True},  # The hosts have the shaped network for themselves.
+    )
+    [stage] = stage_shapes(ModelConfig(**config["model"]), 1)
     (folder / "text").write_text("skipping pipeline stages\n" * 2000)
     links = [
         [str(source), str(target), 0.0, float(workload.rates[source, target]) / GIBIBYTE]
         for source, target in itertools.permutations(range(hosts), 2)
     ]
-    case = {
-        "nodes": hosts,
-        "locations": [str(host) for host in range(hosts)],
-        "links": links,
-        "stages": [hosts],
-        "path_length": 1,
-        "microbatches_per_data_node": 1,
-        "memory": 1,
-        "forward_s": 0.01,
-        "activation_bytes": 0,
-        "stage_bytes": parameter_count(stage) * jnp.dtype(dtype or jnp.float32).itemsize,
-    }
-    config = {
-        "run_dir": str(folder / "run"),
-        "compilation_cache": str(folder / "compiled"),
-        "trace": "every 1",
-        "model": model,
-        "plan": {"method": "balanced", "case": case},
-        "data": {
-            "source": "text",
-            "path": str(folder / "text"),
-            "sequence_length": 32,
-            "microbatch_size": 1,
-        },
-        "network": {"averaging": "ring", "averaging_dtype": dtype},
-        "cluster": {"insecure": True},  # The hosts have the shaped network for themselves.
-        "train": {"steps": 1 + ITERATIONS},
-        "checkpoint": {"every": 1 + ITERATIONS},
-    }
+    config["plan"]["case"] = alike_nodes(
+        [hosts],
+        locations=[str(host) for host in range(hosts)],
+        links=links,
+        microbatches_per_data_node=1,
+        memory=1,
+        activation_bytes=0,
+        stage_bytes=parameter_count(stage) * jnp.dtype(dtype or jnp.float32).itemsize,
+    )
     return write_config(folder / "config.yaml", config)
+
+
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the rings."""
+    rings = small_rings() if arguments.small else full_rings()
+    report["rings"] = [measured_ring(workload) for workload in rings]
 
 
 def main() -> int:
     """Parse the command line, measure, and print a line for each ring; returns the exit code."""
-    parser = reporting.parser("network.rings", __doc__)
-    parser.add_argument("--small", action="store_true", help="a short check of a few seconds")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    report = reporting.begun("network.rings")
-    rings = small_rings() if arguments.small else full_rings()
-    report["rings"] = [measured_ring(workload) for workload in rings]
-    return reporting.finish(report, None, arguments.json)
+    small = {"action": "store_true", "help": "a short check of a few seconds"}
+    return reporting.run("network.rings", __doc__, measure, options={"--small": small})
 
 
 if __name__ == "__main__":

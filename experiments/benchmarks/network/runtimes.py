@@ -22,8 +22,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from skippipe_sched import fields
-
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import (
     AllHosts,
@@ -31,6 +29,7 @@ from experiments.benchmarks.harness.launching import (
     Network,
     OwnCores,
     alike_nodes,
+    small_run,
     write_config,
 )
 from skippipe_jax import Run
@@ -51,26 +50,16 @@ SHOWN_START_S = 600.0
 def config_of(folder: Path, runtime: str, iterations: int, size: str = "full") -> dict[str, Any]:
     """The run whose iterations are timed."""
     width, layers, microbatch_size, sequence_length = SIZES[size]
-    return {
-        "run_dir": str(folder / "run"),
-        "compilation_cache": str(folder.parent / "compiled"),
-        "model": {
-            "width": width,
-            "layers": STAGES * layers,
-            "ffn_width": 3 * width,
-            "context": sequence_length,
-        },
-        "plan": {
-            "method": "full",
-            "budget_s": 0.5,
-            "case": alike_nodes([REPLICAS] * STAGES, microbatches=4 * REPLICAS),
-        },
-        "data": {"sequence_length": sequence_length, "microbatch_size": microbatch_size},
-        "cluster": {"runtime": runtime, "host_of_node": HOSTS_OF_NODES},
-        "network": {"averaging": "ring"},
-        "train": {"steps": WARMUP_ITERATIONS + iterations},
-        "checkpoint": {"every": WARMUP_ITERATIONS + iterations},
-    }
+    case = alike_nodes([REPLICAS] * STAGES, microbatches=4 * REPLICAS)
+    return small_run(
+        folder,
+        (width, STAGES * layers, microbatch_size, sequence_length),
+        {"method": "full", "budget_s": 0.5, "case": case},
+        WARMUP_ITERATIONS + iterations,
+        compilation_cache=str(folder.parent / "compiled"),
+        cluster={"runtime": runtime, "host_of_node": HOSTS_OF_NODES},
+        network={"averaging": "ring"},
+    )
 
 
 def start_config_of(folder: Path, runtime: str, hosts: int) -> dict[str, Any]:
@@ -179,29 +168,24 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Compare iterations, and starts."""
+    starts, hosts = arguments.starts, arguments.hosts
+    with tempfile.TemporaryDirectory(prefix="runtimes-") as name:
+        report["iterations"] = compare(Path(name), arguments.turns, arguments.iterations)
+        report["starts"] = compare_starts(Path(name), starts, hosts) if starts else None
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("network.runtimes", __doc__)
     numbers = {
-        "turns": (6, "pairs of runs"),
-        "iterations": (20, "counted iterations of a run"),
-        "starts": (3, "pairs of starts"),
-        "hosts": (20, "hosts to start"),
+        "turns": (6, 1, "pairs of runs"),
+        "iterations": (20, 1, "counted iterations of a run"),
+        "starts": (3, 0, "pairs of starts"),
+        "hosts": (20, START_STAGES, "hosts to start"),
     }
-    reporting.add_numbers(parser, numbers)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    turns = fields.integer(arguments.turns, "--turns", 1)
-    iterations = fields.integer(arguments.iterations, "--iterations", 1)
-    starts = fields.integer(arguments.starts, "--starts", 0)
-    hosts = fields.integer(arguments.hosts, "--hosts", START_STAGES)
-    report = reporting.begun("network.runtimes")
-    with tempfile.TemporaryDirectory(prefix="runtimes-") as name:
-        report["iterations"] = compare(Path(name), turns, iterations)
-        report["starts"] = compare_starts(Path(name), starts, hosts) if starts else None
-    return reporting.finish(report, table(report), arguments.json)
+    return reporting.run("network.runtimes", __doc__, measure, numbers=numbers)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ It needs Linux, root and iproute2 (`ip` and `tc`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import itertools
 import os
@@ -24,14 +25,19 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched.errors import InputError
 
+T = TypeVar("T")
+
+# From <linux/sched.h>.
+NETWORK_NAMESPACE = 0x40000000
 FIRST_ADDRESS = ipaddress.IPv4Address("10.77.0.1")
 PREFIX_LENGTH = 16
 INTERFACE = "eth0"
@@ -111,6 +117,18 @@ class ShapedNetwork:
     def command_at_switch(self) -> list[str]:
         """Return the words before a command that run it where the ports of all hosts are."""
         return ["ip", "netns", "exec", self._switch]
+
+    def call(self, host: int, function: Callable[[], T]) -> T:
+        """Call a function in a thread of its own, whose sockets are those of a host."""
+
+        def entered() -> T:
+            with Path("/run/netns", self.namespace(host)).open() as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NETWORK_NAMESPACE):
+                    raise OSError(ctypes.get_errno(), "the thread cannot enter the namespace")
+            return function()
+
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(entered).result()
 
     def port(self, host: int) -> str:
         """Return the interface at the switch that a host is plugged into."""

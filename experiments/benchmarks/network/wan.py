@@ -30,23 +30,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 from skippipe_sched import fields
-from skippipe_sched.figures.gantt import (
-    CHARACTER,
-    LEGEND_Y,
-    MARGIN,
-    PLOT_TOP,
-    WIDTH,
-    add_rect,
-    add_text,
-    add_title,
-    start_picture,
-    svg_text,
-)
 from skippipe_sched.methods import dtfm, make_plan
 from skippipe_sched.problem import links
 from skippipe_sched.problem.case import Case
@@ -59,8 +47,13 @@ from skippipe_sched.timing.timeline import Timeline
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.launching import AllHosts, set_words, write_config
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, SKY
 from skippipe_jax import Run
 from skippipe_jax.storage.recording import measured_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 AS_COMPUTED = "float32"
 HOPS = (AS_COMPUTED, "bfloat16", "int8")
@@ -75,8 +68,6 @@ SAME_LOCATION = links.Link(1e-3, 2.0 * links.GIBIBYTE)
 PAYLOAD_SHARE = 0.956
 # A link whose bandwidth is measured to be further from its rate is measured again, so often.
 FAR_OFF, MOST_PROFILES = 0.15, 3
-METHOD_HEIGHT = 36
-STYLE = ".wan .predicted{fill:#b9c6dd}.wan .measured{fill:#3e6ab3}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,72 +115,19 @@ WORKLOADS = {
 }
 
 
-def main() -> int:
-    """Parse the command line, measure, and print a table; returns the exit code."""
-    parser = reporting.parser("network.wan", __doc__)
-    numbers = {
-        "iterations": (5, "timed iterations, after one that compiles"),
-        "blocks": (1, "blocks of each stage"),
-        "every": (20, "averaging.every of outer averaging"),
-        "slower_links": (1.0, "factor by which all links are slower"),
-        "budget": (30.0, "seconds of each search"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument(
-        "--hosts", type=int, default=20, choices=sorted(WORKLOADS), help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        metavar="METHOD/AVERAGING/HOPS",
-        choices=ARMS,
-        default=METHODS,
-        help="what is compared, for example joint/outer/int8 (all methods, exact, as computed)",
-    )
-    parser.add_argument(
-        "--sequence-length",
-        type=int,
-        default=256,
-        choices=[32, 64, 128, 256],
-        help="more and shorter sequences need less compute for hops of the same size (%(default)s)",
-    )
-    parser.add_argument(
-        "--shared-connections",
-        type=float,
-        metavar="FACTOR",
-        help="all links of a host share a connection: it sends as fast as the fastest of them, and "
-        "receives FACTOR times as fast (default: links have rates of their own)",
-    )
-    parser.add_argument(
-        "--busy-stages",
-        action="store_true",
-        help="plan with operation times measured while all hosts train, not on an idle machine, "
-        "because many processes on few cores share caches",
-    )
-    paths = {
-        "links": "CSV with another table of links (gcp12)",
-        "figure": "draw the results as an SVG to this file",
-        "keep": "keep plans, runs and timelines in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    fields.integer(arguments.iterations, "--iterations", 1)
-    fields.integer(arguments.every, "--every", 2)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the network, plan for it by every method, and train along each plan."""
     workload = WORKLOADS[arguments.hosts]
     sequences = workload.microbatch_size * workload.sequence_length // arguments.sequence_length
     workload = dataclasses.replace(
         workload,
-        blocks=fields.integer(arguments.blocks, "--blocks", 1),
+        blocks=arguments.blocks,
         sequence_length=arguments.sequence_length,
         microbatch_size=sequences,
     )
     arms = [ARMS[name] for name in arguments.arms]
-    slower = fields.number(arguments.slower_links, "--slower-links", 0.0, above=True)
     locations, rates = shaped_rates(arguments.links, workload)
-    rates, connections = rates / slower, None
+    rates, connections = rates / arguments.slower_links, None
     if arguments.shared_connections is not None:
         factor = fields.number(
             arguments.shared_connections, "--shared-connections", 0.0, above=True
@@ -197,7 +135,6 @@ def _run(arguments: argparse.Namespace) -> int:
         fastest = np.where(np.eye(len(rates), dtype=bool), 0.0, rates).max(axis=1)
         connections = np.stack([fastest, factor * fastest], axis=1)
     network = ShapedNetwork(rates, connections)
-    report = reporting.begun("network.wan")
     rows, profiles = [], {}
     with reporting.folder_for(arguments.keep, "wan") as folder, network:
         for averaging, hops in dict.fromkeys((arm.averaging, arm.hops) for arm in arms):
@@ -222,15 +159,14 @@ def _run(arguments: argparse.Namespace) -> int:
         "hosts": arguments.hosts,
         "workload": dataclasses.asdict(workload),
         "links": str(arguments.links or "gcp12"),
-        "slower_links": slower,
+        "slower_links": arguments.slower_links,
         "shared_connections": arguments.shared_connections,
         "profiles": profiles,
         "methods": rows,
     }
     if arguments.figure is not None:
         title = f"{arguments.hosts} hosts, links shaped to {report['links']}"
-        arguments.figure.write_text(picture(rows, title), encoding="utf-8")
-    return reporting.finish(report, None, arguments.json)
+        drawing.write_svg(picture(rows, title), arguments.figure)
 
 
 def profiled(
@@ -418,27 +354,23 @@ def train(plan: Plan, hosts: AllHosts, config: Path, name: str, steps: int) -> P
     return run_dir
 
 
-def picture(rows: Sequence[dict[str, Any]], title: str) -> str:
-    """The text of an SVG: for every method a bar as predicted, and under it one as measured."""
-    left = MARGIN + CHARACTER * max(len(_name(row)) for row in rows) + 12
-    longest_s = max(max(row["predicted_s"], row["measured_s"]) for row in rows)
-    scale = (WIDTH - MARGIN - 200 - left) / longest_s
-    height = PLOT_TOP + METHOD_HEIGHT * len(rows) + MARGIN
-    svg = start_picture("wan", (WIDTH, height), title, STYLE)
-    add_title(svg, title, "seconds of one iteration, averaging included")
-    for x, name in ((MARGIN, "predicted"), (MARGIN + 100, "measured")):
-        add_rect(svg, name, (x, x + 20), (LEGEND_Y - 10, LEGEND_Y), radius=2)
-        add_text(svg, "", x + 26, LEGEND_Y, name)
+def picture(rows: Sequence[dict[str, Any]], title: str) -> Figure:
+    """Draw for every method a bar as predicted, and under it one as measured."""
+    figure, [[axes]] = drawing.panels(1, 0.8 + 0.45 * len(rows))
     for number, row in enumerate(rows):
-        top = PLOT_TOP + METHOD_HEIGHT * number
-        add_text(svg, "end", left - 10, top + 18, _name(row))
-        for y, name in ((top, "predicted"), (top + 13, "measured")):
-            end = left + scale * row[f"{name}_s"]
-            add_rect(svg, name, (left, end), (y, y + 11), radius=2)
-            ratio = f" · {row['measured_s'] / row['predicted_s']:.3f} of predicted"
-            figures = f"{row[f'{name}_s']:.2f} s" + (ratio if name == "measured" else "")
-            add_text(svg, "", end + 8, y + 10, figures)
-    return svg_text(svg)
+        for aside, name, color in ((-0.18, "predicted", SKY), (0.18, "measured", BLUE)):
+            seconds, label = row[f"{name}_s"], name if number == 0 else None
+            axes.barh(number + aside, seconds, 0.34, color=color, label=label)
+            text = f" {seconds:.2f} s"
+            if name == "measured":
+                text += f", {seconds / row['predicted_s']:.3f} of predicted"
+            axes.text(seconds, number + aside, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [*map(_name, rows)])
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_title(f"{title}: seconds of one iteration, averaging included")
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.06))
+    return figure
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -457,6 +389,54 @@ def _line(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         f"predicted {row['predicted_s']:7.2f} s  "
         f"measured {row['measured_s']:7.2f} s  "
         f"({row['measured_s'] / row['predicted_s']:.3f}){to_full}"
+    )
+
+
+def main() -> int:
+    """Parse the command line, measure, and print a table; returns the exit code."""
+    numbers = {
+        "iterations": (5, 1, "timed iterations, after one that compiles"),
+        "blocks": (1, 1, "blocks of each stage"),
+        "every": (20, 2, "averaging.every of outer averaging"),
+        "slower_links": (1.0, 0.0, "factor by which all links are slower"),
+        "budget": (30.0, None, "seconds of each search"),
+    }
+    options = {
+        "--hosts": {"type": int, "default": 20, "choices": WORKLOADS, "help": "(%(default)s)"},
+        "--arms": {
+            "nargs": "+",
+            "metavar": "METHOD/AVERAGING/HOPS",
+            "choices": ARMS,
+            "default": METHODS,
+            "help": "what is compared, for example joint/outer/int8 (all methods, exact, as "
+            "computed)",
+        },
+        "--sequence-length": {
+            "type": int,
+            "default": 256,
+            "choices": [32, 64, 128, 256],
+            "help": "more and shorter sequences need less compute for hops of the same size "
+            "(%(default)s)",
+        },
+        "--shared-connections": {
+            "type": float,
+            "metavar": "FACTOR",
+            "help": "all links of a host share a connection: it sends as fast as the fastest of "
+            "them, and receives FACTOR times as fast (default: links have rates of their own)",
+        },
+        "--busy-stages": {
+            "action": "store_true",
+            "help": "plan with operation times measured while all hosts train, not on an idle "
+            "machine, because many processes on few cores share caches",
+        },
+    }
+    paths = {
+        "links": "CSV with another table of links (gcp12)",
+        "figure": "draw the results as an SVG to this file",
+        "keep": "keep plans, runs and timelines in this folder",
+    }
+    return reporting.run(
+        "network.wan", __doc__, measure, numbers=numbers, options=options, paths=paths
     )
 
 

@@ -4,16 +4,14 @@
 
 Parts, each of which can be run alone with `--only`:
 
-yardstick   the paper's case of 20 nodes without contention: the published plan from its file, the
-            paper's search on the published placement, ours within 10 and 60 seconds over several
-            seeds, full pipelines.
+yardstick   the paper's case of 20 nodes without contention: the published plan from its file, ours
+            within 10 and 60 seconds over several seeds, full pipelines.
 first       the paper's case: the first plan better than `balanced` of a machine that has compiled
             nothing, and a better plan within 2 seconds of search after nodes were lost.
 methods     every method on every case of the paper, side by side.
-compiled    what compiling the timing model brings.
 bound       the quick lower bound and that over placements: how far the known optima of 50 small
             cases are above them, and both of the paper's case, with their processor seconds.
-scale       42, 200 and 1,000 nodes, each against random paths, and a curve of cost against size.
+scale       42, 200 and 1,000 nodes, each against random paths.
 """
 
 from __future__ import annotations
@@ -30,34 +28,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from skippipe_sched import compare
 from skippipe_sched.methods import METHODS, make_plan
-from skippipe_sched.methods.dtfm_skip import random_paths
 from skippipe_sched.methods.repair import repair_plan
-from skippipe_sched.methods.routes import place_in_order
 from skippipe_sched.problem.case import Case, parse_case
-from skippipe_sched.search.arrays import (
-    candidate_of,
-    no_order,
-    problem_of,
-    scratch_for,
-)
 from skippipe_sched.search.budget import Search
-from skippipe_sched.search.compiled import fast
-from skippipe_sched.search.evaluator import evaluate
 from skippipe_sched.timing.bound import lower_bound_s
 from skippipe_sched.timing.placement_bound import placement_bound_s
-from skippipe_sched.timing.simulate import simulate, simulate_plan
+from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.planner.settings import searched
 from experiments.paper import cases
 
-# Nodes, replicas of the data stage and of each inner stage, microbatches per data node, seconds.
 FIRST_BUDGET_S = 2.0
 # Nodes of the paper's case that are lost together.
 LOSSES = ((4,), (0, 12), (3, 8, 15), (3, 6, 12, 14, 15))
+# Nodes, replicas of the data stage and of each inner stage, microbatches per data node, seconds.
 SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30, 300)}
 
 
@@ -76,10 +63,6 @@ def yardstick(seeds: int) -> dict[str, Any]:
             "pipeline_s": round(full.pipeline_s, 2),
             "iteration_s": round(full.iteration_s, 2),
         },
-        "full_published_placement": searched(case, "full", Search(placement=published.stages))[1],
-        "skippipe_published_placement": searched(
-            case, "skippipe", Search(placement=published.stages)
-        )[1],
     }
     for name, found in result.items():
         print(f"{name}: {found}", flush=True)
@@ -151,39 +134,6 @@ def methods(budget_s: float) -> dict[str, Any]:
         rows = compare.compare(cases.load(name), list(METHODS), lambda _: Search(0, budget_s))
         print(f"{name}\n{compare.table(rows)}", flush=True)
         result[name] = compare.to_json(rows)
-    return result
-
-
-def timing_model(case: Case, nodes: np.ndarray, paths: np.ndarray) -> Callable[[], float]:
-    """Return the compiled timing model of a plan, to be called: its nodes by stage, and paths."""
-    problem = problem_of(case)
-    candidate = candidate_of(problem, nodes, paths)
-    scratch = scratch_for(problem, *candidate.paths.shape)
-    return lambda: fast(evaluate)(problem, candidate, no_order(), scratch, np.inf, 0.0)
-
-
-def compiled() -> dict[str, Any]:
-    """Plans evaluated a second by the simulator and by the compiled timing model."""
-    case = cases.load("gcp20")
-    stages = place_in_order(case)
-    paths = random_paths(case, stages, np.random.default_rng(0))
-    model = timing_model(case, np.arange(len(case.nodes)), np.array(paths))
-
-    def rate(run: Callable[[], object], number: int) -> float:
-        run()
-        start = time.perf_counter()
-        for _ in range(number):
-            run()
-        return number / (time.perf_counter() - start)
-
-    simulator = rate(lambda: simulate(case, stages, paths), 50)
-    evaluator = rate(model, 20_000)
-    result = {
-        "simulator_plans_per_s": round(simulator),
-        "compiled_plans_per_s": round(evaluator),
-        "ratio": round(evaluator / simulator, 1),
-    }
-    print(f"compiled: {result}", flush=True)
     return result
 
 
@@ -263,92 +213,79 @@ def scale(sizes: list[int]) -> dict[str, Any]:
             text=True,
             check=True,
         )
-        runs.append(json.loads(finished.stdout.splitlines()[-1]))
+        runs.append(json.loads(finished.stdout.splitlines()[-1])["found"])
         print(f"scale: {runs[-1]}", flush=True)
-    result: dict[str, Any] = {"runs": runs}
-    if len(runs) > 1:
-        operations = np.log([run["operations"] for run in runs])
-        seconds = np.log([run["evaluation_s"] for run in runs])
-        exponent, logarithm = np.polyfit(operations, seconds, 1)
-        result["evaluation_s"] = {
-            "fit": "a * operations ** b",
-            "a": float(np.exp(logarithm)),
-            "b": round(float(exponent), 3),
-        }
-        print(f"scale: one simulation takes {result['evaluation_s']}", flush=True)
-    return result
+    return {"runs": runs}
 
 
 def of_size(nodes: int) -> dict[str, Any]:
-    """One size: random paths, then ours, and how long one simulation takes."""
+    """One size: random paths, then ours."""
     case = case_of_size(nodes)
     budget_s = SIZES[nodes][-1]
     _, rival = searched(case, "dtfm-skip", Search(0, budget_s / 4))
     wall = time.perf_counter()
     plan, ours = searched(case, "joint", Search(0, budget_s))
     wall = time.perf_counter() - wall
-    placed = np.concatenate([np.array(stage) for stage in plan.stages])
-    model = timing_model(case, placed, np.argsort(placed)[np.array(plan.microbatches)])
-    start = time.perf_counter()
-    for _ in range(20):
-        model()
-    evaluation_s = (time.perf_counter() - start) / 20
     return {
         "nodes": nodes,
         "microbatches": len(plan.microbatches),
-        "operations": sum(2 * len(path) + 1 for path in plan.microbatches),
         "dtfm-skip": rival,
         "joint": ours,
         "joint_over_dtfm_skip": round(ours["iteration_s"] / rival["iteration_s"], 3),
         "make_plan_s": round(wall, 1),
-        "evaluation_s": evaluation_s,
         "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
 
 
-PARTS = ("yardstick", "first", "methods", "compiled", "bound", "scale")
+PARTS = ("yardstick", "first", "methods", "bound", "scale")
 
 
-def main() -> int:
-    """Parse the command line, measure, print; returns the exit code."""
-    parser = reporting.parser("planner", __doc__)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts (all)")
-    numbers = {
-        "seeds": (5, "seeds of yardstick and first"),
-        "budget": (10.0, "seconds of each method"),
-        "bound_budget": (300.0, "time limit in seconds of each bound"),
-    }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--optima", type=int, help="number of small cases of bound (all)")
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        choices=SIZES,
-        nargs="+",
-        default=list(SIZES),
-        help="numbers of nodes of scale (all)",
-    )
-    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Measure the parts that are asked for."""
     if arguments.size is not None:
-        print(json.dumps(of_size(arguments.size)))
-        return 0
+        report["found"] = of_size(arguments.size)
+        return
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "yardstick": lambda: yardstick(arguments.seeds),
         "first": lambda: first(arguments.seeds),
         "methods": lambda: methods(arguments.budget),
-        "compiled": compiled,
         "bound": lambda: bound(arguments.bound_budget, arguments.optima),
         "scale": lambda: scale(arguments.sizes),
     }
-    report = reporting.begun("planner")
     for part in arguments.only:
         report[part] = run[part]()
         reporting.write(report, arguments.json)
-    return reporting.finish(report, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, measure, print; returns the exit code."""
+    numbers = {
+        "seeds": (5, 1, "seeds of yardstick and first"),
+        "budget": (10.0, None, "seconds of each method"),
+        "bound_budget": (300.0, None, "time limit in seconds of each bound"),
+    }
+    several = {"nargs": "+"}
+    options = {
+        "--only": several | {"choices": PARTS, "default": PARTS, "help": "parts (all)"},
+        "--optima": {"type": int, "help": "number of small cases of bound (all)"},
+        "--sizes": several
+        | {
+            "type": int,
+            "choices": SIZES,
+            "default": [*SIZES],
+            "help": "numbers of nodes of scale (all)",
+        },
+        "--size": {"type": int, "help": argparse.SUPPRESS},
+    }
+    return reporting.run(
+        "planner",
+        __doc__,
+        measure,
+        numbers=numbers,
+        options=options,
+        # A process of one size tells its own memory.
+        takes_device="--size" not in sys.argv,
+    )
 
 
 if __name__ == "__main__":

@@ -135,22 +135,9 @@ def measured(case: str, arm: str, seed: int, budget_s: float) -> tuple[dict, dic
     return result, {"divided": divided, "equal": control, "listed": listed}
 
 
-def main() -> int:
-    """Parse the command line, divide, print; returns the exit code."""
-    parser = reporting.parser("planner.division", __doc__)
-    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="(all)")
-    parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS), help="(all)")
-    numbers = {"seed": (0, "seed of the first search"), "budget": (20.0, "seconds of each search")}
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--quick", action="store_true", help="one second for each search")
-    told = "draw the arm `both` of the last case as an SVG to this file"
-    reporting.add_paths(parser, {"picture": told})
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Divide all cases in all arms."""
     budget_s = 1.0 if arguments.quick else arguments.budget
-    report = reporting.begun("planner.division")
     report |= {
         "seed": arguments.seed,
         "budget_s": budget_s,
@@ -175,7 +162,24 @@ def _run(arguments: argparse.Namespace) -> int:
             if arguments.picture is not None and (case, arm) == (arguments.cases[-1], "both"):
                 drawn = picture(divisions, f"{case}, sizes and steps by lane")
                 arguments.picture.write_text(drawn, encoding="utf-8")
-    return reporting.finish(report, None, arguments.json)
+
+
+def main() -> int:
+    """Parse the command line, divide, print; returns the exit code."""
+    numbers = {
+        "seed": (0, None, "seed of the first search"),
+        "budget": (20.0, None, "seconds of each search"),
+    }
+    several = {"nargs": "+", "help": "(all)"}
+    options = {
+        "--cases": several | {"choices": CASES, "default": [*CASES]},
+        "--arms": several | {"choices": ARMS, "default": [*ARMS]},
+        "--quick": {"action": "store_true", "help": "one second for each search"},
+    }
+    paths = {"picture": "draw the arm `both` of the last case as an SVG to this file"}
+    return reporting.run(
+        "planner.division", __doc__, measure, numbers=numbers, options=options, paths=paths
+    )
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 
@@ -50,9 +49,10 @@ from experiments.benchmarks.serving.clients import (
     longest_pause_s,
     pauses_at,
 )
-from experiments.benchmarks.serving.hosts import StagedService
-from experiments.benchmarks.serving.picture import picture
+from experiments.benchmarks.serving.hosts import Service
 from experiments.benchmarks.serving.wan import drawn_alone
+from experiments.paper import drawing
+from experiments.paper.drawing import BLUE, GREEN, ORANGE, VERMILION
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import load_corpora
@@ -63,6 +63,9 @@ from skippipe_jax.inference.partial import Order, full, kept
 from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.choices import name_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ALL, FIRST_LOST, SECOND_LOST, BACK, AGAIN = PHASES = (
     "all stages",
@@ -82,6 +85,7 @@ ROUNDING = 1e-4
 MORE_THREADS = 16
 """Threads that the front may gain: the pools of event loops and of TensorStore fill up slowly."""
 SLOTS = 8
+HERE = "127.0.0.1"
 
 
 class Struck:
@@ -93,9 +97,7 @@ class Struck:
         front: what the front has open after each phase.
     """
 
-    def __init__(
-        self, service: StagedService, clients: Clients, requests: Requests, pause_s: float
-    ):
+    def __init__(self, service: Service, clients: Clients, requests: Requests, pause_s: float):
         """Let requests come `pause_s` apart on average."""
         self.service, self.clients, self._requests = service, clients, requests
         self._pause_s = pause_s
@@ -129,7 +131,7 @@ class Struck:
         """Start the hosts that were killed, and send requests until they serve, and so many."""
 
         async def come_back(host: int) -> None:
-            self.service.start_host(host)
+            self.service.start_host(host, has_weights=host % 2 == 0)
             at_s = await self._until(host, is_there=True)
             self.back.append({"host": host, "stages": self.service.holding()[host], "at_s": at_s})
 
@@ -334,11 +336,40 @@ def table(report: Mapping[str, Any]) -> str:
     )
 
 
+def picture(report: Mapping[str, Any]) -> Figure:
+    """Draw tokens per second beside the hosts that come and go, and perplexities."""
+    figure, [[tokens], [perplexities]] = drawing.panels(1, 2.6, 2.6)
+    requests, levels = report["requests"], report["levels"]
+    tokens.stairs(report["tokens_each_second"], color=BLUE)
+    for key, color in (("faults", VERMILION), ("back", GREEN)):
+        for own in report[key]:
+            tokens.axvline(own["at_s"], color=color, linestyle="--", linewidth=1.0)
+    tokens.set_title(
+        f"{len(report['faults'])} of {report['hosts']} hosts killed (red), and back (green); "
+        f"{requests['sent']} requests, {requests.get('failed', 0)} failed"
+    )
+    tokens.set_ylabel("tokens per second")
+    tokens.set_xlabel("seconds, without those of evaluation")
+    kinds = {"perplexity": ("the service", BLUE), "control": ("the control", ORANGE)}
+    kinds = {key: own for key, own in kinds.items() if key in levels[0]}
+    for number, (key, (label, color)) in enumerate(kinds.items()):
+        values = [level[key] for level in levels]
+        aside = 0.36 * (number - (len(kinds) - 1) / 2)
+        places = [place + aside for place in range(len(levels))]
+        bars = perplexities.bar(places, values, 0.34, color=color, label=label)
+        perplexities.bar_label(bars, [f"{value / values[0] - 1:+.0%}" for value in values])
+    names = [f"stages {' '.join(map(str, level['stages']))}" for level in levels]
+    perplexities.set_xticks(range(len(levels)), names)
+    perplexities.set_title("Held-out perplexity; above the bars: beside all stages")
+    perplexities.margins(y=0.15)
+    perplexities.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    return figure
+
+
 def struck_service(struck: Struck, levels: Levels, stages: int, per_phase: int) -> None:
     """Let all phases pass."""
     service = struck.service
-    host, port = service.address
-    url = f"http://{host}:{port}/v1"
+    url = f"http://{HERE}:{service.port}/v1"
     struck.calm(ALL, per_phase)
     levels.measure(ALL, url)
     holders = Counter(stage for held in service.holding().values() for stage in held)
@@ -352,6 +383,19 @@ def struck_service(struck: Struck, levels: Levels, stages: int, per_phase: int) 
     levels.measure(AGAIN, url)
 
 
+def started(folder: Path, run: Path, hosts: int, silent_s: float, patience_s: float) -> Service:
+    """Start a service, every other host of which has no weights, and wait until it serves.
+
+    A host counts as lost after `silent_s` without a word.
+    """
+    timeout = "--set", f"cluster.heartbeat_timeout_s={silent_s}"
+    service = Service(folder, run, hosts, *timeout, patience_s=patience_s)
+    for host in range(hosts):
+        service.start_host(host, has_weights=host % 2 == 0)
+    asyncio.run(service.until(service.is_serving, "the service has not started"))
+    return service
+
+
 def small_run(folder: Path) -> Path:
     """Train the quickstart's plan with a tiny model for a few steps, and return its run folder."""
     words = ["-m", "skippipe_jax.train", "--config", str(QUICKSTART), *set_words(*SMALL)]
@@ -360,37 +404,16 @@ def small_run(folder: Path) -> Path:
     return folder / "run"
 
 
-def main() -> int:
-    """Parse the command line, serve and kill, print; returns the exit code."""
-    parser = reporting.parser("serving.churn", __doc__)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", type=Path, metavar="DIR", help="run to serve")
-    which.add_argument("--small", action="store_true", help="train a tiny run of a few steps")
-    numbers = {
-        "hosts": (9, "number of hosts, including the front"),
-        "requests": (200, "minimum number of requests in all phases"),
-        "pause_s": (0.25, "mean seconds between two requests"),
-        "sequences": (64, "sequences to evaluate"),
-        "seed": (0, "seed of the requests"),
-        "heartbeat_timeout_s": (5.0, "cluster.heartbeat_timeout_s"),
-        "patience_s": (300.0, "seconds after which an answer counts as failed"),
-    }
-    reporting.add_numbers(parser, numbers)
-    paths = {
-        "control": "run of the same stages, trained with full paths",
-        "picture": "draw the results as an SVG to this file",
-        "keep": "keep the output of the hosts in this folder",
-    }
-    reporting.add_paths(parser, paths)
-    return reporting.run(parser, _run)
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Serve, strike, and compare.
 
-
-def _run(arguments: argparse.Namespace) -> int:
-    requests = fields.integer(arguments.requests, "--requests", 1)
-    hosts = fields.integer(arguments.hosts, "--hosts", 2)
-    pause_s = fields.number(arguments.pause_s, "--pause-s", 0.0)
-    sequences = fields.integer(arguments.sequences, "--sequences", 1)
-    report = reporting.begun("serving.churn")
+    Raises:
+        InputError: if there is no run to serve, or one of too few stages.
+    """
+    hosts = arguments.hosts
+    if arguments.small == (arguments.run is not None):
+        problem = "either this or --small is needed"
+        raise InputError("--run", arguments.run, problem, "Choose one of the two")
     with reporting.folder_for(arguments.keep, "serve_churn") as folder:
         run = small_run(folder) if arguments.small else arguments.run.resolve()
         model, config, step = read_run(run)
@@ -400,21 +423,21 @@ def _run(arguments: argparse.Namespace) -> int:
         control = None if arguments.control is None else read_run(arguments.control)[0]
         text = load_corpora(config.data)[0].held_out.tokens
         drawn = Requests(text, model.tokenizer.begin, model.stages, model.context, arguments.seed)
-        levels = Levels(model, control, config.data, sequences)
-        timeouts = arguments.heartbeat_timeout_s, arguments.patience_s
-        with contextlib.closing(StagedService(folder, run, hosts, *timeouts)) as service:
-            service.start()
-            clients = Clients(*service.address, arguments.patience_s)
-            struck = Struck(service, clients, drawn, pause_s)
+        levels = Levels(model, control, config.data, arguments.sequences)
+        with contextlib.closing(
+            started(folder, run, hosts, arguments.heartbeat_timeout_s, arguments.patience_s)
+        ) as service:
+            clients = Clients(HERE, service.port, arguments.patience_s)
+            struck = Struck(service, clients, drawn, arguments.pause_s)
             report |= {"step": step, "hosts": hosts, "stages": model.stages}
             report["held"] = {str(host): own for host, own in sorted(service.holding().items())}
-            struck_service(struck, levels, model.stages, -(-requests // len(PHASES)))
+            struck_service(struck, levels, model.stages, -(-arguments.requests // len(PHASES)))
             service.end()
         report |= {"levels": levels.found, "front": struck.front} | _told(struck, model)
         report["failures"] = wrong_in(report, clients.answers)
     if arguments.picture is not None:
-        arguments.picture.write_text(picture(report), encoding="utf-8")
-    return reporting.finish(report, table(report), arguments.json)
+        drawing.write_svg(picture(report), arguments.picture)
+    return table(report)
 
 
 def _told(struck: Struck, model: StagedModel) -> dict[str, Any]:
@@ -435,6 +458,29 @@ def _told(struck: Struck, model: StagedModel) -> dict[str, Any]:
         ),
         "tokens_each_second": tokens_each_second(struck),
     }
+
+
+def main() -> int:
+    """Parse the command line, serve and kill, print; returns the exit code."""
+    numbers = {
+        "hosts": (9, 2, "number of hosts, including the front"),
+        "requests": (200, 1, "minimum number of requests in all phases"),
+        "pause_s": (0.25, 0.0, "mean seconds between two requests"),
+        "sequences": (64, 1, "sequences to evaluate"),
+        "seed": (0, None, "seed of the requests"),
+        "heartbeat_timeout_s": (5.0, None, "cluster.heartbeat_timeout_s"),
+        "patience_s": (300.0, None, "seconds after which an answer counts as failed"),
+    }
+    small = {"action": "store_true", "help": "train a tiny run of a few steps"}
+    paths = {
+        "run": "folder of the run to serve",
+        "control": "run of the same stages, trained with full paths",
+        "picture": "draw the results as an SVG to this file",
+        "keep": "keep the output of the hosts in this folder",
+    }
+    return reporting.run(
+        "serving.churn", __doc__, measure, numbers=numbers, options={"--small": small}, paths=paths
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The clients of `churn`: what they ask of a service, when they give up, what they got."""
+"""Clients of a service: what they ask, when they give up, what they got, and when."""
 
 from __future__ import annotations
 
@@ -150,6 +150,23 @@ class Clients:
         self.answers.append(answer)
         return answer, asyncio.create_task(self._settle(answer))
 
+    def ask(self, asked: Sequence[Asked]) -> list[Answer]:
+        """Send requests at once; return the answers once all have ended.
+
+        Raises:
+            RuntimeError: if one has failed.
+        """
+
+        async def settled() -> list[Answer]:
+            sent = [self.send(one, "") for one in asked]
+            await asyncio.gather(*(task for _, task in sent))
+            return [answer for answer, _ in sent]
+
+        answers = asyncio.run(settled())
+        if failed := [own.why for own in answers if own.outcome != ANSWERED]:
+            raise RuntimeError(f"the service did not answer: {failed[0]}")
+        return answers
+
     async def _settle(self, answer: Answer) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
@@ -227,6 +244,24 @@ def _take(answer: Answer, told: dict[str, Any]) -> None:
     answer.pieces.append((time.monotonic(), len(names)))
     if "skippipe" in choice:
         answer.stages = tuple(choice["skippipe"]["stages"])
+
+
+def seconds_per_token(answers: Sequence[Answer]) -> float:
+    """Return the seconds in which each of some streams gets a token while all of them run [s].
+
+    Raises:
+        RuntimeError: if they have too few tokens to tell.
+    """
+    begins_s = max(own.pieces[0][0] for own in answers)
+    ends_s = min(own.pieces[-1][0] for own in answers)
+    rates = []
+    for own in answers:
+        meanwhile = [one for one in own.pieces if begins_s <= one[0] <= ends_s]
+        if len(meanwhile) < 2:
+            raise RuntimeError("the sequences do not overlap in time: increase --tokens")
+        tokens = sum(count for _, count in meanwhile[1:])
+        rates.append(tokens / (meanwhile[-1][0] - meanwhile[0][0]))
+    return len(rates) / sum(rates)
 
 
 def pauses_at(answers: Sequence[Answer], at_s: float) -> dict[str, Any]:

@@ -1,84 +1,108 @@
-"""The processes of a service that `churn` strikes: its front, and the hosts of its stages."""
+"""The processes of a service: its front, and the hosts of its stages."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from experiments.benchmarks.harness import launching
+from experiments.benchmarks.harness.launching import ENVIRONMENT, Loopback, Network
 from skippipe_jax.local.hosts import free_port
 
 LOOK_S = 0.02
-_SERVING = re.compile(r"^serving .* at http://(.*):(\d+)/v1$", re.MULTILINE)
+_SERVING = re.compile(r"^serving .* at http://.*/v1$", re.MULTILINE)
 _HOST = re.compile(
     r"^host \d+ \(.*--host-id (\d+)\)(?: serves stages \[(.*)\]|(, which held .*, failed: ))",
     re.MULTILINE,
 )
 
 
-class StagedService:
+class Service:
     """A front, which has the data stage, and hosts with another stage each, as processes.
 
     Attributes:
-        address: where clients reach it, once it serves.
+        port: where the front takes requests, on its own host.
     """
 
-    def __init__(self, folder: Path, run: Path, hosts: int, silent_s: float, patience_s: float):
+    def __init__(
+        self,
+        folder: Path,
+        run: Path,
+        hosts: int,
+        *front: str,
+        network: Network | None = None,
+        patience_s: float = 300.0,
+    ):
         """Prepare a service of so many hosts, with the front, that keeps its output in a folder.
 
-        A host counts as lost after `silent_s` without a word; what takes longer than `patience_s`
-        has failed.
+        `front` are further arguments of the front; what takes longer than `patience_s` has failed.
         """
-        self._folder, self._run, self._hosts = folder, run, hosts
-        self._silent_s, self._patience_s = silent_s, patience_s
-        self._coordinator = f"127.0.0.1:{free_port()}"
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._starts = 0
-        self.address = ("", 0)
+        self.port, self._run, self._patience_s = free_port(), run, patience_s
+        self._network = network or Loopback()
+        self._coordinator = f"{self._network.address(0)}:{free_port()}"
+        self._front = ["--hosts", str(hosts), "--port", str(self.port), *front]
+        self._front += ["--set", f"cluster.connect_timeout_s={patience_s}"]
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._output = folder / f"service{self.port}"
+        self._output.mkdir()
+        self._files, self._starts = ExitStack(), 0
 
     @property
     def front(self) -> int:
         """The process id of the front."""
         return self._processes[0].pid
 
-    def start(self) -> None:
-        """Start all hosts, and wait until the service takes requests.
+    def start_host(self, host: int, *, has_weights: bool = True) -> None:
+        """Start a host; one without weights gets them from the front."""
+        module = ["skippipe_jax", "serve"] if host else ["experiments.benchmarks.serving.front"]
+        words = [*module, "--coordinator", self._coordinator, "--host-id", str(host)]
+        words += ["--max-stages", "1"] + ([] if host else self._front)
+        words += ["--run", str(self._run)] if has_weights else []
+        output = self._output / (f"host{host}-{self._starts}.txt" if host else "front.txt")
+        self._starts += 1
+        pipe = subprocess.DEVNULL if host else subprocess.PIPE
+        self._processes[host] = subprocess.Popen(
+            [*self._network.command(host), sys.executable, "-m", *words],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self._files.enter_context(output.open("wb")),
+            text=True,
+            env=os.environ | ENVIRONMENT,
+        )
+
+    def is_serving(self) -> bool:
+        """Tell whether the front takes requests."""
+        return _SERVING.search(self._told()) is not None
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what the front says of all hosts, itself first.
 
         Raises:
-            RuntimeError: if it does not.
+            RuntimeError: if it has ended.
         """
-        for host in range(self._hosts):
-            self.start_host(host)
-        asyncio.run(self.until(lambda: self._served() is not None, "the service has not started"))
-        found = self._served()
-        assert found is not None
-        self.address = found
-
-    def start_host(self, host: int) -> None:
-        """Start a host; every other one has no weights, and gets them from the front."""
-        words = ["-m", "skippipe_jax", "serve", "--coordinator", self._coordinator]
-        words += ["--host-id", str(host), "--max-stages", "1"]
-        if host == 0:
-            words += ["--hosts", str(self._hosts), "--port", "0"]
-            words += ["--set", f"cluster.heartbeat_timeout_s={self._silent_s}"]
-            words += ["--set", f"cluster.connect_timeout_s={self._patience_s}"]
-        if host % 2 == 0:
-            words += ["--run", str(self._run)]
-        self._starts += 1
-        output = self._folder / f"host{host}-{self._starts}.txt"
-        if host == 0:
-            self._told = output
-        self._processes[host] = launching.started(words, output)
+        front = self._processes[0]
+        assert front.stdin is not None
+        assert front.stdout is not None
+        with suppress(BrokenPipeError):  # Then it says nothing, either.
+            print("status", file=front.stdin, flush=True)
+        if not (said := front.stdout.readline()):
+            raise RuntimeError(f"the front exited with code {front.wait()}; see {self._output}")
+        return json.loads(said)
 
     def holding(self) -> dict[int, tuple[int, ...]]:
         """Return the stages of each host that serves some, as the front has said."""
         held: dict[int, tuple[int, ...]] = {}
-        for number, stages, is_lost in _HOST.findall(self._output()):
+        for number, stages, is_lost in _HOST.findall(self._told()):
             if is_lost:
                 held.pop(int(number), None)
             else:
@@ -103,7 +127,7 @@ class StagedService:
             ended = {host: own.returncode for host, own in self._processes.items() if own.poll()}
             if ended or time.monotonic() > until_s:
                 why = f"hosts exited unexpectedly: {ended}" if ended else "timeout"
-                raise RuntimeError(f"{otherwise} ({why}):\n{self._output()[-2000:]}")
+                raise RuntimeError(f"{otherwise} ({why}):\n{self._told()[-2000:]}")
             await asyncio.sleep(LOOK_S)
         return time.monotonic()
 
@@ -116,15 +140,12 @@ class StagedService:
         self._processes[0].send_signal(signal.SIGTERM)
         codes = {host: own.wait(self._patience_s) for host, own in self._processes.items()}
         if any(codes.values()):
-            raise RuntimeError(f"hosts exited with codes {codes}:\n{self._output()[-2000:]}")
+            raise RuntimeError(f"hosts exited with codes {codes}:\n{self._told()[-2000:]}")
 
     def close(self) -> None:
         """End what is left at once."""
         launching.kill(self._processes.values())
+        self._files.close()
 
-    def _output(self) -> str:
-        return self._told.read_text(encoding="utf-8", errors="replace")
-
-    def _served(self) -> tuple[str, int] | None:
-        found = _SERVING.search(self._output())
-        return None if found is None else (found[1], int(found[2]))
+    def _told(self) -> str:
+        return (self._output / "front.txt").read_text(encoding="utf-8", errors="replace")

@@ -23,46 +23,37 @@ probabilities of tokens, by which the client counts these.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
-import json
-import os
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import yaml
 from flax import nnx
 from jaxtyping import Float
-from skippipe_sched import fields
 from skippipe_sched.figures.tables import aligned
 from skippipe_sched.problem import links
 from skippipe_sched.serving.case import ServingCase
 from skippipe_sched.serving.simulate import simulate
 
 from experiments.benchmarks.harness import reporting
-from experiments.benchmarks.harness.launching import ENVIRONMENT
 from experiments.benchmarks.harness.turns import ratio
 from experiments.benchmarks.network.delays import Delays
 from experiments.benchmarks.network.shaped_network import ShapedNetwork
 from experiments.benchmarks.network.wan import PAYLOAD_SHARE, SAME_LOCATION
-from experiments.benchmarks.serving.client import (
-    Answer,
-    Asks,
-    Question,
-    as_line,
-    ask,
-    seconds_per_token,
-)
+from experiments.benchmarks.serving.clients import Answer, Asked, Clients, seconds_per_token
+from experiments.benchmarks.serving.hosts import Service
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, parse_config
 from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
@@ -72,6 +63,7 @@ from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.local.hosts import free_port
 from skippipe_jax.models.llama import create_stage
+from skippipe_jax.serving.choices import name_of
 from skippipe_jax.storage.checkpoint import CheckpointItems
 from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
 
@@ -103,9 +95,10 @@ def save_run(folder: Path, stages: int, layers: int) -> None:
         writer.save(1, CheckpointItems(states), {})
 
 
-def prompts_of(sequences: int) -> list[list[int]]:
-    """Draw the prompts of so many sequences."""
-    return np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
+def requests_of(sequences: int, tokens: int) -> list[Asked]:
+    """Draw so many prompts, each to be answered by a greedy stream of tokens."""
+    drawn = np.random.default_rng(0).integers(97, 123, (sequences, PROMPT_TOKENS)).tolist()
+    return [Asked(tuple(prompt), tokens, 0.0, 0, is_stream=True) for prompt in drawn]
 
 
 class Times(NamedTuple):
@@ -120,18 +113,17 @@ class Times(NamedTuple):
     first_token_s: float
 
 
-def served(asks: Asks, question: Question, model: StagedModel) -> Times:
-    """Ask a service, and return how long the answers took.
+def times_of(answers: Sequence[Answer], model: StagedModel) -> Times:
+    """Return how long the answers took.
 
     Raises:
         RuntimeError: if an answer is not that of one device.
     """
-    answers = asks(question)
-    require_alike(model, question, [own.text for own in answers])
+    require_alike(model, answers)
     token_s = seconds_per_token(answers)
     # The first tokens may come together, at the end of a character.
-    first = [own.arrivals[0] for own in answers]
-    return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for count, at_s in first))
+    first = [(own.pieces[0][0] - own.sent_s, own.pieces[0][1]) for own in answers]
+    return Times(token_s, statistics.mean(at_s - (count - 1) * token_s for at_s, count in first))
 
 
 def drawn_alone(
@@ -147,130 +139,21 @@ def drawn_alone(
     return list(drawn.values())
 
 
-def require_alike(model: StagedModel, question: Question, texts: Sequence[str]) -> None:
+def require_alike(model: StagedModel, answers: Sequence[Answer]) -> None:
     """Refuse answers that are not those of one device.
 
     Raises:
         RuntimeError: if one is not.
     """
     how = Sampling(temperature=0.0)
-    asked = [DecodeRequest(prompt, question.tokens, how) for prompt in question.prompts]
-    expected = drawn_alone(model, asked, len(texts))
-    for text, drawn in zip(texts, expected, strict=True):
-        if text != (told := model.tokenizer.decode(drawn)):
-            raise RuntimeError(f"the service returns {text!r}, but one device {told!r}")
+    asked = [DecodeRequest(own.asked.prompt, own.asked.new_tokens, how) for own in answers]
+    for own, drawn in zip(answers, drawn_alone(model, asked, len(answers)), strict=True):
+        expected = [name_of(token, model.tokenizer) for token in drawn]
+        if own.names != expected:
+            raise RuntimeError(f"the service returns {own.names}, but one device {expected}")
 
 
 # Over a network.
-
-
-class Service:
-    """A service whose hosts are in a network, all of them processes of this machine."""
-
-    def __init__(self, network: ShapedNetwork, run: Path, slots: int, output: Path):
-        """Start its first host; the others have to be added. What they print goes to `output`."""
-        self._network, self._run, self._output = network, run, output
-        self._stack = contextlib.ExitStack()
-        self.port = free_port()
-        self._coordinator = f"{network.address(0)}:{free_port()}"
-        self._hosts = len(network.rates)
-        words = ["--hosts", str(self._hosts), "--host-id", "0", "--max-num-seqs", str(slots)]
-        self._front = self._start(
-            0, "experiments.benchmarks.serving.front", *words, "--port", str(self.port)
-        )
-
-    def __enter__(self) -> Self:
-        """Let it end with a block."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """End all hosts."""
-        self._stack.close()
-
-    def add(self, host: int) -> None:
-        """Start another host, and wait until the first knows it.
-
-        Raises:
-            RuntimeError: if it does not come.
-        """
-        self._start(host, "skippipe_jax", "serve")
-        deadline_s = time.monotonic() + PATIENCE_S
-        while len(self.status()) <= host:
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(
-                    f"host {host} did not join within {PATIENCE_S:g} s; see {self._output}"
-                )
-            time.sleep(0.1)
-
-    def status(self) -> list[dict[str, Any]]:
-        """Return what the first host says of all, itself first.
-
-        Raises:
-            RuntimeError: if it has ended.
-        """
-        return _asked(self._front, "status")
-
-    def measured_bytes_per_s(self) -> list[float]:
-        """Wait until the first host has measured its links to all others; return bytes per second.
-
-        Raises:
-            RuntimeError: if that takes too long.
-        """
-        deadline_s = time.monotonic() + PATIENCE_S
-        while None in (speeds := [host["bytes_per_s"] for host in self.status()[1:]]):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"the links are not measured: {speeds}; see {self._output}")
-            time.sleep(0.1)
-        return speeds
-
-    def _start(self, host: int, module: str, *words: str) -> subprocess.Popen[str]:
-        name = self._output / f"{self.port}_{host}.txt"
-        process = subprocess.Popen(
-            [
-                *self._network.command(host), sys.executable, "-m", module, *words,
-                "--run", str(self._run), "--coordinator", self._coordinator, "--max-stages", "1",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stack.enter_context(name.open("wb")),
-            text=True,
-            env=os.environ | ENVIRONMENT,
-        )  # fmt: skip
-        self._stack.enter_context(process)
-        self._stack.callback(process.kill)
-        return process
-
-
-class Client:
-    """A client in a process on a host."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        """Ask by a process that runs `client`."""
-        self._process = process
-
-    def __call__(self, question: Question) -> list[Answer]:
-        """Do what `ask` does, there."""
-        return [Answer(**own) for own in _asked(self._process, as_line(question))]
-
-
-def _asked(process: subprocess.Popen[str], line: str) -> Any:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # Then it says nothing, either.
-        print(line, file=process.stdin, flush=True)
-    if not (said := process.stdout.readline()):
-        raise RuntimeError(f"a process exited with code {process.wait()}: {process.args}")
-    return json.loads(said)
-
-
-@contextlib.contextmanager
-def _client(network: ShapedNetwork) -> Iterator[Client]:
-    module = [sys.executable, "-m", "experiments.benchmarks.serving.client"]
-    with subprocess.Popen(
-        [*network.command(0), *module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield Client(process)
-        process.kill()
 
 
 def distant_links(
@@ -295,27 +178,33 @@ def measured_over_hosts(
     save_run(run, hosts, hosts)
     model = open_source(run, None).model()
     locations, latencies, rates = distant_links(hosts, 4 * model.config.width)
-    prompts = prompts_of(sequences)
+    asked = requests_of(sequences, tokens)
     found = []
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(ShapedNetwork(np.full_like(rates, np.inf)))
         delays = stack.enter_context(Delays(network))
-        asks = stack.enter_context(_client(network))
         services = [
-            stack.enter_context(Service(network, run, slots, folder)) for slots in (sequences, 1)
+            Service(folder, run, hosts, "--max-num-seqs", str(slots), network=network)
+            for slots in (sequences, 1)
         ]
+        for service in services:
+            stack.enter_context(contextlib.closing(service))
+            service.start_host(0)
         # The planner places stages by the links, which are measured when hosts connect. The two
         # services measure one after the other, as they share the links.
         _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
         speeds = []
         for service in services:
             for host in range(1, hosts):
-                service.add(host)
-            speeds = service.measured_bytes_per_s()
+                service.start_host(host)
+                wait(service, lambda own, count=host: len(own) > count, f"host {host} did not join")
+            wait(service, lambda own: None not in map(speed_of, own[1:]), "a link is not measured")
+            speeds = [*map(speed_of, service.status()[1:])]
         many, one = services
 
         def measured(service: Service, count: int) -> Times:
-            return served(asks, Question(service.port, run.name, prompts[:count], tokens), model)
+            clients = Clients("127.0.0.1", service.port, PATIENCE_S)
+            return times_of(network.call(0, lambda: clients.ask(asked[:count])), model)
 
         for turn in range(turns + 1):
             _shape(network, delays, np.full_like(rates, np.inf), np.zeros_like(latencies))
@@ -333,6 +222,16 @@ def measured_over_hosts(
             print(_turn_line(row, sequences), file=sys.stderr, flush=True)
     bandwidths = [speed / rate for speed, rate in zip(speeds, rates[0, 1:], strict=True)]
     return figures_of(locations, found, sequences) | {"bandwidths_to_shaped": bandwidths}
+
+
+def wait(service: Service, holds: Callable[[list[dict[str, Any]]], bool], otherwise: str) -> None:
+    """Wait until something holds of what the front says of the hosts."""
+    asyncio.run(service.until(lambda: holds(service.status()), otherwise))
+
+
+def speed_of(told: Mapping[str, Any]) -> Any:
+    """Return the bytes per second of the link to a host; None before it is measured."""
+    return told["bytes_per_s"]
 
 
 def _shape(
@@ -439,18 +338,18 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
     run = folder / "one_host"
     save_run(run, 4, 4)
     model = open_source(run, None).model()
-    prompts = prompts_of(sequences)
+    asked = requests_of(sequences, tokens)
     found = []
     with contextlib.ExitStack() as stack:
         ports = {slots: stack.enter_context(_served(run, slots)) for slots in (1, sequences)}
 
         def measured(slots: int, count: int) -> float:
-            question = Question(ports[slots], run.name, prompts[:count], tokens)
-            return served(ask, question, model).token_s
+            clients = Clients("127.0.0.1", ports[slots], PATIENCE_S)
+            return times_of(clients.ask(asked[:count]), model).token_s
 
         for turn in range(turns + 1):
             row = {
-                "generate_s": generated_s(model, prompts[0], tokens),
+                "generate_s": generated_s(model, asked[0]),
                 "one_slot_s": measured(1, 1),
                 "many_slots_s": measured(sequences, 1),
                 "together_s": measured(sequences, sequences),
@@ -469,16 +368,16 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
     }
 
 
-def generated_s(model: StagedModel, prompt: Sequence[int], tokens: int) -> float:
+def generated_s(model: StagedModel, asked: Asked) -> float:
     """Return the seconds of a token that is drawn in this process, after the first one [s]."""
     generator = Generator(model.decoder(1, model.context))
     how = Sampling(temperature=0.0)
-    generator.submit(DecodeRequest(prompt, tokens, how, likeliest=0))
+    generator.submit(DecodeRequest(asked.prompt, asked.new_tokens, how, likeliest=0))
     generator.step()
     began_s = time.perf_counter()
     while generator.is_busy:
         generator.step()
-    return (time.perf_counter() - began_s) / (tokens - 1)
+    return (time.perf_counter() - began_s) / (asked.new_tokens - 1)
 
 
 @contextlib.contextmanager
@@ -548,33 +447,28 @@ def table(report: Mapping[str, Any]) -> str:
     return aligned(rows, [0])
 
 
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
+    """Measure the parts that are asked for."""
+    given = arguments.sequences, arguments.tokens, arguments.turns
+    report["tokens"] = arguments.tokens
+    with tempfile.TemporaryDirectory(prefix="serve-wan-") as name:
+        if WAN in arguments.parts:
+            report[WAN] = measured_over_hosts(Path(name), arguments.hosts, *given)
+        if ONE_HOST in arguments.parts:
+            report[ONE_HOST] = measured_on_one_host(Path(name), *given)
+    return table(report)
+
+
 def main() -> int:
     """Parse the command line, measure and report; returns the exit code."""
-    parser = reporting.parser("serving.wan", __doc__)
     numbers = {
-        "hosts": (6, "number of hosts, including the first"),
-        "sequences": (DEFAULT_SLOTS, "sequences"),
-        "tokens": (32, "tokens of an answer"),
-        "turns": (3, "counted turns"),
+        "hosts": (6, 2, "number of hosts, including the first"),
+        "sequences": (DEFAULT_SLOTS, 1, "sequences"),
+        "tokens": (32, 8, "tokens of an answer"),
+        "turns": (3, 1, "counted turns"),
     }
-    reporting.add_numbers(parser, numbers)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
-    return reporting.run(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    hosts = fields.integer(arguments.hosts, "--hosts", 2)
-    sequences = fields.integer(arguments.sequences, "--sequences", 1)
-    tokens = fields.integer(arguments.tokens, "--tokens", 8)
-    turns = fields.integer(arguments.turns, "--turns", 1)
-    report = reporting.begun("serving.wan") | {"tokens": tokens}
-    with tempfile.TemporaryDirectory(prefix="serve-wan-") as name:
-        folder = Path(name)
-        if WAN in arguments.parts:
-            report[WAN] = measured_over_hosts(folder, hosts, sequences, tokens, turns)
-        if ONE_HOST in arguments.parts:
-            report[ONE_HOST] = measured_on_one_host(folder, sequences, tokens, turns)
-    return reporting.finish(report, table(report), arguments.json)
+    options = {"--parts": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "(all)"}}
+    return reporting.run("serving.wan", __doc__, measure, numbers=numbers, options=options)
 
 
 if __name__ == "__main__":
