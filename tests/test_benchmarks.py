@@ -32,6 +32,7 @@ from experiments.benchmarks.harness.turns import (
 from experiments.benchmarks.network import regions, wan
 from skippipe_jax.config import PRESETS
 from skippipe_jax.config.parsing import load_config
+from tests.harness.pictures import overlapping_texts
 from tests.harness.training_runs import SMALL_CASE, virtual_devices
 
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
+from skippipe_jax.connections.threads import wait_for
 from skippipe_jax.consensus.generations import Apply, Decision, Enter, Generation, NotMember
 from skippipe_jax.errors import GenerationEnded, PeerTimeout
 
@@ -68,7 +69,7 @@ class Inbox:
             return next((box for box in candidates if key in box.values), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: mailbox() or self.generation != generation, timeout_s)
+            wait_for(self._changed, lambda: mailbox() or self.generation != generation, timeout_s)
             if self.generation != generation:
                 raise GenerationEnded
             box = mailbox()
@@ -94,7 +95,7 @@ class Inbox:
 
         with self._changed:
             self._following = tuple(own for own in self._following if own.number > after)
-            return self._changed.wait_for(found, timeout_s)
+            return wait_for(self._changed, found, timeout_s)
 
     def expect(self, generation: int, counted: Counted) -> None:
         """Call `counted` when the next step commits, unless the generation has ended."""

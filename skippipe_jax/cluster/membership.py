@@ -53,7 +53,7 @@ from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
 from skippipe_jax.connections.mesh import ConnectionSetup, Mesh
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
-from skippipe_jax.connections.threads import DaemonThreads
+from skippipe_jax.connections.threads import DaemonThreads, result
 from skippipe_jax.consensus.control import Control, Store
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
@@ -532,7 +532,7 @@ class Membership(Group):
             daemon=True,
         )
         self._thread.start()
-        entered.result()
+        result(entered)
 
     def _done(self, coroutine: Coroutine[Any, Any, T], patience_s: float = 0.0) -> T:
         """Run a coroutine on the event loop and return its result.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 
 from skippipe_jax.cluster import membership
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
-from skippipe_jax.connections.threads import DaemonThreads
+from skippipe_jax.connections.threads import DaemonThreads, result, wait_for
 from skippipe_jax.errors import PeerTimeout
 
 
@@ -56,3 +60,35 @@ def test_who_asks_an_event_loop_that_hangs_is_told_so(monkeypatch: pytest.Monkey
         host._done(asked)
     asked.close()
     host._loop.close()
+
+
+class Interrupted(Exception):
+    """Raised by a signal's handler."""
+
+
+def wait_for_a_change() -> None:
+    changed = threading.Condition()
+    with changed:
+        wait_for(changed, bool, 30.0)
+
+
+@pytest.mark.parametrize("waits", [lambda: result(Future()), wait_for_a_change])
+def test_a_signal_that_does_not_interrupt_a_wait_is_handled_soon(waits: Callable[[], object]):
+    def handle(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handle)
+
+    def send() -> None:
+        time.sleep(0.2)
+        # Delivered to this thread, it does not interrupt the wait of the main thread.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    try:
+        sender.start()
+        with pytest.raises(Interrupted):
+            waits()
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)

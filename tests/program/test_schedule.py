@@ -164,8 +164,8 @@ def expected_run(run_dir: Path) -> tuple[list[Any], list[float]]:
     ],
 )
 def test_training_by_several_plans_equals_the_oracle(tmp_path: Path, sections: dict[str, Any]):
-    model = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
-    model["recompute"] = "stage"
+    shape = {"width": 16, "layers": 4, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
+    model = shape | {"recompute": "stage"}
     run_dir = tmp_path / "run"
     trainer = train_here(config_in(tmp_path, **sections | {"model": model}))
 
