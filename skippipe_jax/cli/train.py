@@ -208,13 +208,14 @@ def _print_result(config: Config, host: Membership, result: RunResult) -> None:
         how = early if result.step < config.train.steps else "finished"
         log.output(f"host {host.index}: {how} {result.step} steps; run directory {config.run_dir}")
     else:
+        from skippipe_jax.storage.checkpointer import best_step
         from skippipe_jax.storage.run_dir import RunDir
-        from skippipe_jax.training.validation import best_step
 
         run_dir = RunDir(Path(config.run_dir))
         if result.step < config.train.steps:
             losses = run_dir.validation_losses()
             step = best_step(losses)
+            assert step is not None, "a run without losses does not stop early"
             since = sum(other > step for other in losses)
             log.output(
                 f"stopped early: no improvement in {since} validation{'s' * (since > 1)} after "

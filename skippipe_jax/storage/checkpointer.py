@@ -12,7 +12,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax import log
 from skippipe_jax.cluster.agreement import Host, from_host_0, gather
+from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.errors import CheckpointFailed, GenerationEnded, PeerFailed, StorageError
 from skippipe_jax.storage.arrays import PyTree, begin_writing
 from skippipe_jax.storage.checkpoint import (
@@ -68,31 +69,20 @@ class NotWritten(StorageError):
     """Error: the file system failed to write a part of a checkpoint."""
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Policy that decides which checkpoints of a run are kept.
+def best_step(losses: Mapping[int, float | None]) -> int | None:
+    """Return the first step with the lowest validation loss; None if no loss is known."""
+    known = {step: loss for step, loss in sorted(losses.items()) if loss is not None}
+    return min(known, key=known.__getitem__, default=None)
 
-    Attributes:
-        keep: number of the last checkpoints to keep.
-        keep_every: checkpoints of steps divisible by this number are kept permanently.
+
+def retained(config: CheckpointConfig, losses: Mapping[int, float | None]) -> set[int]:
+    """Return the steps to keep, given the validation loss of each step with a checkpoint.
+
+    These are the last ones, those that `config` keeps permanently, and the best.
     """
-
-    keep: int
-    keep_every: int | None = None
-
-    def best(self, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
-        """Return the step of lowest validation loss, which is kept too; None without the metric."""
-        losses = [
-            (values[BEST_METRIC], step) for step, values in metrics.items() if BEST_METRIC in values
-        ]
-        return min(losses)[1] if losses else None
-
-    def retained(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Return the steps to keep, given the metrics of each step with a checkpoint."""
-        steps = sorted(metrics)
-        every = self.keep_every
-        regular = () if every is None else (step for step in steps if step % every == 0)
-        return {*steps[-self.keep :], *regular, self.best(metrics)} - {None}
+    steps, every = sorted(losses), config.keep_every
+    regular = () if every is None else (step for step in steps if step % every == 0)
+    return {*steps[-config.keep :], *regular, best_step(losses)} - {None}
 
 
 class Checkpointer:
@@ -104,13 +94,13 @@ class Checkpointer:
         host: Host,
         *,
         stage_layers: Sequence[int],
-        policy: RetentionPolicy,
+        config: CheckpointConfig,
         mirror: Mirror | None = None,
         timeout_s: float = 1200,
         generation: int = 0,
         on_commit: Callable[[int], None] = lambda _: None,
     ):
-        """Write below ``run_dir``; on host 0, remove what the ``policy`` does not keep.
+        """Write below ``run_dir``; on host 0, remove what ``config`` does not keep.
 
         On host 0, ``mirror`` is updated after a checkpoint; if a copy is still running then, one
         more copy follows it with all checkpoints up to then. Checkpoints are not removed while they
@@ -123,7 +113,7 @@ class Checkpointer:
         self._host = host
         self._stage_layers = tuple(stage_layers)
         # Remaining hosts may not know that the last one is committed, so keep the one before too.
-        self._policy = replace(policy, keep=max(policy.keep, 2)) if generation else policy
+        self._config = replace(config, keep=max(config.keep, 2)) if generation else config
         self._mirror = mirror
         self._timeout_s = timeout_s
         self._generation = generation
@@ -136,9 +126,9 @@ class Checkpointer:
         self._next_copy: Future[None] | None = None
         self._being_copied: set[int] = set()
         self._removing = threading.Lock()
-        self._known_metrics: dict[int, Mapping[str, float]] = {}
+        self._known_losses: dict[int, float | None] = {}
         # Content of best.json; {} as its content before this object is unknown.
-        self._best: Mapping[str, float] | None = {}
+        self._best: Mapping[str, Any] | None = {}
         if host.index == 0:  # After a rollback later steps are repeated.
             retry(run_dir, self._write_best)
 
@@ -333,26 +323,25 @@ class Checkpointer:
 
     def _retained(self, steps: Iterable[int]) -> set[int]:
         """Return those of the saved `steps` that are kept."""
-        return self._policy.retained({step: self._metrics(step) for step in steps})
+        return retained(self._config, {step: self._loss(step) for step in steps})
 
-    def _metrics(self, step: int) -> Mapping[str, float]:
-        """Return the metrics of a step from its commit record; {} without a readable record."""
-        if step not in self._known_metrics:
+    def _loss(self, step: int) -> float | None:
+        """Return the validation loss in the commit record of a step; None if it has none."""
+        if step not in self._known_losses:
             try:
                 metrics = open_checkpoint(self._run_dir, step).record.metrics
             except InputError:  # Damaged, or only in the copy.
-                return {}
-            if metrics is None:  # Former versions: only in validation.jsonl.
-                losses = RunDir(self._run_dir).validation_losses()
-                metrics = {BEST_METRIC: losses[step]} if step in losses else {}
-            self._known_metrics[step] = metrics
-        return self._known_metrics[step]
+                return None
+            # Former versions: only in validation.jsonl.
+            losses = RunDir(self._run_dir).validation_losses() if metrics is None else {}
+            self._known_losses[step] = (metrics or {}).get(BEST_METRIC, losses.get(step))
+        return self._known_losses[step]
 
     def _write_best(self) -> None:
         """Write the best of the existing checkpoints to best.json, if there is one."""
-        metrics = {step: self._metrics(step) for step in committed_steps(self._run_dir)}
-        step = self._policy.best(metrics)
-        best = None if step is None else {"step": step, **metrics[step]}
+        losses = {step: self._loss(step) for step in committed_steps(self._run_dir)}
+        step = best_step(losses)
+        best = None if step is None else {"step": step, BEST_METRIC: losses[step]}
         if best != self._best:
             RunDir(self._run_dir).write_best(best)
             self._best = best

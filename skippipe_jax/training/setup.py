@@ -52,7 +52,7 @@ from skippipe_jax.storage.checkpoint import (
     latest_step,
     replica_name,
 )
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import Checkpointer
 from skippipe_jax.storage.joined_folder import is_joined, require_not_joined
 from skippipe_jax.storage.loading import load_data_state, parts_for_stages
 from skippipe_jax.storage.mirror import Mirror
@@ -492,9 +492,7 @@ def open_checkpointer(
         Path(config.run_dir),
         host,
         stage_layers=cut,
-        policy=RetentionPolicy(
-            keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
-        ),
+        config=config.checkpoint,
         mirror=mirror,
         generation=host.generation.number,
         on_commit=host.saved,

@@ -11,6 +11,7 @@ from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config, DataConfig
 from skippipe_jax.data.batches import Batch, held_out_batches
 from skippipe_jax.runtime.runtime import Runtime
+from skippipe_jax.storage.checkpointer import best_step
 
 
 def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
@@ -26,14 +27,10 @@ def read_held_out(config: Config, data: DataConfig) -> tuple[Batch, ...]:
     return tuple(held_out_batches(data, size, microbatches * size))
 
 
-def best_step(losses: Mapping[int, float]) -> int:
-    """Return the first step with the lowest validation loss; `losses` is keyed by step."""
-    return min(sorted(losses), key=losses.__getitem__)
-
-
 def is_out_of_patience(losses: Mapping[int, float], patience: int) -> bool:
     """Return whether `patience` validations have followed the best; `losses` is keyed by step."""
-    return bool(losses) and sum(step > best_step(losses) for step in losses) >= patience
+    best = best_step(losses)
+    return best is not None and sum(step > best for step in losses) >= patience
 
 
 class Validator:

@@ -14,12 +14,13 @@ import yaml
 
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
+from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.inference.evaluation import Evaluation, evaluate
 from skippipe_jax.inference.model_source import read_run
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import StageStructure, stage_shapes
 from skippipe_jax.storage.checkpoint import CheckpointItems
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import Checkpointer
 
 
 def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
@@ -52,7 +53,7 @@ def save_checkpoint(folder: Path, parameters: Sequence[Any], step: int) -> None:
     alone = Membership(ClusterConfig(), 0, 1)
     cut = [own["blocks"]["attention_norm"]["scale"].shape[0] for own in parameters]
     with contextlib.closing(
-        Checkpointer(folder, alone, stage_layers=cut, policy=RetentionPolicy(1))
+        Checkpointer(folder, alone, stage_layers=cut, config=CheckpointConfig())
     ) as writer:
         writer.save(
             step, CheckpointItems({s: {"parameters": own} for s, own in enumerate(parameters)}), {}

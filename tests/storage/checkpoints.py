@@ -11,8 +11,9 @@ import numpy as np
 import optax
 
 from skippipe_jax.cluster.agreement import Host, from_host_0
+from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.storage.checkpoint import Checkpoint, CheckpointItems
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import Checkpointer
 from skippipe_jax.storage.restore import CheckpointSearch, Parts
 from tests.harness.thread_hosts import ThreadHost
 
@@ -51,9 +52,9 @@ def assert_same(found, expected):
 
 def writer_of(run_dir, host=None, *, layers=LAYERS, keep=3, keep_every=None, **options):
     """A checkpointer, by default of a run of one host."""
-    policy = RetentionPolicy(keep, keep_every)
+    config = CheckpointConfig(1, keep, keep_every)
     return Checkpointer(
-        run_dir, host or ThreadHost(), stage_layers=layers, policy=policy, **options
+        run_dir, host or ThreadHost(), stage_layers=layers, config=config, **options
     )
 
 

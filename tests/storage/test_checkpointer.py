@@ -28,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
+from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.errors import CheckpointFailed, CorruptCheckpoint, GenerationEnded
 from skippipe_jax.storage import checkpoint as checkpoint_module
@@ -43,7 +44,7 @@ from skippipe_jax.storage.checkpoint import (
     remove_unfinished,
     step_folder,
 )
-from skippipe_jax.storage.checkpointer import BEST_METRIC, RetentionPolicy
+from skippipe_jax.storage.checkpointer import best_step, retained
 from skippipe_jax.storage.loading import load_data_state, load_replica, load_stage
 from skippipe_jax.storage.records import append_record
 from skippipe_jax.storage.run_dir import BEST, VALIDATION, RunDir
@@ -90,17 +91,15 @@ def test_where_hosts_may_be_lost_the_checkpoint_before_the_last_is_kept(tmp_path
     keep_every=st.none() | st.integers(1, 5),
 )
 def test_the_last_the_best_and_every_nth_are_retained(losses, keep, keep_every):
-    metrics = {n: {} if x is None else {BEST_METRIC: x} for n, x in enumerate(losses, 1)}
-    policy = RetentionPolicy(keep, keep_every)
-    retained = policy.retained(metrics)
-    best = policy.best(metrics)
+    saved, config = dict(enumerate(losses, 1)), CheckpointConfig(1, keep, keep_every)
+    kept, best = retained(config, saved), best_step(saved)
     known = [x for x in losses if x is not None]
     assert (None if best is None else losses[best - 1]) == min(known, default=None)
-    for step in metrics:
+    for step in saved:
         is_regular = keep_every is not None and step % keep_every == 0
-        assert (step in retained) == (step > len(losses) - keep or is_regular or step == best)
+        assert (step in kept) == (step > len(losses) - keep or is_regular or step == best)
     # What was removed before changes nothing later.
-    assert policy.retained({step: metrics[step] for step in retained}) == retained
+    assert retained(config, {step: saved[step] for step in kept}) == kept
 
 
 def test_a_step_is_not_saved_twice(run_dir):

@@ -56,6 +56,7 @@ from experiments.benchmarks.serving.clients import Answer, Asked, Clients, secon
 from experiments.benchmarks.serving.hosts import Service
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, parse_config
+from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator
@@ -65,7 +66,7 @@ from skippipe_jax.local.hosts import free_port
 from skippipe_jax.models.llama import create_stage
 from skippipe_jax.serving.choices import name_of
 from skippipe_jax.storage.checkpoint import CheckpointItems
-from skippipe_jax.storage.checkpointer import Checkpointer, RetentionPolicy
+from skippipe_jax.storage.checkpointer import Checkpointer
 
 WAN, ONE_HOST = PARTS = "wan", "one_host"
 TOKEN_BYTES_8B = 4096 * 2
@@ -86,7 +87,7 @@ def save_run(folder: Path, stages: int, layers: int) -> None:
     cut = config.stage_partition(stages)
     alone = Membership(ClusterConfig(), 0, 1)
     with contextlib.closing(
-        Checkpointer(folder, alone, stage_layers=cut, policy=RetentionPolicy(1))
+        Checkpointer(folder, alone, stage_layers=cut, config=CheckpointConfig())
     ) as writer:
         states = {}
         for stage in range(stages):
