@@ -93,7 +93,7 @@ def result_message(local_folder: Path, leader: str, result: RunResult) -> str:
     """
     from skippipe_jax.config.parsing import saved_config
     from skippipe_jax.storage.recording import TIMELINES
-    from skippipe_jax.training.callbacks.profiler import PROFILE
+    from skippipe_jax.training.session import PROFILE
 
     if result.left_run:
         return (

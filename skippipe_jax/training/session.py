@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from skippipe_jax import log
@@ -34,9 +42,7 @@ from skippipe_jax.storage.recording import save_recorded_plan
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.callbacks.base import Callback, CallbackList
 from skippipe_jax.training.callbacks.metrics_log import MetricsLog, TimelinePlotter
-from skippipe_jax.training.callbacks.profiler import profile_step
-from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
-from skippipe_jax.training.callbacks.status import StatusUpdates
+from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar, StatusUpdates
 from skippipe_jax.training.callbacks.trackers import trackers_of_leader
 from skippipe_jax.training.dropped_stages import dropped_stage_states
 from skippipe_jax.training.initial_weights import InitialWeights, open_initial_weights
@@ -51,6 +57,9 @@ from skippipe_jax.training.setup import (
 )
 from skippipe_jax.training.validation import Validator, is_out_of_patience
 from skippipe_jax.training.watchdog import Watchdog
+
+PROFILE = "profile"
+"""Folder of a run with the traces of JAX's profiler, for TensorBoard's profile page or Perfetto."""
 
 
 @dataclass(frozen=True)
@@ -443,3 +452,32 @@ def _replicas_diverged(config: Config, checkpoint: Checkpoint) -> bool:
     averaging = config.averaging
     has_diverged = averaging.is_outer and checkpoint.step >= max(1, averaging.exact_steps)
     return has_diverged or checkpoint.record.replica_states is not None
+
+
+@contextmanager
+def profile_step(runtime: Runtime, run_dir: Path, step: int, host: int) -> Iterator[None]:
+    """Trace the iteration that runs in the block into RUN/profile/STEP/host_H.
+
+    The trace covers all device activity from the end of the previous iteration to the end of this
+    one. Every dispatch is named after its operation, stage, node and microbatch; its kernels on the
+    device have the name of the jitted function, which stages share.
+    """
+    options = jax.profiler.ProfileOptions()
+    # Python calls would dominate the trace and slow down the iteration.
+    options.python_tracer_level = 0
+
+    def block() -> None:
+        jax.block_until_ready([state.parameters for state in runtime.states.values()])
+
+    folder = run_dir / PROFILE / f"{step:08d}" / f"host_{host}"
+    block()
+    runtime.operations.names_dispatches = True
+    try:
+        with (
+            jax.profiler.trace(folder, profiler_options=options),
+            jax.profiler.StepTraceAnnotation("iteration", step_num=step),
+        ):
+            yield
+            block()
+    finally:
+        runtime.operations.names_dispatches = False

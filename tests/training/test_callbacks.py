@@ -17,9 +17,8 @@ from skippipe_jax.consensus.generations import Generation, RebuiltStage
 from skippipe_jax.storage.run_dir import RECOVERIES, RunDir
 from skippipe_jax.training.callbacks import progress
 from skippipe_jax.training.callbacks.base import RunView
-from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar
+from skippipe_jax.training.callbacks.progress import HostStatus, ProgressBar, StatusUpdates
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
-from skippipe_jax.training.callbacks.status import StatusUpdates
 from tests.commands.examples import CASE
 from tests.harness.step_metrics import metrics_of
 
