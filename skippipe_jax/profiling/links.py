@@ -53,7 +53,6 @@ FASTEST_TESTED, UNEQUAL = LARGEST_BYTES / LEAST_TEST_S, 4.0
 # Links share a connection if together they reach less than this share of their bandwidths.
 SHARED_BELOW = 0.8
 
-REQUEST, ANSWER = 0, 1
 NO_MORE = -1
 CHECK_S = 0.5
 AT_ONCE = threading.Barrier(1)
@@ -135,16 +134,13 @@ class LinkMeasurement:
         `PeerTimeout` if another host has not answered within `deadline_s` seconds.
         """
         self._host, self._deadline_s, self._say = host, deadline_s, say
-        self._asking = {other: _LinkProbe(host, other, own, device) for other, own in links.items()}
-        self._serving = {
-            other: _LinkProbe(host, other, own, device) for other, own in links.items()
-        }
+        self._probes = {other: _LinkProbe(host, other, own, device) for other, own in links.items()}
         self._round_trips: dict[int, list[float]] = {}
 
     def measure_links(self, activation_bytes: int) -> list[MeasuredLink]:
         """Measure the links from all other hosts to this one."""
         measured: list[MeasuredLink] = []
-        others = len(self._asking)
+        others = len(self._probes)
         transfer_s = min(TRANSFER_S, ALL_TRANSFERS_S / max(1, others))
 
         def measure_latency(probe: _LinkProbe) -> None:
@@ -164,9 +160,9 @@ class LinkMeasurement:
             for source, target in rounds(self._host, others + 1):
                 jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
                 if source is not None:
-                    jobs[self._asking[source]] = measure
+                    jobs[self._probes[source]] = measure
                 if target is not None:
-                    jobs[self._serving[target]] = _LinkProbe.serve
+                    jobs[self._probes[target]] = _LinkProbe.serve
                 _run(jobs, self._deadline_s)
         return measured
 
@@ -206,9 +202,9 @@ class LinkMeasurement:
         jobs: dict[_LinkProbe, Callable[[_LinkProbe], None]] = {}
         for source, target in test.pairs:
             if target == self._host:
-                jobs[self._asking[source]] = ask
+                jobs[self._probes[source]] = ask
             elif source == self._host:
-                jobs[self._serving[target]] = partial(_LinkProbe.serve, barrier=barrier)
+                jobs[self._probes[target]] = partial(_LinkProbe.serve, barrier=barrier)
         _run(jobs, self._deadline_s)
         begins = [
             min(marked for marked, _ in markers) for markers in zip(*times.values(), strict=True)
@@ -329,7 +325,7 @@ def measure_copy(devices: Sequence[jax.Device], size: int) -> tuple[float, float
 
 
 class _LinkProbe:
-    """One end of a measured link, which sends requests for bytes or answers."""
+    """One end of a measured link, which either sends requests for bytes or answers them."""
 
     def __init__(self, host: int, other: int, link: HostLink, device: jax.Device):
         self.host = host
@@ -342,12 +338,12 @@ class _LinkProbe:
         """Object and start (of `time.time`) of the current wait."""
 
     def request(self, size: int) -> None:
-        self._send(REQUEST, jax.device_put(np.array([size], np.int32), self.device))
+        self._send(jax.device_put(np.array([size], np.int32), self.device))
 
     def ask(self, size: int) -> tuple[float, float]:
         """Request bytes; return the seconds to the marker, and from the marker to the bytes."""
-        marker = self._receive(ANSWER, 1, np.int32)
-        payload = self._receive(ANSWER, size, np.uint8) if size else marker
+        marker = self._receive(1, np.int32)
+        payload = self._receive(size, np.uint8) if size else marker
         start = time.perf_counter()
         self.request(size)
         self._wait("an answer", marker)
@@ -360,7 +356,7 @@ class _LinkProbe:
         marker = jax.device_put(np.zeros(1, np.int32), self.device)
         payload = marker
         while True:
-            request = self._receive(REQUEST, 1, np.int32)
+            request = self._receive(1, np.int32)
             self._wait("a request", request)
             size = int(request[0])
             if size == NO_MORE:
@@ -370,10 +366,10 @@ class _LinkProbe:
                 random = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
                 payload = jax.device_put(random, self.device).block_until_ready()
             barrier.wait()
-            self._send(ANSWER, marker)
+            self._send(marker)
             if size:
                 barrier.wait()
-                self._send(ANSWER, payload)
+                self._send(payload)
 
     def check(self, deadline_s: float) -> None:
         """Raise `PeerTimeout` if the current wait exceeds the deadline."""
@@ -385,13 +381,13 @@ class _LinkProbe:
                 f"(network.deadline_s = {deadline_s:g} s, since {since})"
             )
 
-    def _send(self, kind: int, array: jax.Array) -> None:
-        hop = Hop(2 * self.other + kind, self.host, self.other)
+    def _send(self, array: jax.Array) -> None:
+        hop = Hop(self.other, self.host, self.other)
         self.link.send(hop, FIRST_ITERATION + self.sent, array)
         self.sent += 1
 
-    def _receive(self, kind: int, size: int, dtype: type) -> jax.Array:
-        hop = Hop(2 * self.host + kind, self.other, self.host)
+    def _receive(self, size: int, dtype: type) -> jax.Array:
+        hop = Hop(self.host, self.other, self.host)
         like = jax.ShapeDtypeStruct((size,), dtype)
         # The first request opens the connection, which waits if the other host has failed.
         self.waiting = "a connection", time.time()
