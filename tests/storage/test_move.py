@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +16,12 @@ from skippipe_jax import Run
 from skippipe_jax.config import Config, load_config
 from skippipe_jax.data.batches import Batch, TrainingBatches
 from skippipe_jax.storage.checkpoint import open_checkpoint
-from skippipe_jax.storage.loading import load_data_state
 from skippipe_jax.storage.recording import recorded_steps
 from skippipe_jax.storage.run_dir import PLAN, RunDir
-from skippipe_jax.training.planning import plan_of
 from tests.harness import oracle
 from tests.harness.partial_models import evaluate_run
 from tests.harness.training_runs import (
-    Arrays,
+    SMALL_CASE,
     arrays_of_checkpoint,
     by_name,
     settings,
@@ -58,60 +55,31 @@ AFTER = CASE | {
 TEXT_BYTES = 5015
 
 
-class Moved(NamedTuple):
-    """A run of 10 steps on 6 stages, which goes on with 10 more on 4."""
-
-    config: Path
-    run: Path
-
-    def truth(self) -> tuple[list[Arrays], list[float]]:
-        """What the oracle makes of all of it: parameters of stages, and losses of steps."""
-        config = load(self.config, self.run, MOVE)
-        before = RunDir(self.run).plan()
-        after = plan_of(load(self.config, self.run, 1, AFTER), Path())
-        batches = TrainingBatches(config.data)
-        phases = [
-            oracle.Phase(
-                config.model.stage_partition(len(before.stages)),
-                stage_paths(before),
-                iterations(batches, 0, before),
-            ),
-            oracle.Phase(
-                (3, 3, 3, 3),
-                stage_paths(after),
-                iterations(batches, MOVE * len(before.microbatches), after),
-            ),
-        ]
-        parameters, losses = oracle.train_by(
-            config.model, config.optimizer, phases, config.seed, STEPS
-        )
-        return [by_name({"parameters": stage}) for stage in parameters], losses
+def load(path: Path, run: Path, steps: int, case: Any, **changes: Any) -> Config:
+    words = settings(run_dir=run, train__steps=steps, plan__case=json.dumps(case), **changes)
+    return load_config(path, words[1::2])
 
 
-def load(path: Path, run: Path, steps: int, case: Any = BEFORE, **changes: Any) -> Config:
-    return load_config(path, arguments(run, steps, case, **changes)[1::2])
+def stage_paths(plan: Plan) -> list[list[int]]:
+    return [[plan.stage_of[node] for node in path] for path in plan.microbatches]
 
 
-def arguments(run: Path, steps: int, case: Any, **changes: Any) -> list[str]:
-    return settings(run_dir=run, train__steps=steps, plan__case=json.dumps(case), **changes)
+def iterations(batches: TrainingBatches, first: int, plan: Plan) -> list[list[Batch]]:
+    """The batches of ten iterations, the first of which begins with microbatch `first`."""
+    sent = len(plan.microbatches)
+    return [[batches[first + i * sent + m] for m in range(sent)] for i in range(MOVE)]
 
 
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
-    folder = tmp_path_factory.mktemp("move")
+@pytest.mark.nightly
+def test_a_moved_run_equals_the_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A run of 10 steps on 6 stages goes on with 10 more on 4."""
+    sizes = {"width": 16, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 16}
     path = write_config(
-        folder,
-        model={
-            "width": 16,
-            "layers": 12,
-            "heads": 2,
-            "kv_heads": 1,
-            "ffn_width": 24,
-            "context": 16,
-        },
+        tmp_path,
+        model=sizes | {"layers": 12},
         data={
             "source": "text",
-            "path": str(folder / "text"),
+            "path": str(tmp_path / "text"),
             "sequence_length": 16,
             "microbatch_size": 2,
         },
@@ -128,48 +96,19 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
         checkpoint={"every": MOVE},
         trace=f"every {MOVE}",
     )
-    (folder / "text").write_bytes((folder / "text").read_bytes()[:TEXT_BYTES])
-    train_alone(load(path, folder / "run", MOVE))
-    return Moved(path, folder / "run")
-
-
-def stage_paths(plan: Plan) -> list[list[int]]:
-    return [[plan.stage_of[node] for node in path] for path in plan.microbatches]
-
-
-def iterations(batches: TrainingBatches, first: int, plan: Plan) -> list[list[Batch]]:
-    """The batches of ten iterations, the first of which begins with microbatch `first`."""
-    sent = len(plan.microbatches)
-    return [[batches[first + i * sent + m] for m in range(sent)] for i in range(MOVE)]
-
-
-@pytest.fixture
-def run(moved: Moved, tmp_path: Path) -> Path:
-    return shutil.copytree(moved.run, tmp_path / "run")
-
-
-def assert_as_the_oracle(run: Path, moved: Moved) -> None:
-    found = arrays_of_checkpoint(run, STEPS)
-    parameters, losses = moved.truth()
-    for stage, truth in enumerate(parameters):
-        error = oracle.relative_error({name: found[stage][name] for name in truth}, truth)
-        assert error < 2e-5, f"stage {stage}: {error}"
-    lines = Run(run).metrics
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_a_moved_run_equals_the_oracle(moved: Moved, run: Path, capsys: pytest.CaptureFixture[str]):
-    loss_before = evaluate_run(run, MOVE, 4).loss
-    config = load(moved.config, run, STEPS, AFTER)
+    (tmp_path / "text").write_bytes((tmp_path / "text").read_bytes()[:TEXT_BYTES])
+    run = tmp_path / "run"
+    train_alone(load(path, run, MOVE, BEFORE))
+    before, loss_before = RunDir(run).plan(), evaluate_run(run, MOVE, 4).loss
+    config = load(path, run, STEPS, AFTER)
     train_alone(config, resume=True)
-    assert_as_the_oracle(run, moved)
+    after = RunDir(run).plan()
+    assert_as_the_oracle(run, config, before, after)
     out = capsys.readouterr().out
     move = f"plan changed after step {MOVE}: 6 stages on 9 nodes -> 4 stages on 7 nodes"
     assert f"{move}; predicted iteration " in out
     assert RunDir(run).config() == config
-    assert len(RunDir(run).plan().stages) == 4
+    assert len(after.stages) == 4
     # What was recorded under the plan before was drawn by it, and does not meet the other.
     assert recorded_steps(run) == [STEPS]
     for step in (MOVE, STEPS):
@@ -180,50 +119,71 @@ def test_a_moved_run_equals_the_oracle(moved: Moved, run: Path, capsys: pytest.C
     assert evaluate_run(run, MOVE, 4).loss == loss_before
 
 
-def test_what_a_moved_run_has_read_is_an_epoch(moved: Moved):
-    config = load(moved.config, moved.run, STEPS)
-    assert load_data_state(open_checkpoint(moved.run))["microbatches"] == MOVE * 6
+def assert_as_the_oracle(run: Path, config: Config, before: Plan, after: Plan) -> None:
     batches = TrainingBatches(config.data)
-    total = MOVE * 6 + MOVE * 8
-    rows = [row.tobytes() for number in range(total) for row in batches[number]["tokens"]]
-    assert len(set(rows)) == len(rows)
-    again = [
-        row.tobytes() for number in range(total, 2 * total) for row in batches[number]["tokens"]
+    moved = MOVE * len(before.microbatches)
+    phases = [
+        oracle.Phase((2,) * 6, stage_paths(before), iterations(batches, 0, before)),
+        oracle.Phase((3,) * 4, stage_paths(after), iterations(batches, moved, after)),
     ]
-    assert sorted(again) == sorted(rows)
+    parameters, losses = oracle.train_by(config.model, config.optimizer, phases, config.seed, STEPS)
+    found = arrays_of_checkpoint(run, STEPS)
+    for stage, of_stage in enumerate(parameters):
+        truth = by_name({"parameters": of_stage})
+        error = oracle.relative_error({name: found[stage][name] for name in truth}, truth)
+        assert error < 2e-5, f"stage {stage}: {error}"
+    lines = Run(run).metrics
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a configuration, and of a run of two stages that it has trained."""
+    folder = tmp_path_factory.mktemp("move")
+    path = write_config(folder, plan={"method": "balanced"})
+    train_alone(load(path, folder / "run", 1, SMALL_CASE))
+    return folder
 
 
 def test_the_same_cut_in_other_words_changes_nothing(
-    moved: Moved, run: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
+    run = shutil.copytree(small / "run", tmp_path / "run")
     plan = (run / PLAN).read_bytes()
-    train_alone(load(moved.config, run, MOVE + 1, model__stage_layers=[2] * 6), resume=True)
-    assert "resuming with model.stage_layers = [2, 2, 2, 2, 2, 2], previously None" in (
-        capsys.readouterr().out
-    )
+    cut = {"model__stage_layers": [2, 2]}
+    train_alone(load(small / "config.yaml", run, 2, SMALL_CASE, **cut), resume=True)
+    told = "resuming with model.stage_layers = [2, 2], previously None"
+    assert told in capsys.readouterr().out
     assert (run / PLAN).read_bytes() == plan
-    assert open_checkpoint(run).step == MOVE + 1
+    assert open_checkpoint(run).step == 2
+
+
+MORE = SMALL_CASE | {"microbatches_per_data_node": 3}
 
 
 @pytest.mark.parametrize(
     ("case", "changes", "field"),
     [
-        (AFTER | {"stages": [2, 2, 1, 1, 1]}, {}, "model.layers"),
-        (AFTER | {"nodes": 8}, {}, "case.stages"),
-        (BEFORE, {"model__stage_layers": [3] * 4}, "model.stage_layers"),
-        (AFTER, {"model__ffn_width": 32}, "model.ffn_width"),
-        (AFTER, {"seed": 1}, "seed"),
+        (SMALL_CASE | {"stages": [1, 1, 1]}, {}, "model.layers"),
+        (SMALL_CASE | {"nodes": 4}, {}, "case.stages"),
+        (SMALL_CASE, {"model__stage_layers": [1, 1, 2]}, "model.stage_layers"),
+        (
+            SMALL_CASE | {"microbatches_per_data_node": 3},
+            {"model__ffn_width": 32},
+            "model.ffn_width",
+        ),
+        (SMALL_CASE | {"microbatches_per_data_node": 3}, {"seed": 1}, "seed"),
     ],
 )
 def test_a_move_that_cannot_be_leaves_the_run_as_it_is(
-    moved: Moved, case: Any, changes: dict[str, Any], field: str
+    small: Path, case: Any, changes: dict[str, Any], field: str
 ):
-    before = contents(moved.run)
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}
+
+    before = contents()
     with pytest.raises(InputError) as caught:
-        train_alone(load(moved.config, moved.run, STEPS, case, **changes), resume=True)
+        train_alone(load(small / "config.yaml", small / "run", 2, case, **changes), resume=True)
     assert caught.value.field == field
-    assert contents(moved.run) == before
-
-
-def contents(folder: Path) -> Sequence[tuple[Path, bytes]]:
-    return [(path, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert contents() == before

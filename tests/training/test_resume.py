@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skippipe_jax.config import Config, load_config
+from skippipe_jax.config import load_config
 from skippipe_jax.storage.checkpoint import latest_step
 from skippipe_jax.storage.run_dir import RunDir
 from tests.harness.processes import Processes, started_processes
@@ -23,37 +23,26 @@ from tests.harness.training_runs import (
     write_config,
 )
 
-# So many that a run is still on its way when something happens to it.
-STEPS = 40
 PATIENCE_S = 180.0
-CASE = SMALL_CASE | {
-    "nodes": 5,
-    "locations": ["Belgium", "Iowa", "Oregon"],
-    "stages": [2, 1, 2],
-    "microbatches_per_data_node": 6,
-}
+PLAN = {"case": SMALL_CASE, "method": "balanced"}
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
 )
 def test_a_run_that_was_told_to_stop_goes_on(number: signal.Signals, tmp_path: Path):
-    path = write_config(
-        tmp_path,
-        plan={"case": CASE, "method": "balanced"},
-        model={"width": 32, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_width": 48, "context": 64},
-        # Between two checkpoints, and before one, there is something to lose.
-        checkpoint={"every": 4, "keep": 2},
-        train={"steps": STEPS},
-    )
-
-    def load(folder: Path) -> Config:
-        return load_config(path, settings(run_dir=folder)[1::2])
-
+    # Between two checkpoints, and before one, there is something to lose.
+    path = write_config(tmp_path, plan=PLAN, checkpoint={"every": 4, "keep": 2})
     run, whole = tmp_path / "run", tmp_path / "whole"
+
+    def train(folder: Path, steps: int, *, resume: bool = False) -> None:
+        changes = settings(run_dir=folder, train__steps=steps)
+        train_alone(load_config(path, changes[1::2]), resume=resume)
+
     with started_processes(tmp_path, really=True) as processes:
-        processes.start("-m", "skippipe_jax.train", "--config", path, *settings(run_dir=run))
-        processes.wait_until(lambda: steps_done(run) >= 9, PATIENCE_S)
+        endless = settings(run_dir=run, train__steps=100_000)
+        processes.start("-m", "skippipe_jax.train", "--config", path, *endless)
+        processes.wait_until(lambda: steps_done(run) >= 5, PATIENCE_S)
         processes.processes[0].send_signal(number)
         code, output = processes.exit_code(0, PATIENCE_S), processes.output(0)
     assert code == 128 + number, output
@@ -62,9 +51,9 @@ def test_a_run_that_was_told_to_stop_goes_on(number: signal.Signals, tmp_path: P
     assert f"stopped by {number.name} after step {step}. " in output
     assert f"--resume; last checkpoint: step {step} in {run}." in output
     assert "Traceback" not in output
-    train_alone(load(run), resume=True)
-    train_alone(load(whole))
-    assert_same_run(run, whole, STEPS)
+    train(run, step + 4, resume=True)
+    train(whole, step + 4)
+    assert_same_run(run, whole, step + 4)
 
 
 # Killed at any moment, a run goes on from a whole checkpoint, to the same bits.
@@ -77,7 +66,7 @@ KILLED_STEPS = 400
 
 @pytest.mark.nightly
 def test_killed_at_twenty_random_moments(tmp_path: Path):
-    config = write_config(tmp_path, plan={"case": SMALL_CASE, "method": "balanced"})
+    config = write_config(tmp_path, plan=PLAN)
     chance = random.Random(0)
 
     def start(processes: Processes, run: Path, every: int, *arguments: str) -> None:
