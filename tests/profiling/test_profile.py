@@ -479,15 +479,10 @@ class Way:
         return late_s, ITS_SECONDS - late_s
 
 
-def test_small_transfers_that_agree_do_not_say_how_quick_a_link_is():
-    way = cast(Any, Way())
-    link = links._measure(way, [0.0], AN_ACTIVATION, links.TRANSFER_S)
-    assert link.bandwidth == pytest.approx(AN_ACTIVATION / ITS_SECONDS)
-    assert link.overhead_s == pytest.approx(0.0, abs=1e-9)
-
-
-def test_an_activation_whose_marker_was_noticed_late_is_sent_again():
-    way = cast(Any, Way(late_s=0.6))
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
+def test_a_link_is_as_quick_as_its_activations_are(late_s: float):
+    """Small transfers agree on more, and a marker that was noticed late makes one look quicker."""
+    way = cast(Any, Way(late_s))
     link = links._measure(way, [0.0], AN_ACTIVATION, links.TRANSFER_S)
     assert link.bandwidth == pytest.approx(AN_ACTIVATION / ITS_SECONDS)
     assert link.overhead_s == pytest.approx(0.0, abs=1e-9)

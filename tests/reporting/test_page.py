@@ -227,26 +227,21 @@ def test_the_newest_recording_stands_below_the_prediction_and_others_are_folded(
     assert "Busiest links, in the newest recorded iteration" in text_of(root)
 
 
-def test_a_recording_in_part_is_noted_and_another_shown(folder):
+@pytest.mark.parametrize("fewer_hosts", [True, False])
+def test_a_recording_in_part_or_of_fewer_hosts_is_noted_and_another_shown(folder, fewer_hosts):
     write_metrics(folder, 20)
     record(folder, 10)
     record(folder, 20)
-    recording.recording_path(folder, 20, 1).unlink()
+    if fewer_hosts:
+        recording.save_recorded_plan(folder, 20, PLAN)
+        why = r"1 recorded iterations used other plans\."
+    else:
+        recording.recording_path(folder, 20, 1).unlink()
+        why = r"Not shown: timelines/00000020 .* of nodes 3, 4 are missing\."
     text = text_of(parsed(report(folder)))
     assert "measured, step 10" in text
     assert "measured, step 20" not in text
-    assert re.search(r"Not shown: timelines/00000020 .* of nodes 3, 4 are missing\.", text)
-
-
-def test_a_recording_of_fewer_hosts_is_noted_and_another_shown(folder):
-    write_metrics(folder, 20)
-    record(folder, 10)
-    recording.save_recorded_plan(folder, 20, PLAN)
-    record(folder, 20)
-    text = text_of(parsed(report(folder)))
-    assert "measured, step 10" in text
-    assert "measured, step 20" not in text
-    assert "1 recorded iterations used other plans." in text
+    assert re.search(why, text)
 
 
 def test_of_many_recordings_some_are_shown_the_newest_among_them(folder, monkeypatch):

@@ -153,24 +153,16 @@ def test_each_node_runs_what_takes_no_time_in_the_order_of_the_plan(tmp_path):
 
 
 def test_a_stage_averages_from_the_latest_start_to_the_latest_end_that_was_seen(tmp_path, plan):
+    """Where none was seen, it ends with its last operation."""
     recordings = pieces(plan, stretched(plan), range(3))
-    for host, start_s, end_s in ((1, 50.0, 62.0), (2, 51.0, 61.0)):
-        seen = (Averaging(1, NOW_S + start_s, NOW_S + end_s),)
-        recordings[host] = replace(recordings[host], averagings=seen)
+    seen = {1: (50.0, 62.0), 2: (51.0, 61.0)}
     for host, recording in recordings.items():
-        recording.save(tmp_path, 7, host)
-    averagings = {a.stage: a for a in measured_timeline(tmp_path, plan, 7).averagings}
-    assert times(averagings[1]) == pytest.approx((51.0, 62.0), abs=ROUNDING_S)
-
-
-def test_a_stage_of_which_no_averaging_was_seen_ends_with_its_last_operation(tmp_path, plan):
-    for host, recording in pieces(plan, stretched(plan), range(3)).items():
-        replace(recording, averagings=()).save(tmp_path, 7, host)
+        own = [Averaging(1, *(NOW_S + s for s in seen[host]))] if host in seen else []
+        replace(recording, averagings=tuple(own)).save(tmp_path, 7, host)
     measured = measured_timeline(tmp_path, plan, 7)
-    averagings = {a.stage: a for a in measured.averagings}
-    for stage, nodes in enumerate(plan.stages):
-        last_s = max(run.end_s for run in measured.runs if run.operation.node in nodes)
-        assert times(averagings[stage]) == (last_s, last_s)
+    averagings = {a.stage: times(a) for a in measured.averagings}
+    last_s = max(run.end_s for run in measured.runs if run.operation.node == 0)
+    assert averagings == {0: (last_s,) * 2, 1: pytest.approx((51.0, 62.0), abs=ROUNDING_S)}
 
 
 def test_nothing_arrives_before_it_is_sent_where_clocks_differ(tmp_path, plan):
@@ -256,40 +248,25 @@ def test_the_plan_of_hosts_that_were_left_goes_with_what_they_recorded(tmp_path,
     assert load_recorded_plan(tmp_path, 10) is None
 
 
-def test_what_fewer_hosts_recorded_is_drawn_with_their_plan(tmp_path):
+def test_recorded_iterations_are_drawn_below_the_prediction_of_their_plan(tmp_path, capsys):
     case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
     plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
     save_run(tmp_path, plan)
     left = repair_plan(plan, [0, 1])
-    save_all(tmp_path, plan, 10)
-    measured = save_all(tmp_path, left, 20)
     save_recorded_plan(tmp_path, 20, left)
-    *_, trace = draw_recorded(tmp_path)
-    figures = json.loads(trace.read_text())["otherData"]
-    assert figures["iteration_s"] == pytest.approx(left.predicted.iteration_s)
-    assert figures["measured_iteration_s"] == pytest.approx(measured.iteration_s)
-
-
-def test_recorded_iterations_are_drawn_below_the_prediction(tmp_path, capsys):
-    case = same_place([1, 2], stage_bytes=2**30, microbatches_per_data_node=2)
-    plan = planned(case, [[0], [1, 2]], [[0, 1], [0, 2]])
-    save_run(tmp_path, plan)
-    save_all(tmp_path, plan, 10)
-    measured = save_all(tmp_path, plan, 20)
+    plans = {10: plan, 20: left}
+    measured = {step: save_all(tmp_path, own, step) for step, own in plans.items()}
     save_all(tmp_path, plan, 30)
     recording_path(tmp_path, 30, 2).unlink()
     written = draw_recorded(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in written] == [
-        "timelines/00000010.svg",
-        "timelines/00000010.trace.json",
-        "timelines/00000020.svg",
-        "timelines/00000020.trace.json",
+        f"timelines/{step:08d}.{ending}" for step in plans for ending in ("svg", "trace.json")
     ]
     assert "the recording of step 30 is incomplete" in capsys.readouterr().err
-    svg = written[2].read_text()
-    assert svg.index("predicted") < svg.index("measured, step 20")
-    trace = json.loads(written[3].read_text())
-    assert trace["otherData"]["iteration_s"] == pytest.approx(plan.predicted.iteration_s)
-    assert trace["otherData"]["measured_iteration_s"] == pytest.approx(measured.iteration_s)
+    for step, svg, trace in zip(plans, written[::2], written[1::2], strict=True):
+        shown, figures = svg.read_text(), json.loads(trace.read_text())["otherData"]
+        assert shown.index("predicted") < shown.index(f"measured, step {step}")
+        assert figures["iteration_s"] == pytest.approx(plans[step].predicted.iteration_s)
+        assert figures["measured_iteration_s"] == pytest.approx(measured[step].iteration_s)
     # Drawn again, as after a run that was resumed, the pictures are no recordings.
     assert draw_recorded(tmp_path) == written

@@ -28,10 +28,8 @@ from skippipe_jax.training.callbacks.prometheus import (
 )
 from skippipe_jax.training.trainer import Trainer
 from tests.harness.ports import free_block, free_port
-from tests.harness.processes import started_processes
 from tests.harness.step_metrics import metrics_of
 from tests.harness.thread_cluster import Host, Network, ThreadMembership, train
-from tests.harness.training_runs import settings, virtual_devices
 from tests.training.test_rounds import PATIENCE_S, configured, lost_after
 
 ROOT = Path(__file__).parents[2]
@@ -193,25 +191,3 @@ def test_the_dashboard_and_the_page_have_all_metrics_and_no_others():
     assert {name: (re.findall(r"\w+", labels), text) for name, labels, text in rows} == {
         name: ([*own.labels], own.help) for name, own in FAMILIES.items()
     }
-
-
-@pytest.mark.nightly
-def test_hosts_that_are_launched_on_one_machine_have_ports_of_their_own(tmp_path: Path):
-    first, config = free_block(), configured(tmp_path)
-    with started_processes(tmp_path) as processes:
-        over = settings(train__steps=100_000, train__metrics_port=first)
-        words = ("-m", "skippipe_jax", "launch", "--hosts", "3", "--config", config, *over)
-        processes.start(*words, **virtual_devices(1))
-
-        def train_all() -> bool:
-            try:
-                return all(scrape(first + index)["skippipe_step", ()] > 2 for index in range(3))
-            except (OSError, KeyError):
-                return False
-
-        processes.wait_until(train_all, 120.0)
-        hosts = [scrape(first + index)["skippipe_hosts", ("training",)] for index in range(3)]
-        assert hosts == [3, 3, 3]
-        processes.start(*words, *settings(run_dir=tmp_path / "other"), **virtual_devices(1))
-        assert processes.exit_code(1, 120.0) == 75, processes.output(1)
-        assert "error: train.metrics_port" in processes.output(1)

@@ -49,7 +49,6 @@ def predicting(plan: Plan) -> Plan:
 # The run's own plan. Node 1 is lost, and the plan that stands sends all over one of the others.
 OWN = predicting(plan_of([[0, 1], [2, 3]], [[0, 2], [0, 3], [1, 2], [1, 3]], path_length=2))
 STANDING = predicting(plan_of([[0], [1, 2]], [[0, 1]] * 4, path_length=2))
-EVEN = predicting(plan_of([[0], [1, 2]], [[0, 1], [0, 2], [0, 1], [0, 2]], path_length=2))
 
 
 def group_of(generation: Generation) -> Group:
@@ -186,11 +185,6 @@ def test_iterations_that_take_longer_than_predicted_begin_a_search(leaders: list
     for _ in range(2 * SEVERAL):
         drifting.makes_a_step(seconds_per_iteration=2.0)
     assert not drifting.is_searching, "once in a generation"
-
-
-def test_a_search_begins_at_a_plan_that_is_like_the_case():
-    assert EVEN.fits(STANDING.case, STANDING.case.path_length)
-    assert not EVEN.fits(OWN.case, OWN.case.path_length)
 
 
 # Which plans are searched for when hosts have changed, and which of them are worth taking.
