@@ -260,21 +260,18 @@ def test_a_host_that_does_not_share_the_folder_learns_of_it_before_anything_is_m
     network.close()
 
 
-@pytest.mark.parametrize("is_copied", [True, False])
-def test_a_run_reads_on_where_it_was_although_the_newest_checkpoint_is_damaged(
-    is_copied: bool, tmp_path: Path
-):
+def test_a_run_reads_on_where_it_was_although_the_newest_checkpoint_is_damaged(tmp_path: Path):
     """It is fetched from the copy again, or the one before it is gone on from."""
     path = configured(tmp_path)
-    over = ["train.steps=4", "checkpoint.every=2", "trace=never"]
-    if is_copied:
-        over.append(f"checkpoint.copy_to=file://{tmp_path}/copy")
-    Trainer(load_config(path, over)).run()
-    run_dir = tmp_path / "run"
-    step_folder(run_dir, 4).joinpath("data.json").write_text("")
-    over[0] = "train.steps=6"
-    Trainer(load_config(path, over), resume=True).run()
-    whole = tmp_path / "whole"
-    Trainer(load_config(path, ["train.steps=6", "trace=never", f"run_dir={whole}"])).run()
-    found, expected = ([line["loss"] for line in Run(one).metrics] for one in (run_dir, whole))
-    assert found == pytest.approx(expected, rel=1e-6)
+
+    def losses(name: str, steps: int, *more: str, resume: bool = False) -> list[float]:
+        run_dir = tmp_path / name
+        over = [f"run_dir={run_dir}", f"train.steps={steps}", "checkpoint.every=2", "trace=never"]
+        Trainer(load_config(path, [*over, *more]), resume=resume).run()
+        return [line["loss"] for line in Run(run_dir).metrics]
+
+    expected = losses("whole", 6)
+    for name, more in (("copied", [f"checkpoint.copy_to=file://{tmp_path}/copy"]), ("alone", [])):
+        losses(name, 4, *more)
+        step_folder(tmp_path / name, 4).joinpath("data.json").write_text("")
+        assert losses(name, 6, *more, resume=True) == pytest.approx(expected, rel=1e-6)

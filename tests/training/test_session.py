@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,26 +49,14 @@ class Opened(Session):
         self._metrics: Any = SimpleNamespace(completed=lambda lag: [], asked_to_stop=False)
 
 
-def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
+def test_all_hosts_agree_on_whether_hosts_before_have_written_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever leads now may know only now that it is the best."""
-    monkeypatch.setattr(session_module, "from_host_0", lambda host, name, make, _: make())
-    declared: list[int] = []
-    monkeypatch.setattr(Group, "saved", lambda self, step: declared.append(step))
-    session = Opened(20, folder=tmp_path)
-    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
-    folder = step_folder(tmp_path, 20)
-    folder.mkdir(parents=True)
-    (folder / COMMITTED).touch()
-    session._save(20)
-    assert (declared, session.told.told) == ([20], [20])
+    """Callbacks are told of it all the same: whoever leads may know only now that it is the best.
 
-
-def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A host that has not taken the first answer yet would wait for the second in vain."""
+    One that is tried again is agreed on by another name, as a host that has not taken the first
+    answer yet would wait for the second in vain.
+    """
     names: list[str] = []
 
     def from_host_0(host: object, name: str, make: Callable[[], bool], _: float) -> bool:
@@ -77,11 +64,17 @@ def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
         return make()
 
     monkeypatch.setattr(session_module, "from_host_0", from_host_0)
+    begun, declared = list[int](), list[int]()
+    monkeypatch.setattr(Group, "saved", lambda self, step: declared.append(step))
     session: Any = Opened(20, folder=tmp_path)
     session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
-    session._begin_checkpoint = lambda step: None
+    session._begin_checkpoint = begun.append
+    folder = step_folder(tmp_path, 21)
+    folder.mkdir(parents=True)
+    (folder / COMMITTED).touch()
     for step in (20, 20, 21):
         session._save(step)
+    assert (begun, declared, session.told.told) == ([20, 20], [21], [20, 20, 21])
     assert names == ["saves/20/1", "saves/20/2", "saves/21/1"]
 
 
@@ -110,24 +103,3 @@ def test_the_run_does_not_end_before_its_last_checkpoint_is_copied(monkeypatch: 
     assert (copied, completed, session.saved) == (["copied/20"] * 2, [1, 1], True)
     assert session.join_server.has_ended, "nobody joins it any more"
     assert session.stop_signals is None
-
-
-@pytest.mark.parametrize("here", [None, signal.SIGTERM])
-def test_all_hosts_know_who_was_told_to_stop(
-    here: signal.Signals | None, monkeypatch: pytest.MonkeyPatch
-):
-    """Of hosts 2 and 5, of which this one leads, the other was interrupted."""
-
-    def gather(host: object, name: str, make: Callable[[], Any], _: float) -> dict[int, Any]:
-        return {0: make(), 1: int(signal.SIGINT)}
-
-    monkeypatch.setattr(session_module, "gather", gather)
-    session: Any = Opened(20)
-    membership = Membership(ClusterConfig(), 5, 6)
-    session.group = Group(membership, Generation(2, (2, 5), (0, 0), 5, 20))
-    session._saved_step, session._metrics.asked_to_stop = 20, True
-    session._checkpointer = SimpleNamespace(wait=lambda: True)
-    session.preemption.received = here
-    session.save_final()
-    own = {} if here is None else {5: here}
-    assert session.stop_signals == {2: signal.SIGINT, **own}

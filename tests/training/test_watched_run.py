@@ -40,7 +40,7 @@ from tests.harness.training_runs import (
     write_config,
 )
 
-PLAN = {"method": "balanced", "case": SMALL_CASE | {"nodes": 5, "stages": [2, 1, 2]}}
+PLAN = {"method": "balanced", "case": SMALL_CASE | {"nodes": 4, "stages": [2, 1, 1]}}
 MODEL = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_width": 24, "context": 32}
 # Not a multiple of what one microbatch holds for each of the two data nodes.
 SEQUENCES = 10
@@ -165,7 +165,7 @@ def test_three_hosts_validate_as_one(config: Path, tmp_path: Path):
             *("-m", "skippipe_jax.train", "--config", config),
             *settings(
                 run_dir=run_dir,
-                cluster__host_of_node=[0, 1, 2, 2, 1],
+                cluster__host_of_node=[0, 1, 2, 1],
                 train__steps=2,
                 validation__every=1,
                 validation__sequences=SEQUENCES,
