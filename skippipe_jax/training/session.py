@@ -105,24 +105,6 @@ class HeldState:
     remains: RecoverySources = NO_RECOVERY_SOURCES
 
 
-@dataclass(frozen=True)
-class SessionStart:
-    """Inputs of a new session.
-
-    Attributes:
-        group: the hosts that train, including this one.
-        setup: the setup that they have agreed on.
-        state: the state of this host.
-        unfinished: whether hosts may not have completed the validation and saving after the last
-            step. If so, all repeat it.
-    """
-
-    group: Group
-    setup: RunSetup
-    state: HeldState
-    unfinished: bool = False
-
-
 def first_state(setup: RunSetup) -> HeldState:
     """Return the state with which a host starts or resumes a run."""
     step = 0 if setup.checkpoint is None else setup.checkpoint.step
@@ -148,17 +130,19 @@ class Session:
         callbacks: the built-in callbacks of this session.
     """
 
-    def __init__(self, run: RunContext, start: SessionStart):
+    def __init__(self, run: RunContext, group: Group, setup: RunSetup, state: HeldState):
         """Start with the states that the hosts hold, restore, or take from each other."""
-        config, setup, state = run.config, start.setup, start.state
+        config, generation = run.config, group.generation
         self._run, self._config, self._setup = run, config, setup
-        self.group, self.schedule = start.group, setup.schedule
-        self.step, self.unfinished, self.saved = state.step, start.unfinished, False
+        self.group, self.schedule = group, setup.schedule
+        self.step, self.saved = state.step, False
+        # In a later generation some hosts may not have finished the last step, so all repeat that.
+        self.unfinished = generation.number > 1 and generation.step > 0
         self.microbatches_read = state.microbatches_read
         # The results of an iteration are read when this many later ones have been dispatched, so
         # that devices have work while the host reads.
         self._metrics_lag = config.averaging.max_lag
-        self._saved_step, self._attempt = -1 if start.unfinished else state.step, 1
+        self._saved_step, self._attempt = -1 if self.unfinished else state.step, 1
         self._copied_step: int | None = None
         self.stop_signals: dict[int, signal.Signals] | None = None
         self._validation: tuple[int, float | None] = (-1, None)
@@ -167,7 +151,7 @@ class Session:
         self._first_own_step = state.step + 1
         self._still_offered = dict(state.replicas or {})
         with close_on_error(setup.transfers), ExitStack() as opened:
-            self.runtime = build_runtime(config, start)
+            self.runtime = build_runtime(config, group, setup, state)
             opened.callback(self.runtime.close)
             self._open(opened)
             self._opened = opened.pop_all()  # No error: keep everything open.
@@ -412,7 +396,7 @@ def default_callbacks(
     ]
 
 
-def build_runtime(config: Config, start: SessionStart) -> Runtime:
+def build_runtime(config: Config, group: Group, setup: RunSetup, state: HeldState) -> Runtime:
     """Open the stages of this host with their states; all hosts call this together.
 
     Held states are reused, lost stages are rebuilt from `remains`, and the others come from the
@@ -421,7 +405,6 @@ def build_runtime(config: Config, start: SessionStart) -> Runtime:
     Raises:
         InputError: if they cannot be read, or this host reads other weights than other hosts.
     """
-    group, setup, state = start.group, start.setup, start.state
     checkpoint, replicas = state.checkpoint, state.replicas
     cut = config.model.stage_partition(len(setup.plan.stages))
     # A run that stopped before its first checkpoint restarts from the initial weights.

@@ -54,7 +54,7 @@ from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.transport import Transfers
 from skippipe_jax.training.elastic.join_search import JoinSearch
 from skippipe_jax.training.elastic.runner import ElasticRunner
-from skippipe_jax.training.session import RunContext, Session, SessionStart
+from skippipe_jax.training.session import Session
 
 CUT_S = 10.0
 """So long a host waits at most for its links to be cut, or another host to be killed."""
@@ -262,9 +262,9 @@ def wrap_package(witness: Witness) -> None:
         digests = {str(stage_of[node]): digest_of(state) for node, state in own.states.items()}
         witness.note("begun", generation=number, step=step, digests=digests)
 
-    def opened(inner: Callable[..., None], own: Session, run: RunContext, start: SessionStart):
-        witness.transfers = start.setup.transfers
-        inner(own, run, start)
+    def opened(inner: Callable[..., None], own: Session, run: Any, group: Any, setup: Any, *more):
+        witness.transfers = setup.transfers
+        inner(own, run, group, setup, *more)
 
     def missed(inner: Callable[..., None], control: Control, host: int) -> None:
         witness.note("missed", host=host)

@@ -75,7 +75,7 @@ from skippipe_jax.training.elastic.membership_change import elastic_rules, setup
 from skippipe_jax.training.replan.planner_process import PlannerWarmup, WarmPlanner
 from skippipe_jax.training.replan.replanner import Replanner, SharedPlans
 from skippipe_jax.training.report import SessionPlan, exchange_reports
-from skippipe_jax.training.session import HeldState, RunContext, Session, SessionStart, first_state
+from skippipe_jax.training.session import HeldState, RunContext, Session, first_state
 from skippipe_jax.training.setup import (
     HostSetup,
     RunSetup,
@@ -161,7 +161,7 @@ class ElasticRunner:
                 single = single_host_warning(stages, setup.host_of, by)
                 if group.index == 0 and single:
                     log.warning(single)
-                session = self._replanned(Session(self._run, SessionStart(group, setup, state)))
+                session = self._replanned(Session(self._run, group, setup, state))
         except Exception as error:
             if not self.recovers_from(error):
                 raise
@@ -349,9 +349,7 @@ class ElasticRunner:
                 self.metrics_tail.flush_to(folder)
             copies = (*state.remains.copies, *read_dropped_stages(config, group))
             remains = RecoverySources(copies, agreed.squared_norms, agreed.optimizer_updates)
-            # Some hosts may not have finished the last step.
-            start = SessionStart(group, setup, replace(state, remains=remains), generation.step > 0)
-            session = Session(self._run, start)
+            session = Session(self._run, group, setup, replace(state, remains=remains))
         if group.index == 0:
             total = max(group.count, self._membership.count)
             log.info(
