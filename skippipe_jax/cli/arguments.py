@@ -6,9 +6,9 @@ import argparse
 import os
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skippipe_sched.errors import InputError, loading
 
@@ -157,7 +157,7 @@ def _host_from_environment() -> tuple[str | None, int | None, int | None]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model, for `ModelSpec`."""
+    """Add the arguments that name models, for `check_model_arguments` and what opens them."""
     from skippipe_jax.config.model import MOST_STAGES
 
     source = parser.add_mutually_exclusive_group(required=True)
@@ -165,6 +165,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         type=Path,
         action="append",
+        default=[],
         metavar="DIR",
         help="folder of a run; repeat to mix several models",
     )
@@ -172,6 +173,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf",
         type=Path,
         action="append",
+        default=[],
         metavar="DIR",
         help="Hugging Face model folder; repeat to mix several models",
     )
@@ -252,77 +254,39 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
     parser.add_argument("--step", type=step, metavar="N", help=help_text)
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Models that the arguments of a command name, and their use.
+def check_model_arguments(arguments: argparse.Namespace) -> None:
+    """Check the arguments of `add_model_arguments` and those that go with them.
 
-    Attributes:
-        runs: folders of runs; either these or `hf`.
-        hf: folders of Hugging Face models.
-        step: checkpoint of a run; None is the latest, "best" the one with the lowest loss.
-        num_stages: number of stages of a Hugging Face model.
-        overrides: overrides of the configuration, as in `--set`.
-        scale: scaling of residual branches, as in `--scale`.
-        stage_order: stages that run, in order; either this or `keep_fraction`.
-        keep_fraction: share of the stages that run, drawn by `seed`.
-        seed: seed of that draw.
-        mix: weighting of several models.
-        prior: probability of each of several models at the start of a document.
+    Raises:
+        InputError: if an argument for several models is used with one, or the reverse.
     """
-
-    runs: tuple[Path, ...] = ()
-    hf: tuple[Path, ...] = ()
-    step: int | str | None = None
-    num_stages: int | None = None
-    overrides: tuple[str, ...] = ()
-    scale: str | None = None
-    stage_order: str | None = None
-    keep_fraction: float | None = None
-    seed: int = 0
-    mix: str | None = None
-    prior: str | None = None
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> ModelSpec:
-        """Read the arguments of a command.
-
-        Raises:
-            InputError: if an argument for several models is used with one, or the reverse.
-        """
-        named = arguments.run or arguments.hf
-        if len(named) > 1:
-            rejected = SINGLE_MODEL_ARGUMENTS
-            problem = "applies to one model, but several are given"
-            remedy = "Give one model, or omit this option"
-        else:
-            rejected = MIXTURE_ARGUMENTS
-            problem = "applies to several models, but one is given"
-            remedy = "Give more models, or omit this option"
-        for name in rejected:
-            value = getattr(arguments, name, None)
-            if value is not None and value is not False:
-                shown = str(value) if isinstance(value, Path) else value
-                raise InputError(f"--{name.replace('_', '-')}", shown, problem, remedy)
-        values: dict[str, Any] = {
-            field.name: getattr(arguments, field.name, field.default)
-            for field in fields(cls)
-            if field.name != "overrides"
-        }
-        values["runs"], values["hf"] = tuple(arguments.run or ()), tuple(arguments.hf or ())
-        return cls(**values, overrides=tuple(arguments.set))
-
-    @property
-    def is_mixture(self) -> bool:
-        """True if several models are to be mixed."""
-        return len(self.runs) + len(self.hf) > 1
-
-    @property
-    def run(self) -> Path | None:
-        """Run of the one model that is named, or None."""
-        return self.runs[0] if self.runs else None
+    if is_mixture(arguments):
+        rejected = SINGLE_MODEL_ARGUMENTS
+        problem, remedy = "applies to one model, but several are given", "Give one model"
+    else:
+        rejected = MIXTURE_ARGUMENTS
+        problem, remedy = "applies to several models, but one is given", "Give more models"
+    for name in rejected:
+        value = getattr(arguments, name, None)
+        if value is not None and value is not False:
+            shown = str(value) if isinstance(value, Path) else value
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(option, shown, problem, f"{remedy}, or omit this option")
 
 
-def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Scaling | None]:
+def is_mixture(arguments: argparse.Namespace) -> bool:
+    """Return whether several models are named, which are to be mixed."""
+    return len(arguments.run) + len(arguments.hf) > 1
+
+
+def single_model(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """Return the folder of the run, or that of the Hugging Face model, if one model is named."""
+    return next(iter(arguments.run), None), next(iter(arguments.hf), None)
+
+
+def open_model(
+    arguments: argparse.Namespace,
+) -> tuple[StagedModel, DataConfig, int | None, Scaling | None]:
     """Read the one model that is named; return it with its data, step and scaling.
 
     Only the model of a run has a step.
@@ -335,20 +299,20 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
         from skippipe_jax.inference.scaling import create_scaling, parse_scale
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    scale = spec.scale
+    scale, (run, hf) = arguments.scale, single_model(arguments)
     if scale is not None:
         scale = parse_scale(scale)  # Report an error before reading weights.
-    hf = spec.hf[0] if spec.hf else None
-    model, config, step = read_model(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
+    given = arguments.step, arguments.num_stages, arguments.set
+    model, config, step = read_model(run, hf, *given)
     enable_compilation_cache(config.compilation_cache)
     scaling = None
     if scale is not None:
-        scaling = create_scaling(scale, model, config.data, spec.run, step)
+        scaling = create_scaling(scale, model, config.data, run, step)
     return model, config.data, step, scaling
 
 
 def open_mixture(
-    spec: ModelSpec, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
+    arguments: argparse.Namespace, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
 ) -> tuple[Ensemble, DataConfig, list[int | None], str]:
     """Read the models that are named, as `read_ensemble` does, and the data of the first.
 
@@ -358,30 +322,31 @@ def open_mixture(
         from skippipe_jax.inference.ensemble_loading import read_ensemble
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
-    mixture = spec.mix, spec.prior or prior, allowed
+    models = arguments.run, arguments.hf, arguments.num_stages, arguments.set
+    mixture = arguments.mix, arguments.prior or prior, allowed
     ensemble, config, steps, kind = read_ensemble(*models, *mixture)
     enable_compilation_cache(config.compilation_cache)
     return ensemble, config.data, steps, kind
 
 
-def open_language_model(spec: ModelSpec) -> tuple[LanguageModel, DataConfig]:
+def open_language_model(arguments: argparse.Namespace) -> tuple[LanguageModel, DataConfig]:
     """Read several models as a mixture, or the chosen stages of one model, with the data.
 
     The stages and their scales are printed to standard error.
     """
-    if spec.is_mixture:
-        return open_mixture(spec)[:2]
+    if is_mixture(arguments):
+        return open_mixture(arguments)[:2]
     with loading():
         from skippipe_jax.inference.partial import parse_stage_order
 
-    model, data, _, scaling = open_model(spec)
-    order = parse_stage_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
+    model, data, _, scaling = open_model(arguments)
+    chosen = arguments.stage_order, arguments.keep_fraction
+    order = parse_stage_order(*chosen, model.stages, arguments.seed)
     if scaling is not None:
         scales = scaling.scales(len(order))
         log.info(f"scales {scales.scales_text(model.cut)}")
         model = model.scaled(scales)
-    if len(order) < model.stages or spec.stage_order is not None:
+    if len(order) < model.stages or arguments.stage_order is not None:
         log.info(f"stages {' '.join(map(str, order))} of {model.stages}")
     return replace(model, order=order), data
 

@@ -16,7 +16,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cli.arguments import ModelSpec, open_language_model
+from skippipe_jax.cli.arguments import open_language_model
+from skippipe_jax.cli.main import parser
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
@@ -104,7 +105,8 @@ ALL = (0, 1, 2)
 
 
 def harness(run: Path, *, stages: str | None = None, batch_size: int = 8) -> HarnessModel:
-    model, _ = open_language_model(ModelSpec((run,), stage_order=stages))
+    words = ["generate", "--run", str(run)] + ([] if stages is None else ["--stage-order", stages])
+    model, _ = open_language_model(parser(["generate"]).parse_args(words))
     return HarnessModel(model, batch_size)
 
 

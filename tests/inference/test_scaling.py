@@ -23,7 +23,8 @@ from skippipe_sched.problem.case import parse_case
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import skippipe_jax as sp
-from skippipe_jax.cli.arguments import ModelSpec, open_language_model
+from skippipe_jax.cli.arguments import open_language_model
+from skippipe_jax.cli.main import parser
 from skippipe_jax.config import DataConfig, parse_config
 from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
 from skippipe_jax.inference import scaling
@@ -342,9 +343,8 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
     if scale != FIT:  # What fits a model that has learnt nothing changes little.
         assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
-    harness = HarnessModel(
-        open_language_model(ModelSpec((Path("run"),), keep_fraction=0.5, scale=scale))[0]
-    )
+    arguments = parser(["generate"]).parse_args(["generate", *words.split(), "--scale", scale])
+    harness = HarnessModel(open_language_model(arguments)[0])
     assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"
     [(nats, _)] = harness.loglikelihood(
         [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
