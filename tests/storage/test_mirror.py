@@ -52,7 +52,8 @@ def make_run(run_dir: Path) -> Path:
     run_dir.mkdir()
     for name in ("config.yaml", "plan.json", "metrics.jsonl"):
         (run_dir / name).write_text(f"of {run_dir.name}: {name}")
-    for name in ("tokenizer/tokenizer.json", "timelines/00000001/host_0.json", "a.partial"):
+    names = ("tokenizer/tokenizer.json", "timelines/00000001/host_0.json", "a.partial")
+    for name in (*names, "plans/full.json", "plans/from_2.json"):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_text(name)
     return run_dir
@@ -93,26 +94,14 @@ def test_the_copy_is_the_run_folder(tmp_path: Path, url: str):
     assert files_at(url) == files_in(run_dir)
 
     (run_dir / "metrics.jsonl").write_text("more")
+    # Of another recipe, under which the run goes on.
+    (run_dir / "plans" / "from_2.json").unlink()
     write(run_dir, url, 6)
     assert committed_steps(run_dir) == Mirror(url).steps() == [5, 6]
     assert files_at(url) == files_in(run_dir)
-
-
-def test_files_that_the_run_no_longer_has_are_not_fetched(tmp_path: Path, url: str):
-    """Such as the plans of another recipe, under which the run goes on."""
-    run_dir = make_run(tmp_path / "run")
-    plans = run_dir / "plans"
-    plans.mkdir()
-    for name in ("from_2", "plan_draw_000"):
-        (plans / f"{name}.json").write_text(name)
-    write(run_dir, url, 1)
-    (plans / "from_2.json").unlink()
-    write(run_dir, url, 2)
+    shutil.rmtree(run_dir / "plans")
+    write(run_dir, url, 7)
     assert files_at(url) == files_in(run_dir)
-    shutil.rmtree(plans)
-    write(run_dir, url, 3)
-    Mirror(url).prepare(tmp_path / "found", resume=True)
-    assert not (tmp_path / "found" / "plans").exists()
 
 
 def test_a_run_whose_folder_is_gone_is_fetched(
@@ -258,7 +247,7 @@ def test_only_files_that_have_changed_are_sent_again(tmp_path: Path, url: str):
         checkpoints._copying.submit(lambda: None).result()
         return sorted(sent)
 
-    own = ["config.yaml", "metrics.jsonl", "plan.json", "tokenizer/tokenizer.json"]
+    own = [name for name in sorted(files_in(run_dir)) if "checkpoints" not in name]
     assert sent_with(1) == own
     assert sent_with(2) == []
     append_record(run_dir / METRICS, {"step": 3})

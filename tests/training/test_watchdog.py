@@ -59,24 +59,18 @@ def never(hang: Callable[..., None]) -> Any:
     return SimpleNamespace(block_until_ready=hang)
 
 
-def test_a_thread_that_handles_an_event_for_ever_hangs(
-    told: queue.SimpleQueue[str], hang: Callable[..., None]
+@pytest.mark.parametrize("is_event", [True, False], ids=["an event", "a computation"])
+def test_a_computation_that_never_ends_hangs(
+    is_event: bool, told: queue.SimpleQueue[str], hang: Callable[..., None]
 ):
     loop = EventLoop(300.0)
-    loop.post(hang)
     with watched(loop, told.put) as own, own.iteration():
+        if is_event:
+            loop.post(hang)
+        else:
+            loop.when_computed(never(hang), lambda _: None)
         run_one(loop)
         assert "made no progress for 0 s" in told.get(timeout=20.0)
-
-
-def test_a_computation_that_never_ends_hangs(
-    told: queue.SimpleQueue[str], hang: Callable[..., None]
-):
-    loop = EventLoop(300.0)
-    with watched(loop, told.put) as own, own.iteration():
-        loop.when_computed(never(hang), lambda _: None)
-        run_one(loop)
-        assert "made no progress" in told.get(timeout=20.0)
 
 
 def test_who_waits_for_others_or_is_in_its_first_iteration_does_not_hang(
