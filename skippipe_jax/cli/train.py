@@ -136,22 +136,15 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
         from skippipe_jax.models.node_memory import least_memory_bytes, memory_of_stages
         from skippipe_jax.models.planned_case import size_mismatches
         from skippipe_jax.profiling.case import check_template
-        from skippipe_jax.program.compiler import hosts_of_nodes
         from skippipe_jax.program.schedule import OWN
-        from skippipe_jax.runtime.topology import require_meshes
         from skippipe_jax.storage.checkpoint import latest_step
         from skippipe_jax.storage.run_dir import RunDir
         from skippipe_jax.training.initial_weights import open_initial_weights
-        from skippipe_jax.training.planning import (
-            check_deadline,
-            log_planned_time,
-            make_plans,
-            with_plan,
-        )
-        from skippipe_jax.training.setup import open_text
+        from skippipe_jax.training.planning import log_planned_time, make_plans, with_plan
+        from skippipe_jax.training.setup import hosts_for, open_text
 
-    run, host_of_node = RunDir(config.run_dir), config.cluster.host_of_node
-    hosts = arguments.hosts or max(host_of_node or [0]) + 1
+    run = RunDir(config.run_dir)
+    hosts = arguments.hosts or max(config.cluster.host_of_node or [0]) + 1
     config = with_plan(config, hosts)
     log.output(summary(config))
     done = 0
@@ -168,11 +161,9 @@ def _dry_run(config: Config, arguments: argparse.Namespace) -> None:
             log.output("# the run measures the cluster and makes a plan when it starts")
             return
         schedule = make_plans(config, arguments.config.parent, None)
-    check_deadline(config, schedule.longest_s(config.averaging))
+    hosts_for(config, schedule, hosts)
     plan = schedule.plans[OWN]
     case = plan.case
-    hosts_of_nodes(len(case.nodes), hosts, host_of_node)
-    require_meshes(config, case)
     log_planned_time(config, schedule, done)
     memory = memory_of_stages(config, case, memory_bytes=least_memory_bytes(case))
     log.output(

@@ -149,17 +149,11 @@ class Profile:
                 for source, target, latency_ms, gibibytes in rows
             ]
         for name in dict.fromkeys(node["location"] for node in self.case["nodes"]):
-            # Of all nodes of this host.
-            rates = {
-                verb: sum(
-                    node.get(key, 0.0) for node in self.case["nodes"] if node["location"] == name
-                )
-                for verb, key in SHARED_RATES.items()
-            }
+            own = [node for node in self.case["nodes"] if node["location"] == name]
             shared = [
                 f"{verb} at most {rate * GIBIBYTE / 1e6:.3f} MB/s"
-                for verb, rate in rates.items()
-                if rate
+                for verb, key in SHARED_RATES.items()
+                if (rate := sum(node.get(key, 0.0) for node in own))
             ]
             if shared:
                 lines.append(f"shared connection: {name} {' and '.join(shared)}")

@@ -210,8 +210,13 @@ class Mirror:
         self, run_dir: Path, names: list[PurePosixPath], marks: list[PurePosixPath]
     ) -> None:
         """Fetch files, then atomically each file that marks them as complete."""
-        for name in (*names, *marks):
-            self._require_inside(run_dir, name)
+        try:  # Any writer of the copy may have chosen the names.
+            for name in (*names, *marks):
+                safe_join(run_dir, str(name))
+        except ValueError as error:
+            problem = f"cannot be fetched: {error}"
+            remedy = "Check who can write to it, and remove files that are not part of a run"
+            raise InputError("checkpoint.copy_to", self.url, problem, remedy) from error
         for name in (*names, *marks):
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         self._get(names, [run_dir / name for name in names])
@@ -219,18 +224,6 @@ class Mirror:
             partial = run_dir / f"{name}{PARTIAL}"
             self._get([name], [partial])
             os.replace(partial, run_dir / name)
-
-    def _require_inside(self, run_dir: Path, name: PurePosixPath) -> None:
-        """Raise InputError if a name, chosen by any writer of the copy, leads out of `run_dir`."""
-        try:
-            safe_join(run_dir, str(name))
-        except ValueError as error:
-            raise InputError(
-                "checkpoint.copy_to",
-                self.url,
-                f"cannot be fetched: {error}",
-                "Check who can write to it, and remove files that are not part of a run",
-            ) from error
 
     def _get(self, names: list[PurePosixPath], paths: list[Path]) -> None:
         self._files.get([f"{self._root}/{name}" for name in names], [str(path) for path in paths])

@@ -282,10 +282,7 @@ def _open_inputs(
     open_weights: Callable[[], WeightSource | None],
 ) -> HostSetup:
     """Open the inputs of this host for `schedule`: programs, text, and initial weights."""
-    plan = schedule.plans[OWN]
-    check_deadline(config, schedule.longest_s(config.averaging))
-    host_of = hosts_of_nodes(len(plan.case.nodes), host.count, config.cluster.host_of_node)
-    require_meshes(config, plan.case)
+    plan, host_of = schedule.plans[OWN], hosts_for(config, schedule, host.count)
     _give_threads(config, host, host_of.count(host.index), plan.case)
     compiled = compile_plans(schedule.plans, host_of)
     programs = {name: of_hosts[host.index] for name, of_hosts in compiled.items()}
@@ -303,6 +300,19 @@ def _open_inputs(
         weights=open_weights(),
         mirror=mirror,
     )
+
+
+def hosts_for(config: Config, schedule: Schedule, hosts: int) -> tuple[int, ...]:
+    """Check that so many hosts can train by the plans; return the host of each node.
+
+    Raises:
+        InputError: if they cannot.
+    """
+    case = schedule.plans[OWN].case
+    check_deadline(config, schedule.longest_s(config.averaging))
+    host_of = hosts_of_nodes(len(case.nodes), hosts, config.cluster.host_of_node)
+    require_meshes(config, case)
+    return host_of
 
 
 def _begin_run_dir(
