@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -232,14 +231,15 @@ echo "${COMPREPLY[@]}"
 
 
 @pytest.fixture(scope="module")
-def scripts() -> dict[str, str]:
-    """What lets each shell complete."""
-    found = {}
+def bash_script() -> str:
+    """What lets bash complete; other shells are told of commands and options too."""
+    scripts = {}
     for shell in skippipe.SHELLS:
         with contextlib.redirect_stdout(io.StringIO()) as script:
             assert skippipe.main(["completion", shell]) == 0
-        found[shell] = script.getvalue()
-    return found
+        scripts[shell] = script.getvalue()
+        assert all(name in scripts[shell] for name in (*skippipe.COMMANDS, "resume"))
+    return scripts["bash"]
 
 
 @pytest.mark.parametrize(
@@ -252,25 +252,11 @@ def scripts() -> dict[str, str]:
         (["convert", "to"], ["to-hf"]),
     ],
 )
-def test_bash_completes(
-    typed: list[str], completed: list[str], scripts: dict[str, str], folder: Path
-):
-    (folder / "script").write_text(scripts["bash"])
+def test_bash_completes(typed: list[str], completed: list[str], bash_script: str, folder: Path):
+    (folder / "script").write_text(bash_script)
     words = ["bash", "-c", COMPLETE, "bash", "skippipe", *typed]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == sorted(completed)
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_are_told_of_commands_and_options(
-    shell: str, scripts: dict[str, str], tmp_path: Path
-):
-    script = scripts[shell]
-    assert all(name in script for name in skippipe.COMMANDS)
-    assert "resume" in script
-    if shutil.which(shell) is not None:
-        (tmp_path / "script").write_text(script)
-        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
 
 
 @pytest.mark.parametrize(

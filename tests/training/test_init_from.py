@@ -95,15 +95,10 @@ def merged(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_the_model_section_may_be_left_out(llama: Path, tmp_path: Path):
+def test_a_configuration_that_is_complete_needs_the_weights_no_more(llama: Path, tmp_path: Path):
+    """A run saves such a one."""
     config = parse_config({"init_from": f"hf:{llama}", "data": {"sequence_length": 8}})
     assert config.model == read_model(llama)
-    chosen = {"compute_dtype": "bfloat16", "recompute": "block"}
-    config = parse_config(
-        {"init_from": f"hf:{llama}", "model": chosen, "data": {"sequence_length": 8}}
-    )
-    assert (config.model.compute_dtype, config.model.width) == ("bfloat16", 32)
-    # A configuration that is complete, as a run saves it, needs the weights no more.
     gone = to_tree(config) | {"init_from": f"hf:{tmp_path / 'gone'}"}
     assert parse_config(gone).model == config.model
 
