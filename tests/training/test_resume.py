@@ -46,8 +46,8 @@ def test_a_run_that_was_told_to_stop_goes_on(number: signal.Signals, tmp_path: P
         processes.processes[0].send_signal(number)
         code, output = processes.exit_code(0, PATIENCE_S), processes.output(0)
     assert code == 128 + number, output
-    step = latest_step(run)
-    assert step == steps_done(run)
+    step = steps_done(run)
+    assert latest_step(run) == step
     assert f"stopped by {number.name} after step {step}. " in output
     assert f"--resume; last checkpoint: step {step} in {run}." in output
     assert "Traceback" not in output
