@@ -147,8 +147,13 @@ WRONG: dict[str, list[Any]] = {
     "run_dir": [None, "", 3, "s3://bucket/run"],
     "compilation_cache": [False],
     "seed": [-1, "0", 2**32],
+    "init_from": [
+        *("model", "hf:", "gguf:model", ":", 3, ""),
+        *("run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"),
+    ],
     "model": [None, "tiny"],
     "train": [[{"steps": 3}]],
+    "train.metrics_port": [0, 65536],
 }
 
 

@@ -103,19 +103,6 @@ def test_a_configuration_that_is_complete_needs_the_weights_no_more(llama: Path,
     assert parse_config(gone).model == config.model
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("model", "hf:", "gguf:model", ":", 3, ""),
-        *("run:", "run:@3", "run:seed@", "run:seed@last", "run:seed@-1", "run:seed@1.5", "ru:x"),
-    ],
-)
-def test_an_init_from_that_names_no_weights_is_refused(value: Any):
-    with pytest.raises(InputError) as caught:
-        parse_config({"init_from": value})
-    assert caught.value.field == "init_from"
-
-
 def test_a_model_that_differs_is_refused_before_anything_is_written(
     run_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
