@@ -19,7 +19,7 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, InputError, TemporaryEr
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
 from skippipe_jax.cluster.joining import joined
-from skippipe_jax.cluster.membership import Group, Membership
+from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.keys import SECRET_VARIABLE
@@ -253,7 +253,7 @@ def test_a_host_alone_talks_with_itself():
         threading.Timer(0.1, membership.put, ("later", "value")).start()
         assert membership.get("later", 10.0) == "value"
         with pytest.raises(TimeoutError, match=r"timed out after 0.1 s waiting for 'never'"):
-            membership.get("never", 0.1, source=3)
+            membership.get("never", 0.1, source=0)
         with pytest.raises(ValueError, match="characters exceed"):
             membership.put("key", "x" * (1 << 20))
 
@@ -395,7 +395,7 @@ def test_a_team_keeps_the_ports_of_its_hosts():
     """Whoever leads: each host listens for each other where it did in the whole run."""
     config = ClusterConfig(transfer_port=free_block())
     membership = Membership(config, 2, 4)
-    team = Group(membership, Generation(2, (0, 2, 3), (7, 7, 7), leader=3, step=0))
+    team = membership.group_of(Generation(2, (0, 2, 3), (7, 7, 7), leader=3, step=0))
     assert team.hosts == (3, 0, 2)
     of_run = membership.transfer_addresses()
     assert team.transfer_addresses() == {0: of_run[3], 1: of_run[0]}

@@ -242,7 +242,7 @@ class Openings(ElasticRunner):
         unused: Any = None
         setup = HostSetup(schedule=unused, host_of=(0, OWN, 2), programs={})
         super().__init__(run, setup)
-        self.groups = [Group(host, generation) for generation in generations]
+        self.groups = [*map(host.group_of, generations)]
         self.held: list[HeldState] = []
         self.error: Exception = GenerationEnded()
 
@@ -292,7 +292,7 @@ def gone_back(openings: Openings, group: Generation, state: HeldState) -> HeldSt
     """What a host has that had this, after what its group goes on from."""
     setup: Any = SimpleNamespace(mirror=None)
     openings._state = Opening(group, StateSource(state.step, Origin.OWN))
-    given = Group(openings._membership, group), setup, replace(state, step=group.step)
+    given = openings._membership.group_of(group), setup, replace(state, step=group.step)
     after, state = openings._roll_back(*given)
     assert after.generation.step == state.step
     return state
@@ -356,10 +356,10 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     host = openings._membership
     follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
     setup: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(reports=[]))
-    openings._write(Group(host, follows), setup)
+    openings._write(host.group_of(follows), setup)
     with RunLock(tmp_path) as other:
         other.acquire()
-    openings._write(Group(host, leads), setup)
+    openings._write(host.group_of(leads), setup)
     with RunLock(tmp_path) as other, pytest.raises(TemporaryError, match="another training"):
         other.acquire()
     openings.close()
@@ -388,7 +388,7 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
 ):
     checkpoint: Any = SimpleNamespace(step=STEP)
     openings = Openings(tmp_path, generation(2))
-    first = Group(openings._membership, generation(1))
+    first = openings._membership.group_of(generation(1))
     monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
     error: Exception = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
 
@@ -465,7 +465,7 @@ def test_a_host_that_waits_for_long_says_for_whom(
     monkeypatch.setattr(Membership, "next_group", next_group)
     openings: Any = Openings(tmp_path)
     openings._run.preemption = SimpleNamespace(has_left=lambda: False)
-    openings._group = Group(openings._membership, generation(2))
+    openings._group = openings._membership.group_of(generation(2))
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
     first, second = capsys.readouterr().out.splitlines()

@@ -58,7 +58,7 @@ def test_callbacks_are_told_of_a_checkpoint_that_hosts_before_have_written(
     declared: list[int] = []
     monkeypatch.setattr(Group, "saved", lambda self, step: declared.append(step))
     session = Opened(20, folder=tmp_path)
-    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Membership(ClusterConfig(), 0, 2).group_of(Generation(2, (0,), (0,), 0, 20))
     folder = step_folder(tmp_path, 20)
     folder.mkdir(parents=True)
     (folder / COMMITTED).touch()
@@ -78,7 +78,7 @@ def test_a_checkpoint_that_is_tried_again_is_agreed_on_by_another_name(
 
     monkeypatch.setattr(session_module, "from_host_0", from_host_0)
     session: Any = Opened(20, folder=tmp_path)
-    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Membership(ClusterConfig(), 0, 2).group_of(Generation(2, (0,), (0,), 0, 20))
     session._begin_checkpoint = lambda step: None
     for step in (20, 20, 21):
         session._save(step)
@@ -124,7 +124,7 @@ def test_all_hosts_know_who_was_told_to_stop(
     monkeypatch.setattr(session_module, "gather", gather)
     session: Any = Opened(20)
     membership = Membership(ClusterConfig(), 5, 6)
-    session.group = Group(membership, Generation(2, (2, 5), (0, 0), 5, 20))
+    session.group = membership.group_of(Generation(2, (2, 5), (0, 0), 5, 20))
     session._saved_step, session._metrics.asked_to_stop = 20, True
     session._checkpointer = SimpleNamespace(wait=lambda: True)
     session.preemption.received = here
