@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, Texts, other_protocol
-from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
+from skippipe_jax.connections.join_offer import Files, JoinOffer
 from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
@@ -88,39 +88,23 @@ OBSERVED = ("skippipe-jax",)
 """Packages of which an observer needs the run's version; not JAX, as it computes nothing."""
 
 
-class JoinOffers(Protocol):
-    """Places and files that the run offers to joiners."""
+MakeOffer = Callable[[Hello, dict[int, str], Collection[int]], tuple[JoinOffer, Files]]
+"""Function (own hello, addresses of all hosts, ids of free places) -> join offer, and its files.
 
-    @property
-    def text(self) -> str | None:
-        """Fingerprint of the training text, if this host has it."""
-        ...
-
-    @property
-    def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Hosts that train now, and nodes of each stage."""
-        ...
-
-    def places(self, free: Collection[int]) -> Sequence[Place]:
-        """Return those of the free places that joiners may take."""
-        ...
-
-    def files(self) -> Files:
-        """Read and return the files that joiners need; this may block on storage."""
-        ...
+It runs in a thread of its own, as it may block on storage."""
 
 
 class JoinServer:
     """Server for joiners, once the run is elastic, and for observers at any time.
 
     Attributes:
-        inviting: places and files for joiners; None while the run accepts none.
+        make_offer: makes the offers for joiners; None while the run accepts none.
         has_ended: True if the run is ending and accepts no more joiners.
     """
 
     def __init__(self, status: Callable[[], RunStatus]):
         """Start without offers for joiners; `status` returns the status for observers."""
-        self.inviting: JoinOffers | None = None
+        self.make_offer: MakeOffer | None = None
         self.has_ended = False
         self._status = status
         self._served: dict[Link, None] = {}
@@ -133,14 +117,14 @@ class JoinServer:
         `request` is its protocol version and its package versions. `directory` has this host's
         hello and all addresses. `away` are the hosts that are gone, silent or have left.
         """
-        inviting, refusal = self.inviting, _version_refusal(JOINER, request, directory.hello)
-        if refusal is None and inviting is None:
+        make_offer, refusal = self.make_offer, _version_refusal(JOINER, request, directory.hello)
+        if refusal is None and make_offer is None:
             problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
             refusal = TemporaryError(JOINING, directory.hello.name, problem, "Retry later")
         elif refusal is None and self.has_ended:
             remedy = "Join again after it is resumed"
             refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
-        if refusal is not None or inviting is None:
+        if refusal is not None or make_offer is None:
             return refusal
         if len(self._served) == MAX_JOINERS:
             longest = next(iter(self._served))
@@ -148,7 +132,7 @@ class JoinServer:
             longest.break_off("a newer request replaced it")
         self._served[link] = None
         try:
-            return await _serve_newcomer(inviting, directory, away, link)
+            return await _serve_newcomer(make_offer, directory, away, link)
         finally:
             self._served.pop(link, None)
 
@@ -165,21 +149,15 @@ class JoinServer:
 
 
 async def _serve_newcomer(
-    inviting: JoinOffers, directory: Directory, away: Collection[int], link: Link
+    make_offer: MakeOffer, directory: Directory, away: Collection[int], link: Link
 ) -> InputError | None:
+    own, free = directory.hello, {*directory.unused_ids, *away}
+    given = own, directory.addresses | {own.host: own.address}, free
+    loop = asyncio.get_running_loop()
     try:
-        loop = asyncio.get_running_loop()
-        files = await loop.run_in_executor(DaemonThreads(), inviting.files)
+        offer, files = await loop.run_in_executor(DaemonThreads(), make_offer, *given)
     except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
-    own = directory.hello
-    places = tuple(inviting.places({*directory.unused_ids, *away}))
-    addresses = directory.addresses | {own.host: own.address}
-    text = inviting.text
-    members, placement = inviting.standing
-    offer = JoinOffer(
-        own.host, own.hosts, addresses, places, files.told, text, own.spare, members, placement
-    )
     link.send("offer", offer.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):

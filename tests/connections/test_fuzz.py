@@ -120,7 +120,7 @@ def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
     async def meet() -> None:
         with nothing_left():
             async with without_third() as (first, second):
-                first.join_server.inviting = second.join_server.inviting = Run()
+                first.join_server.make_offer = second.join_server.make_offer = Run()
                 before, tasks = descriptors(), len(asyncio.all_tasks())
                 # Where no chance is left to draw, hypothesis raises: no coroutine may wait then.
                 targets = [chance.choice((first, second)) for _ in contents]

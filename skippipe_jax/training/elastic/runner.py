@@ -425,7 +425,7 @@ class ElasticRunner:
         serves = partial(stages_for, self._rules, group.generation)
         self._inviting.entered(group.generation, serves, agreed.data_fingerprint)
         join_server = self._membership.join_server
-        join_server.inviting, join_server.has_ended = self._inviting, False
+        join_server.make_offer, join_server.has_ended = self._inviting.offer, False
 
     def _roll_back(
         self, group: Group, setup: RunSetup, state: HeldState
