@@ -264,7 +264,7 @@ class Membership(Group):
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, is_distributed: bool = False):
-        """Start unconnected; `joined` connects the host to the others."""
+        """Start unconnected; `connect` connects the host to the others."""
         super().__init__(self, index, range(count), timeout_s=config.connect_timeout_s)
         self.config, self.is_distributed = config, is_distributed
         self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
@@ -432,7 +432,7 @@ class Membership(Group):
 
         `what` follows the host's name, for example "failed: the disk is full". It returns when the
         report is sent, or after two seconds. The caller must then end the process by `os._exit`, as
-        `joined` does: a normal exit waits for hosts that are gone.
+        `connect` does: a normal exit waits for hosts that are gone.
         """
         if self.count > 1:
             with suppress(PeerTimeout):

@@ -96,7 +96,7 @@ class Trainer:
         Args:
             config: the configuration of the run.
             callbacks: callbacks in addition to the built-in metrics, trackers and pictures.
-            host: this host among several, as `joined` returns it; by default a single host.
+            host: this host among several, as `connect` returns it; by default a single host.
             resume: continue from the last checkpoint in `run_dir`.
             config_folder: the folder of the link table of a case inside the configuration.
         """

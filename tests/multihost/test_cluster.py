@@ -18,9 +18,10 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, InputError, TemporaryEr
 
 from skippipe_jax.cluster.agreement import barrier
 from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE
-from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.joining import connect
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config import ClusterConfig, Config
+from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.connections.addresses import BIND_VARIABLE, reachable_address
 from skippipe_jax.connections.keys import SECRET_VARIABLE
 from skippipe_jax.consensus.generations import Generation
@@ -45,9 +46,9 @@ def wait_until_summing(processes: Processes) -> None:
     )
 
 
-def enter(*arguments: Any, **options: Any) -> None:
+def enter(cluster: ClusterConfig, *arguments: Any, **options: Any) -> None:
     """Join and do nothing, where already joining must fail."""
-    with joined(*arguments, **options):
+    with connect(Config(cluster=cluster, join=JoinConfig(places=0)), *arguments, **options):
         pass
 
 
@@ -244,7 +245,7 @@ def test_a_host_alone_that_has_waited_too_long_says_so(processes: Processes):
 
 
 def test_a_host_alone_talks_with_itself():
-    with joined(ClusterConfig()) as membership:
+    with connect(Config()) as membership:
         assert (membership.index, membership.count) == (0, 1)
         membership.put("key", "old")
         membership.put("key", "new")
@@ -259,7 +260,7 @@ def test_a_host_alone_talks_with_itself():
 
 
 def test_an_error_of_a_host_alone_is_raised():
-    with pytest.raises(ValueError, match="mine"), joined(ClusterConfig()):
+    with pytest.raises(ValueError, match="mine"), connect(Config()):
         raise ValueError("mine")
 
 
@@ -319,7 +320,7 @@ def test_a_port_of_host_0_that_is_taken_may_be_free_later():
 
 def test_distributed_without_a_cluster_is_refused():
     with pytest.raises(InputError, match="--distributed"):
-        enter(ClusterConfig(), distributed=True)
+        enter(ClusterConfig(), detect=True)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "vienna", "192.0.2.1"])
