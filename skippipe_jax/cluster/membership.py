@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from skippipe_jax import log
@@ -51,7 +50,7 @@ from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.connections.mesh import ConnectionSetup, Mesh
+from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads, result
 from skippipe_jax.consensus.control import Control, Store
@@ -162,8 +161,8 @@ class Group:
     @property
     def address(self) -> str:
         """IP address at which the others reach this host, and on which it listens."""
-        connections = self._membership.connections
-        return "127.0.0.1" if connections is None else connections.address
+        mesh = self._membership.mesh
+        return "127.0.0.1" if mesh is None else mesh.address
 
     def transfer_addresses(self) -> dict[int, str]:
         """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
@@ -255,7 +254,7 @@ class Membership(Group):
         phase: phase of the run; set it to `TRAINING` when all hosts are ready to train.
         count: number of hosts at the start of the run.
         config: the timeouts and ports.
-        connections: connections of this host; None for a single host.
+        mesh: connections to the other hosts; None for a single host.
         is_outside: True if the run continues without this host, which it has lost.
         last_words: function that returns the end of the final message when another host is lost,
             such as the checkpoint to resume from. Set it to your own; it has two seconds.
@@ -274,7 +273,7 @@ class Membership(Group):
         self.last_words: Callable[[], str] = str
         self.join_server = JoinServer(self._status)
         self.inbox = Inbox()
-        self.connections: ConnectionSetup | None = None
+        self.mesh: Mesh | None = None
         self._training: TrainingStatus | None = None
         # The rest exists only with several hosts, and belongs to the event loop's thread.
         self._loop: asyncio.AbstractEventLoop
@@ -509,18 +508,18 @@ class Membership(Group):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._end_by_fault)
         self._verdict = self._loop.create_future()
-        new_mesh = partial(self._new_mesh, place, sockets)
-        self.connections = ConnectionSetup(self.config, place.coordinator, place.keys, new_mesh)
+        mesh = self.mesh = self._new_mesh(place, sockets)
         try:
             if last_addresses:
-                self.is_outside = await self.connections.with_remaining(last_addresses)
+                name, _ = place.coordinator
+                self.is_outside = await mesh.come_back(last_addresses, name)
                 if not self.is_outside:
-                    self._mesh.close()
+                    mesh.close()
                     return begun.set_result(None)
             else:
-                await self.connections.with_all(sockets and f"{sockets}/relay")
+                await mesh.start(place.coordinator, sockets and f"{sockets}/relay")
         except Exception as error:
-            self._mesh.close()
+            mesh.close()
             return begun.set_exception(error)
         begun.set_result(None)
         try:
@@ -532,20 +531,19 @@ class Membership(Group):
             # Without the watch this host would hang when the next host is lost.
             exit_on_error(error, self.name, self.last_words)
         finally:
-            self._mesh.close()  # New connections would go unanswered while the loop ends.
+            mesh.close()  # New connections would go unanswered while the loop ends.
 
     @property
     def _mesh(self) -> Mesh:
-        assert self.connections is not None, "has others"
-        return self.connections.mesh
+        assert self.mesh is not None, "has others"
+        return self.mesh
 
     def _new_mesh(self, place: Place, sockets: str | None) -> Mesh:
         return Mesh(
             Hello(
                 self.index, place.count, self.process, self.name, "", place.run, spare=place.spare
             ),
-            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
-            connect_timeout_s=self.config.connect_timeout_s,
+            self.config,
             received=self._received,
             lost=self._report_lost,
             found=self._report_found,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import psutil
 
+from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.hello import Hello, Run
 from skippipe_jax.connections.join_server import JoinServer
@@ -70,8 +71,7 @@ class Host:
         self.join_server = JoinServer(status)
         self.mesh = Mesh(
             Hello(host, hosts, 1000 + host, f"host {host}", "", run),
-            heartbeat_timeout_s=10.0,
-            connect_timeout_s=connect_timeout_s,
+            ClusterConfig(heartbeat_timeout_s=10.0, connect_timeout_s=connect_timeout_s),
             received=self._received,
             lost=lambda host, how: self.lost.append((host, how)),
             found=lambda host: None,

@@ -72,6 +72,8 @@ class Network:
 class ThreadMesh:
     """The connections of one host."""
 
+    address = "127.0.0.1"
+
     def __init__(self, network: Network, host: int):
         self.network, self.host = network, host
         self.directory = SimpleNamespace(
@@ -104,9 +106,7 @@ class ThreadMembership(Membership):
     def __init__(self, config: ClusterConfig, host: int, network: Network):
         super().__init__(config, host, network.hosts)
         self._loop = network.loop
-        self.connections = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-            mesh=ThreadMesh(network, host), address="127.0.0.1"
-        )
+        self.mesh = ThreadMesh(network, host)  # pyright: ignore[reportAttributeAccessIssue]
         network.members[host] = self
         self.inbox = CountingInbox(self)
         self.depth, self.puts = 0, list[str]()
