@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import host_listener, links
-from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, _context, derived
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, _context, derived
 from skippipe_jax.connections.links import (
     HANDSHAKE,
     LINE_BYTES,
@@ -51,8 +51,8 @@ def anonymous() -> ssl.SSLContext:
 
 def of_another_run() -> ssl.SSLContext:
     """For who has the keys of another run, and takes any certificate."""
-    key, certificate = derived(Secret("cluster.secret", "a file", "b" * 40))
-    context = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)
+    key, certificate = derived("b" * 40)
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate, certificate)
     context.verify_mode = ssl.CERT_NONE
     return context
 
