@@ -30,8 +30,6 @@ from skippipe_jax.connections.join_server import REQUESTERS, Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.link_probe import SIZES
 from tests.connections.meshes import (
-    KEYS,
-    OTHER_KEYS,
     RUN,
     Host,
     address_of,
@@ -91,17 +89,6 @@ async def test_a_newcomer_is_told_which_places_are_free_and_given_all_files():
         assert asking.fetched == sum(map(len, CONTENTS.values()))
 
 
-async def test_a_newcomer_is_told_that_nobody_listens_only_if_that_is_so_at_all_addresses():
-    closed = f"127.0.0.1:{free_port()}"
-    problem = rf"join = '{closed}': connection refused: no process listens at "
-    with pytest.raises(NoListener, match=problem):
-        await JoinClient().ask([closed, closed])
-    async with listening() as host:  # Its run has not begun.
-        with pytest.raises(TemporaryError, match="the run has not started") as caught:
-            await JoinClient().ask([closed, address_of(host)])
-        assert not isinstance(caught.value, NoListener)
-
-
 async def test_the_place_of_a_host_that_was_told_to_leave_is_free():
     async with gathered(3) as (_, second, third):
         second.join_server.make_offer = Run()
@@ -131,30 +118,6 @@ async def test_what_has_come_whole_is_not_asked_for_again_and_the_rest_is_whoeve
         assert (asking.contents, asking.fetched) == ({"config.yaml": b"67"}, 6)
 
 
-async def test_only_a_newcomer_with_the_secret_of_the_run_is_told_of_it(
-    capfd: pytest.CaptureFixture[str],
-):
-    async with listening(KEYS) as first:
-        first.join_server.make_offer = run = Run()
-        for keys, why in (
-            (LOOPBACK_ONLY, "requires a secret, and this host has none"),
-            (OTHER_KEYS, "different secret"),
-        ):
-            with pytest.raises(InputError, match=why) as caught:
-                await JoinClient(keys).ask([address_of(first)])
-            assert type(caught.value) is InputError
-        assert run.read == 0
-        asking = JoinClient(KEYS)
-        await asking.ask([address_of(first)])
-        assert asking.contents == CONTENTS
-    async with listening() as first:
-        with pytest.raises(InputError, match="does not use TLS: it has no secret"):
-            await JoinClient(KEYS).ask([address_of(first)])
-    told = capfd.readouterr().err
-    assert "it has no secret, and this run has one" in told
-    assert "it does not have the secret of this run" in told
-
-
 class Forged(Files):
     """Files of which one has other content than is told."""
 
@@ -179,16 +142,18 @@ async def test_what_came_otherwise_than_it_was_told_does_not_count():
 
 
 async def test_where_no_host_tells_of_a_run_a_newcomer_may_ask_again():
-    async with listening() as first:
-        with pytest.raises(TemporaryError, match="the run has not started, or is not elastic"):
-            await JoinClient().ask([address_of(first)])
-        first.join_server.make_offer, first.join_server.has_ended = Run(), True
+    """It is told that nobody listens only if that is so at all addresses."""
+    closed = f"127.0.0.1:{free_port()}"
+    problem = rf"join = '{closed}': connection refused: no process listens at "
+    with pytest.raises(NoListener, match=problem):
+        await JoinClient().ask([closed, closed])
+    async with listening() as host:
+        with pytest.raises(TemporaryError, match="the run has not started, or is not") as caught:
+            await JoinClient().ask([closed, address_of(host)])
+        assert not isinstance(caught.value, NoListener)
+        host.join_server.make_offer, host.join_server.has_ended = Run(), True
         with pytest.raises(TemporaryError, match="the run has ended: it finished, or"):
-            await JoinClient().ask([address_of(first)])
-        gone = address_of(first)
-        first.end()
-        with pytest.raises(TemporaryError, match="connection refused"):
-            await JoinClient().ask([gone])
+            await JoinClient().ask([address_of(host)])
 
 
 @pytest.mark.parametrize(

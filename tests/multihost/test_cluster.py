@@ -409,14 +409,6 @@ def test_timeouts_are_positive(field: str, value: float):
         ClusterConfig(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
-def test_an_unreachable_coordinator_is_reported_in_time():
-    address = f"127.0.0.1:{free_port()}"
-    began = time.monotonic()
-    with pytest.raises(TemporaryError, match=f"{address}.*no connection within 1 s"):
-        enter(ClusterConfig(connect_timeout_s=1.0), address, 2, 1)
-    assert time.monotonic() - began < 10.0
-
-
 def test_another_program_on_the_port_is_not_taken_for_host_0():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
