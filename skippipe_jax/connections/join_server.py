@@ -109,46 +109,43 @@ class JoinServer:
         self._status = status
         self._served: dict[Link, None] = {}
 
-    async def attend(
-        self, directory: Directory, away: Collection[int], link: Link, request: Sequence[Any]
+    async def serve(
+        self,
+        who: str,
+        directory: Directory,
+        away: Collection[int],
+        link: Link,
+        request: Sequence[Any],
     ) -> InputError | None:
-        """Serve a joiner as long as it sends requests, or return why it is refused.
+        """Serve a joiner as long as it sends requests, or answer an observer.
 
-        `request` is its protocol version and its package versions. `directory` has this host's
-        hello and all addresses. `away` are the hosts that are gone, silent or have left.
+        Returns why it is refused, or None. `who` is `JOINER` or `OBSERVER`; `request` is its
+        protocol version and its package versions. `directory` has this host's hello and all
+        addresses. `away` are the hosts that are gone, silent or have left.
         """
-        make_offer, refusal = self.make_offer, _version_refusal(JOINER, request, directory.hello)
-        if refusal is None and make_offer is None:
-            problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
-            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Retry later")
-        elif refusal is None and self.has_ended:
-            remedy = "Join again after it is resumed"
-            refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
-        if refusal is not None or make_offer is None:
+        own, packages = directory.hello, OBSERVED if who == OBSERVER else ()
+        if (refusal := _version_refusal(who, request, own, packages)) is not None:
             return refusal
+        if who == OBSERVER:
+            link.break_when_silent(HELLO_S)
+            return link.send("status", self._status().to_json())
+        if self.make_offer is None:
+            problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
+            return TemporaryError(JOINING, own.name, problem, "Retry later")
+        if self.has_ended:
+            return TemporaryError(JOINING, own.name, RUN_ENDED, "Join again after it is resumed")
         if len(self._served) == MAX_JOINERS:
             longest = next(iter(self._served))
             del self._served[longest]
             longest.break_off("a newer request replaced it")
         self._served[link] = None
         try:
-            return await _serve_newcomer(make_offer, directory, away, link)
+            return await _serve_joiner(self.make_offer, directory, away, link)
         finally:
             self._served.pop(link, None)
 
-    def show(self, own: Hello, link: Link, request: Sequence[Any]) -> InputError | None:
-        """Send an observer the status of the run, or return why it is refused.
 
-        `request` is the same as for joiners.
-        """
-        refusal = _version_refusal(OBSERVER, request, own, OBSERVED)
-        if refusal is None:
-            link.break_when_silent(HELLO_S)
-            link.send("status", self._status().to_json())
-        return refusal
-
-
-async def _serve_newcomer(
+async def _serve_joiner(
     make_offer: MakeOffer, directory: Directory, away: Collection[int], link: Link
 ) -> InputError | None:
     own, free = directory.hello, {*directory.unused_ids, *away}
@@ -176,11 +173,11 @@ async def _serve_newcomer(
 
 
 def _version_refusal(
-    who: str, request: Sequence[Any], own: Hello, packages: Collection[str] | None = None
+    who: str, request: Sequence[Any], own: Hello, packages: Collection[str]
 ) -> InputError | None:
     """Return the error if a joiner or observer has another protocol or version, else None.
 
-    The versions of `packages` are compared; by default, of all packages that either side names.
+    The versions of `packages` are compared; if empty, of all packages that either side names.
     """
     match request:
         case [protocol, _] if protocol != PROTOCOL:

@@ -38,7 +38,7 @@ from skippipe_jax.connections.failure_detector import BEATS, FailureDetector
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
 from skippipe_jax.connections.host_listener import HostListener
 from skippipe_jax.connections.jax_relay import listen_for_jax
-from skippipe_jax.connections.join_server import OBSERVER, JoinServer
+from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
     HELLO_S,
@@ -419,10 +419,8 @@ class Mesh:
 
     async def _receive(self, who: str, link: Link, request: Sequence[Any]) -> InputError | None:
         """Serve a joiner or observer; `left` hosts are away too, though not missed."""
-        if who == OBSERVER:
-            return self._join_server.show(self.directory.hello, link, request)
         away = self.missed | self.left
-        return await self._join_server.attend(self.directory, away, link, request)
+        return await self._join_server.serve(who, self.directory, away, link, request)
 
     def _refusal(self, hello: Hello) -> InputError | None:
         host, channel = hello.host, self._channels.get(hello.host)
