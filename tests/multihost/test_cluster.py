@@ -122,6 +122,7 @@ def test_others_stop_for_a_host_that_fails_and_say_why(processes: Processes):
         )
 
 
+@pytest.mark.nightly
 def test_hosts_with_the_secret_meet_and_others_are_refused_in_one_line_on_both_sides(
     processes: Processes,
 ):
