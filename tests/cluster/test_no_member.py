@@ -97,13 +97,16 @@ async def meet() -> tuple[list[Membership], list[Group], Host]:
     return hosts, teams, third
 
 
-def test_whoever_is_no_member_ends_nobody(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    ended: list[int] = []
-    for place in ("membership", "ending"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes by which processes of hosts would have ended."""
+    codes: list[int] = []
+    for place in ("membership", "ending", "joining"):
+        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", codes.append)
+    return codes
 
+
+def test_whoever_is_no_member_ends_nobody(ended: list[int], capfd: pytest.CaptureFixture[str]):
     async def live() -> None:
         hosts, teams, third = await meet()
         for message in NO_MESSAGES:
@@ -140,11 +143,7 @@ def test_whoever_is_no_member_ends_nobody(
     assert "Traceback" not in told
 
 
-def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest.MonkeyPatch):
-    ended: list[int] = []
-    for place in ("membership", "ending"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
-
+def test_a_member_that_ends_for_what_counts_for_all_ends_all(ended: list[int]):
     async def live() -> None:
         hosts, _, third = await meet()
         listening.extend(parse_address("address", host.control_address) for host in hosts)
@@ -162,11 +161,9 @@ def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest
 
 @pytest.mark.parametrize("is_joiner", [True, False], ids=["joiner", "comes back"])
 def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
-    is_joiner: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    is_joiner: bool, ended: list[int], capfd: pytest.CaptureFixture[str]
 ):
-    ended, joiners = list[int](), list[Membership]()
-    for place in ("membership", "ending", "joining"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+    joiners = list[Membership]()
 
     async def live() -> None:
         hosts, teams, third = await meet()

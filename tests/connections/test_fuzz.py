@@ -113,7 +113,7 @@ async def send(host: Host, content: bytes, chance: random.Random) -> None:
     st.lists(st.tuples(GREETING, st.lists(LINES, max_size=5)), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
     contents: list[tuple[bytes, list[bytes]]], chance: random.Random
 ):

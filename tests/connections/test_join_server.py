@@ -258,7 +258,7 @@ JSON = json_values(st.sampled_from(["127.0.0.1:9", "\ud800"]))
 
 
 @given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_what_is_no_invitation_is_a_value_error_and_nothing_else(parts: dict[str, Any]):
     try:
         told = JoinOffer.parse(changed(**parts))
