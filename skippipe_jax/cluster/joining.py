@@ -123,7 +123,7 @@ def _abandon(membership: Membership, error: BaseException, is_joiner: bool = Fal
     if membership.count == 1:
         return
     membership.explain(error)
-    decision = exit_decision(error, membership.phase, joined=is_joiner)
+    decision = exit_decision(error, is_training=membership.is_training, joined=is_joiner)
     words = resume_hint_in_time(membership.last_words, decision.code)
     if decision.sentence:
         log.error(f"{decision.sentence} {words}".strip())

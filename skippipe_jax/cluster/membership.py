@@ -34,7 +34,6 @@ from skippipe_jax.cluster.ending import (
     LOST_HOST_EXIT_CODE,
     REASON_CHARACTERS,
     ExitReason,
-    Phase,
     exit_at_once,
     exit_on_error,
     log_and_exit,
@@ -251,7 +250,7 @@ class Membership(Group):
     Attributes:
         name: name of this host in messages.
         process: random number of this process; that of host 0 identifies the start of the run.
-        phase: phase of the run; set it to `TRAINING` when all hosts are ready to train.
+        is_training: set it to True when all hosts are ready to train; see `exit_decision`.
         count: number of hosts at the start of the run.
         config: the timeouts and ports.
         mesh: connections to the other hosts; None for a single host.
@@ -268,7 +267,7 @@ class Membership(Group):
         self.config, self.is_distributed = config, is_distributed
         self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
         self.process = secrets.randbits(NUMBER_BITS)
-        self.phase = Phase.SETUP
+        self.is_training = False
         self.is_outside = False
         self.last_words: Callable[[], str] = str
         self.join_server = JoinServer(self._status)
@@ -375,7 +374,7 @@ class Membership(Group):
 
     def request_admission(self, rules: Rules, store: Store) -> None:
         """Ask the hosts of a running job to admit this host; `next_group` waits for that."""
-        self.phase = Phase.TRAINING
+        self.is_training = True
         state = State(self.index, self.process, rules)
         self._done(self._begin_control(state, self.inbox.follow, store))
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from skippipe_jax import log
-from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.errors import GenerationEnded, HostLeft
@@ -285,7 +284,7 @@ class Trainer:
             else:
                 session = elastic(setup).open(setup)
         self._adopt(session)
-        host.phase = Phase.TRAINING
+        host.is_training = True
 
     def _adopt(self, session: Session) -> None:
         """Make a session the current one."""

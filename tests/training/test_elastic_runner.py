@@ -12,7 +12,7 @@ import jax
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_decision
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
@@ -424,7 +424,8 @@ def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
     with pytest.raises(PeerTimeout, match=r"failed again .*: INTERNAL: socket closed") as raised:
         openings.after(before)
     # As a process that is started again this host may do better.
-    assert exit_decision(raised.value, Phase.TRAINING, joined=False).code == LOST_HOST_EXIT_CODE
+    decision = exit_decision(raised.value, is_training=True, joined=False)
+    assert decision.code == LOST_HOST_EXIT_CODE
 
 
 def test_a_host_that_waits_for_long_says_for_whom(
