@@ -7,9 +7,10 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,49 +26,38 @@ from skippipe_jax.training.initial_weights import open_initial_weights
 from tests.harness.paper_results import made_up
 
 
-class Started:
-    """What would be a process: it has ended well, and a summing up has written what it found."""
+def test_a_job_is_trained_and_summed_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    commands, flags = list[Sequence[str]](), list[str]()
 
-    commands: ClassVar[list[list[str]]] = []
-    flags: ClassVar[list[str]] = []
-    returncode = 0
-
-    def __init__(self, words: list[str], env: dict[str, str], **_: Any):
-        command = words[words.index("-m") + 1 :]
-        self.commands.append(command)
-        self.flags.append(env["XLA_FLAGS"])
+    async def run_command(_: object, task: running.Task, command: Sequence[str], *__: Any) -> int:
+        """End well, and let a summing up write what it found."""
+        commands.append(command)
+        flags.append(task.environment()["XLA_FLAGS"])
         if command[0].endswith("summary"):
             given = dict(itertools.pairwise(command))
             found = replace(made_up(1.5, 400), digest=given["--digest"])
             Path(given["--output"]).write_text(json.dumps(asdict(found)))
-
-    def poll(self) -> int:
         return 0
 
-
-def test_a_job_is_trained_and_summed_up_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(running.subprocess, "Popen", Started)
-    monkeypatch.setattr(running, "POLL_S", 0.0)
-    monkeypatch.setattr(Started, "commands", [])
-    monkeypatch.setattr(Started, "flags", [])
+    monkeypatch.setattr(running._Campaign, "_run_command", run_command)
     config = Campaign(tmp_path, quick=True).config(Run("full", 0))
     job = jobs.Job(
         name="one", digest="1", config=config, results=tmp_path, folder=tmp_path, command="",
         flags="--xla_cpu_max_isa=AVX2",
     )  # fmt: skip
     jobs.train([job], tmp_path)
-    names = [command[0] for command in Started.commands]
+    names = [command[0] for command in commands]
     assert names == ["skippipe_jax.train", "experiments.paper.summary"]
-    assert all(flags.split()[-1] == job.flags for flags in Started.flags)
-    assert jobs.ONE_THREAD["XLA_FLAGS"] in Started.flags[0]
+    assert all(own.split()[-1] == job.flags for own in flags)
+    assert jobs.ONE_THREAD["XLA_FLAGS"] in flags[0]
     found = job.summary()
     assert found is not None
     assert found.loss == 1.5
     assert "one: held-out loss 1.5000" in capsys.readouterr().out
     jobs.train([job], tmp_path)
-    assert len(Started.commands) == 2
+    assert len(commands) == 2
     assert replace(job, digest="2").summary() is None
 
 

@@ -23,7 +23,6 @@ LONG_FUNCTIONS = {
     "skippipe_sched.search.evaluator: replay",
 }
 WIDE_SIGNATURES = {
-    "skippipe_jax.cluster.joining: joined",
     "skippipe_jax.connections.mesh: Mesh.__init__",
     "skippipe_jax.runtime.runtime: Runtime.__init__",
     "skippipe_jax.runtime.runtime: open_runtime",

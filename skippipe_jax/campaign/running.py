@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from skippipe_sched.errors import TEMPORARY_EXIT_CODE, InputError
 from tqdm import tqdm
@@ -84,7 +85,7 @@ def run_all(
     if missing:
         done = len(in_order) - len(missing)
         print(f"{done} of {len(in_order)} runs have been trained", flush=True)
-        _Running(missing, logs, at_once, where).run()
+        asyncio.run(_Campaign(missing, logs, at_once, where).run())
 
 
 def ordered(tasks: Sequence[Task]) -> list[Task]:
@@ -111,156 +112,113 @@ def ordered(tasks: Sequence[Task]) -> list[Task]:
     return list(ordered.values())
 
 
-class _Process:
-    """Running task, which executes its commands one after another.
-
-    Its processes hold a lock on its log while any of them lives. If they outlive a killed parent,
-    the task waits for their end and then does the rest.
-    """
-
-    def __init__(self, task: Task, logs: Path, where: Path | None):
-        self.task, self.where = task, where
-        self.begun_s = time.monotonic()
-        logs.mkdir(parents=True, exist_ok=True)
-        self.log: IO[str] = (logs / f"{task.name}.log").open("a")
-        self.waiting: deque[Callable[[], Command]] = deque()
-        self.starts_s: float | None = None
-        self.tries, self.started_s = RestartPolicy(MOST_TRIES), 0.0
-        self.process: subprocess.Popen[bytes] | None = None
-        self.is_done = False
-        self._begin()
-        if self.process is None and not self.is_done:
-            tqdm.write(f"{task.name}: waiting for processes of an earlier command to end")
-
-    def _begin(self) -> None:
-        """Start the first command, unless processes of an earlier call still run."""
-        if not flock(self.log.fileno()):
-            return
-        if self.task.is_done():
-            self.is_done = True
-        else:
-            self.waiting.extend(self.task.commands())
-            self._start()
-
-    def _start(self) -> None:
-        self.starts_s, self.started_s = None, time.monotonic()
-        # A separate process group, so that only this process gets Ctrl-C and forwards it.
-        self.process = subprocess.Popen(
-            ["nice", sys.executable, "-m", *self.waiting[0]()],
-            cwd=self.where,
-            env=os.environ | self.task.environment(),
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-
-    def poll(self) -> bool:
-        """Start the next command if the current one has ended; return whether the task runs."""
-        if self.process is None and not self.is_done:
-            self._begin()
-        code = None if self.process is None else self.process.poll()
-        if code == TEMPORARY_EXIT_CODE and self._tries_again():
-            return True
-        if code == 0:
-            self.waiting.popleft()
-            self.is_done = not self.waiting
-            if self.waiting:
-                self._start()
-        runs = not self.is_done and code in (None, 0)
-        if not runs:
-            self.log.close()
-        return runs
-
-    def _tries_again(self) -> bool:
-        """Restart the same command after a pause; return whether an attempt is left."""
-        now_s = time.monotonic()
-        if self.starts_s is None:
-            lived_s = now_s - self.started_s
-            # No other process takes over its work.
-            pause_s = self.tries.pause_s(TEMPORARY_EXIT_CODE, lived_s, misses_others=True)
-            if pause_s is None:
-                return False
-            self.starts_s = now_s + pause_s
-            last_error = _last_error(self.log.name)
-            tqdm.write(f"{self.task.name} failed; retry in {pause_s:g} s. {last_error}".rstrip())
-        elif now_s > self.starts_s:
-            self._start()
-        return True
-
-    def terminate(self) -> None:
-        """Send SIGTERM, so that the process saves its state and ends; `wait` waits for that."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-
-    def wait(self) -> None:
-        """Wait for the end of its process."""
-        if self.process is not None:
-            self.process.wait()
-        self.log.close()
-
-
-class _Running:
-    """Scheduler of the missing tasks, which also estimates the remaining time."""
+class _Campaign:
+    """Execution of the missing tasks, which are sorted; it also estimates the remaining time."""
 
     def __init__(self, missing: Sequence[Task], logs: Path, at_once: int, where: Path | None):
-        self.logs, self.at_once, self.where = logs, at_once, where
-        self.waiting = list(missing)
-        self.live: list[_Process] = []
+        self.missing, self.logs, self.where = missing, logs, where
+        self.gate = asyncio.Semaphore(at_once)
+        self.running: dict[str, asyncio.Task[bool]] = {}
         self.remaining = {task.name: task.work for task in missing}
-        self.failed: list[_Process] = []
-        self.work_done = 0.0
-        self.begun_s = time.monotonic()
+        self.failed: list[str] = []
+        self.work_done, self.begun_s = 0.0, time.monotonic()
 
-    def run(self) -> None:
-        with tqdm(total=len(self.remaining), unit="run", disable=None) as bar:
+    async def run(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=len(self.missing), unit="run", disable=None) as bar:
+            for task in self.missing:
+                self.running[task.name] = asyncio.create_task(self._run_after_needs(task, bar))
             try:
-                while self.live or self._ready():
-                    self._start_ready()
-                    time.sleep(POLL_S)
-                    for process in [process for process in self.live if not process.poll()]:
-                        self.live.remove(process)
-                        bar.update()
-                        if process.is_done:
-                            self._print_result(process)
-                        else:
-                            self.failed.append(process)
+                await asyncio.gather(*self.running.values())
             finally:
-                for process in self.live:
-                    process.terminate()
-                for process in self.live:
-                    process.wait()
+                for running in self.running.values():
+                    running.cancel()
+                await asyncio.gather(*self.running.values(), return_exceptions=True)
         if self.failed:
-            names = ", ".join(process.task.name for process in self.failed)
-            first = self.failed[0].log.name
             problem = "failed; the tasks that do not need it are done"
+            names, first = ", ".join(self.failed), self._log(self.failed[0])
             raise InputError("run", names, problem, f"{_last_error(first)}Read {first}")
 
-    def _ready(self) -> list[Task]:
-        """Return the waiting tasks whose needs are met."""
-        return [
-            task for task in self.waiting if not any(name in self.remaining for name in task.needs)
-        ]
+    def _log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
 
-    def _start_ready(self) -> None:
-        for task in self._ready()[: self.at_once - len(self.live)]:
-            self.waiting.remove(task)
-            self.live.append(_Process(task, self.logs, self.where))
+    async def _run_after_needs(self, task: Task, bar: tqdm[Any]) -> bool:
+        """Run a task once those that it needs are done; return whether it is done."""
+        for name in task.needs:
+            if name in self.running and not await self.running[name]:
+                return False
+        async with self.gate:
+            begun_s = time.monotonic()
+            with self._log(task.name).open("a") as log:
+                is_done = await self._run(task, log)
+        bar.update()
+        if is_done:
+            self._print_result(task, time.monotonic() - begun_s)
+        else:
+            self.failed.append(task.name)
+        return is_done
 
-    def _print_result(self, process: _Process) -> None:
+    async def _run(self, task: Task, log: IO[str]) -> bool:
+        """Run the commands of a task one after another; return whether it is done.
+
+        Its processes hold a lock on its log while any of them lives. If they outlive a killed
+        parent, the task waits for their end and then does the rest.
+        """
+        if not flock(log.fileno()):
+            tqdm.write(f"{task.name}: waiting for processes of an earlier command to end")
+            while not flock(log.fileno()):
+                await asyncio.sleep(POLL_S)
+        if task.is_done():
+            return True
+        tries = RestartPolicy(MOST_TRIES)
+        for command in task.commands():
+            started_s = time.monotonic()
+            while code := await self._run_command(task, command(), log):
+                pause_s, lived_s = None, time.monotonic() - started_s
+                if code == TEMPORARY_EXIT_CODE:  # No other process takes over its work.
+                    pause_s = tries.pause_s(code, lived_s, misses_others=True)
+                if pause_s is None:
+                    return False
+                last_error = _last_error(self._log(task.name))
+                tqdm.write(f"{task.name} failed; retry in {pause_s:g} s. {last_error}".rstrip())
+                await asyncio.sleep(pause_s)
+                started_s = time.monotonic()
+        return True
+
+    async def _run_command(self, task: Task, command: Command, log: IO[str]) -> int:
+        """Run a command and return its exit code; if canceled, let it save its state and end."""
+        process = await asyncio.create_subprocess_exec(
+            *("nice", sys.executable, "-m", *command),
+            cwd=self.where,
+            env=os.environ | task.environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # A separate process group, so that only this process gets Ctrl-C and forwards it.
+            process_group=0,
+        )
+        try:
+            return await process.wait()
+        except asyncio.CancelledError:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+            raise
+
+    def _print_result(self, task: Task, seconds: float) -> None:
         """Print the result of a task, and the estimated time of the remaining tasks."""
-        task, now_s = process.task, time.monotonic()
         self.work_done += self.remaining.pop(task.name)
-        hours = sum(self.remaining.values()) / self.work_done * (now_s - self.begun_s) / 3600
+        elapsed_s = time.monotonic() - self.begun_s
+        hours = sum(self.remaining.values()) / self.work_done * elapsed_s / 3600
         tqdm.write(
-            f"{task.name}: {task.found()}; {(now_s - process.begun_s) / 60:.1f} min; "
+            f"{task.name}: {task.found()}; {seconds / 60:.1f} min; "
             f"{len(self.remaining)} runs left, about {hours:.1f} h"
         )
         sys.stdout.flush()
 
 
-def _last_error(log: str) -> str:
+def _last_error(log: Path) -> str:
     """Return the last line of a log if it is an error message, else ""."""
-    lines = Path(log).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return f"Its last line is: {lines[-1]} " if lines and lines[-1].startswith("error:") else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import os
 import re
 import traceback
@@ -45,15 +44,6 @@ class ExitReason(NamedTuple):
     exit_code: int = LOST_HOST_EXIT_CODE
 
 
-class Phase(enum.Enum):
-    """Phase of a run on a host, which decides the effect of an error on the others."""
-
-    SETUP = "setup"
-    """Invalid input on one host ends all hosts."""
-    TRAINING = "training"
-    """An error on one host is its own; the others may continue or be restarted."""
-
-
 class RunFailed(InputError):
     """Failure of the whole run, whichever host detects it first."""
 
@@ -72,12 +62,13 @@ class ExitDecision(NamedTuple):
     sentence: str
 
 
-def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecision:
+def exit_decision(error: BaseException, *, is_training: bool, joined: bool) -> ExitDecision:
     """Decide how a host that raises this error ends, and how its peers do.
 
-    Invalid input ends all hosts with the same code during setup; during training only a `RunFailed`
-    does. A user interrupt of one host ends all. After any other error, and for a host that has
-    `joined` a run, its peers treat the host as lost. Storage errors during training are temporary.
+    During setup, which is until `is_training`, invalid input ends all hosts with the same code;
+    during training only a `RunFailed` does. A user interrupt of one host ends all. After any other
+    error, and for a host that has `joined` a run, its peers treat the host as lost. Storage errors
+    during training are temporary.
     """
     input_error = as_input_error(error)
     code, sentence = 1, ""
@@ -92,9 +83,9 @@ def exit_decision(error: BaseException, phase: Phase, joined: bool) -> ExitDecis
     elif isinstance(error, OSError) and error.filename is not None:
         sentence = f"error: {error}"
     of_storage = isinstance(error.__cause__ if input_error is error else error, OSError)
-    if of_storage and phase is Phase.TRAINING:
+    if of_storage and is_training:
         code = LOST_HOST_EXIT_CODE
-    is_of_all = phase is Phase.SETUP or isinstance(error, RunFailed)
+    is_of_all = not is_training or isinstance(error, RunFailed)
     ends_all = code == INTERRUPTED_EXIT_CODE or (code == INPUT_ERROR_EXIT_CODE and is_of_all)
     return ExitDecision(code, code if ends_all and not joined else LOST_HOST_EXIT_CODE, sentence)
 
@@ -123,7 +114,7 @@ async def log_and_exit(
 
 def exit_on_error(error: BaseException, name: str, last_words: Callable[[], str]) -> NoReturn:
     """End the host of this name after an error of its own; log a traceback if unexpected."""
-    code, _, sentence = exit_decision(error, Phase.TRAINING, joined=False)
+    code, _, sentence = exit_decision(error, is_training=True, joined=False)
     log.error(sentence or "".join(traceback.format_exception(error)).rstrip())
     log.final_error(f"{name} exits with code {code}. {resume_hint_in_time(last_words, 1)}".strip())
     exit_at_once(code)

@@ -165,8 +165,8 @@ class _Mailbox:
 
 
 def named(generation: int, key: str) -> str:
-    """Return a key as it is sent in a generation."""
-    return f"{generation}:{key}"
+    """Return a key as it is sent in a generation; 0 is before the first."""
+    return f"{generation}:{key}" if generation else key
 
 
 def _generation_of(key: str) -> int:

@@ -1,4 +1,4 @@
-"""Context managers that make this process a host of a run for the duration of a block."""
+"""Context manager that makes this process a host of a run for the duration of a block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from skippipe_sched.errors import TemporaryError, Terminated, as_input_error
@@ -24,6 +24,7 @@ from skippipe_jax.connections.keys import Keys
 from skippipe_jax.errors import PeerTimeout
 
 
+@contextlib.contextmanager
 def connect(
     config: Config,
     coordinator: str | None = None,
@@ -32,43 +33,13 @@ def connect(
     *,
     detect: bool = False,
     last_addresses: Sequence[str] = (),
-) -> AbstractContextManager[Membership]:
-    """Make this process a host of a run for a block; enter it before the first use of JAX.
-
-    Args:
-        config: configuration of the run, the same on all hosts.
-        coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
-        num_hosts: number of processes in the run.
-        host_id: this process's index among them.
-        detect: let JAX detect the cluster, even without hints in the environment.
-        last_addresses: last known addresses of the run's hosts, for a host that rejoins.
-
-    Raises:
-        InputError: for arguments that contradict each other.
-        TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
-            not connect within ``cluster.connect_timeout_s``.
-    """
-    run = Run(identity(config), settings(config))
-    place = coordinator, num_hosts, host_id, detect, last_addresses
-    return joined(config.cluster, *place, run, spare=config.join.places)
-
-
-@contextlib.contextmanager
-def joined(
-    config: ClusterConfig,
-    coordinator: str | None = None,
-    hosts: int | None = None,
-    host_id: int | None = None,
-    distributed: bool = False,
-    last_addresses: Sequence[str] = (),
     run: Run | None = None,
     is_joiner: bool = False,
-    spare: int = 0,
 ) -> Iterator[Membership]:
-    """Make this process a host of a run for a block; enter it before JAX's backend starts.
+    """Make this process a host of a run for a block; enter it before the first use of JAX.
 
-    Hosts come from ``coordinator``, ``hosts`` and ``host_id`` where given; else from SLURM (a step
-    of several tasks) or a TPU pod (several workers) as JAX detects them, or, with ``distributed``,
+    Hosts come from ``coordinator``, ``num_hosts`` and ``host_id`` where given; else from SLURM (a
+    step of several tasks) or a TPU pod (several workers) as JAX detects them, or, with ``detect``,
     from any cluster that JAX detects. Otherwise the membership has one host. Several hosts run JAX
     as ``cluster.runtime`` says: one JAX client each, or connected by `jax.distributed`.
 
@@ -79,29 +50,31 @@ def joined(
     `LOST_HOST_EXIT_CODE`.
 
     Args:
-        config: the timeouts, and the secret unless the environment has one.
+        config: configuration of the run, the same on all hosts.
         coordinator: ``HOST:PORT`` on host 0 that all hosts can reach.
-        hosts: number of processes in the run.
+        num_hosts: number of processes in the run.
         host_id: this process's index among them.
-        distributed: let JAX detect the cluster, even without hints in the environment.
+        detect: let JAX detect the cluster, even without hints in the environment.
         last_addresses: last known addresses of the run's hosts. If one of them answers, the run is
             alive and has lost this host, which `is_outside` until `Membership.request_admission`.
-        run: identity of the run, by which hosts of other runs are rejected.
+        run: identity of the run, by which hosts of other runs are rejected; by default as in
+            ``config``.
         is_joiner: this host may only join a live run, and its end does not end the others.
-        spare: number of extra hosts that may join, with host ids after those of the `hosts`.
 
     Raises:
         InputError: for arguments that contradict each other.
         TemporaryError: for an address that does not answer, a port that is taken, and hosts that do
-            not connect within ``connect_timeout_s``.
+            not connect within ``cluster.connect_timeout_s``.
     """
+    cluster, spare = config.cluster, config.join.places
     beside = spare if is_joiner else 0
-    place = find_place(config, coordinator, hosts, host_id, distributed, beside)
+    place = find_place(cluster, coordinator, num_hosts, host_id, detect, beside)
     if place is not None:
-        spare = config.with_ports(place.count, spare)
-        place = replace(place, run=run or place.run, keys=Keys.of(config), spare=spare)
-    runtime = chosen_runtime(config, distributed)
-    membership = _join(config, place, runtime, last_addresses, is_joiner)
+        run = run or Run(identity(config), settings(config))
+        spare = cluster.with_ports(place.count, spare)
+        place = replace(place, run=run, keys=Keys.of(cluster), spare=spare)
+    runtime = chosen_runtime(cluster, detect)
+    membership = _join(cluster, place, runtime, last_addresses, is_joiner)
     try:
         yield membership
         membership.leave()
@@ -150,7 +123,7 @@ def _abandon(membership: Membership, error: BaseException, is_joiner: bool = Fal
     if membership.count == 1:
         return
     membership.explain(error)
-    decision = exit_decision(error, membership.phase, joined=is_joiner)
+    decision = exit_decision(error, is_training=membership.is_training, joined=is_joiner)
     words = resume_hint_in_time(membership.last_words, decision.code)
     if decision.sentence:
         log.error(f"{decision.sentence} {words}".strip())

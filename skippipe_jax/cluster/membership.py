@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from skippipe_jax import log
@@ -35,7 +34,6 @@ from skippipe_jax.cluster.ending import (
     LOST_HOST_EXIT_CODE,
     REASON_CHARACTERS,
     ExitReason,
-    Phase,
     exit_at_once,
     exit_on_error,
     log_and_exit,
@@ -51,7 +49,7 @@ from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.links import MESSAGE_CHARACTERS
-from skippipe_jax.connections.mesh import ConnectionSetup, Mesh
+from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads, result
 from skippipe_jax.consensus.control import Control, Store
@@ -78,40 +76,41 @@ ANSWERS_S = 10.0
 NO_GENERATION = Generation(0, (), (), 0, 0)
 """Generation of a group with fixed hosts: no host lacks a state, and no stage is lost."""
 
+GENERATION_TIMEOUT_S = 3600.0
+"""Seconds that the hosts of a generation wait for each other: long, since a wait may be for a state
+over a slow link or an upload. The loss of a host ends the generation, and with it every wait."""
+
 
 class Group:
-    """Hosts that train together: those of a generation, or all hosts of a run (`Membership`).
+    """Hosts that train together: those of a generation, or all initial hosts of a run.
 
     Hosts are numbered from 0, and host 0 leads, so that the operations of `agreement` work in a
-    generation as in a run. A group with fixed hosts behaves like a generation in which nothing has
-    changed.
+    generation as in a run. A group with fixed hosts (`Membership`) is like a generation in which
+    nothing changes and which does not end.
 
     Attributes:
         index: position of this host.
         count: number of hosts.
-        is_distributed: whether one JAX runtime has the devices of all hosts.
-        timeout_s: seconds that hosts wait for each other before training.
-        generation: generation of these hosts; `NO_GENERATION` for fixed hosts.
         hosts: host ids in the run, by position.
+        generation: generation of these hosts; `NO_GENERATION` for fixed hosts.
+        timeout_s: seconds that hosts wait for each other before training.
+        is_distributed: whether one JAX runtime has the devices of all hosts.
     """
 
-    index: int
-    count: int
-    is_distributed: bool = False
-    # Long, since a wait may be for a state over a slow link or an upload; the loss of a host ends
-    # the group, and with it every wait.
-    timeout_s: float = 3600.0
-    generation: Generation = NO_GENERATION
-    hosts: Sequence[int]
+    is_distributed = False
 
-    def __init__(self, membership: Membership, generation: Generation):
-        """Create the group of a generation's members, this host among them."""
-        leader = generation.leader
-        self.generation = generation
-        self.hosts = (leader, *(host for host in generation.members if host != leader))
-        self.count = len(self.hosts)
-        self.index = self.hosts.index(membership.index)
-        self._membership = membership
+    def __init__(
+        self,
+        membership: Membership,
+        index: int,
+        hosts: Sequence[int],
+        generation: Generation = NO_GENERATION,
+        timeout_s: float = GENERATION_TIMEOUT_S,
+    ):
+        """Create a group with this host at position `index`; see `Membership.group_of`."""
+        self._membership, self.index, self.hosts = membership, index, hosts
+        self.generation, self.timeout_s = generation, timeout_s
+        self.count = len(hosts)
 
     @property
     def is_elastic(self) -> bool:
@@ -135,7 +134,8 @@ class Group:
 
     def here(self) -> dict[str, Any]:
         """Describe this host to the others: host id, process id, address."""
-        return self._membership.here()
+        own = self._membership
+        return {"host": own.index, "pid": os.getpid(), "address": own.control_address}
 
     def put(self, key: str, value: str) -> None:
         """Send a value to every host, replacing an earlier one; do not wait for its arrival.
@@ -143,7 +143,7 @@ class Group:
         Raises:
             ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
         """
-        self._membership.put(named(self.generation.number, key), value)
+        self._membership.post(named(self.generation.number, key), value)
 
     def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
         """Wait for the value of a key, remove it and return it.
@@ -155,33 +155,52 @@ class Group:
             GenerationEnded: if the generation ends first.
         """
         number, of_run = self.generation.number, None if source is None else self.hosts[source]
-        return self._membership.get(named(number, key), timeout_s, of_run, number)
+        return self._membership.inbox.take(named(number, key), timeout_s, of_run, number)
 
     @property
     def address(self) -> str:
         """IP address at which the others reach this host, and on which it listens."""
-        return self._membership.address
+        mesh = self._membership.mesh
+        return "127.0.0.1" if mesh is None else mesh.address
 
     def transfer_addresses(self) -> dict[int, str]:
         """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
 
-        The address for a host is the same in every generation.
+        The address for a host is the same in every generation. Port 0 stands for any free one,
+        unless ``cluster.transfer_port`` fixes them.
 
         Raises:
             InputError: if there are not enough ports for all hosts.
             TemporaryError: if a port of this host is taken.
         """
-        of_run = self._membership.transfer_addresses(self.hosts)
-        return {place: of_run[host] for place, host in enumerate(self.hosts) if place != self.index}
+        own = self._membership
+        ports = {
+            place: own.config.port(own.index, host, own.count)
+            for place, host in enumerate(self.hosts)
+            if place != self.index
+        }
+        for port in ports.values():
+            require_free("cluster.transfer_port", self.address, port)
+        return {place: join_address(self.address, port) for place, port in ports.items()}
 
     def clock_offset_s(self) -> float:
-        """Return the seconds to add to this host's `time.time()` to get that of host 0.
+        """Measure the seconds to add to this host's `time.time()` to get that of host 0.
+
+        The error is at most half of the shortest round trip between the two hosts. It takes at most
+        about half a second, or one round trip if that is longer.
 
         Raises:
-            PeerTimeout: if host 0 does not answer in time.
+            PeerTimeout: if host 0 does not answer within ``connect_timeout_s``.
             GenerationEnded: if the generation ends first.
         """
-        return self._membership.clock_offset_s(self.hosts[0], self.generation.number)
+        if self.index == 0:
+            return 0.0
+        own, leader, number = self._membership, self.hosts[0], self.generation.number
+        timeout_s = own.config.connect_timeout_s
+        return clock.offset_s(
+            lambda sent: own.send(leader, "clock", sent),
+            lambda: own.inbox.take(clock.key(leader), timeout_s, leader, number),
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -203,19 +222,24 @@ class Group:
         """Report totals and buddy checkpoints of a step, whose averaged gradients this host holds.
 
         `counted` is called, maybe in another thread, with the totals of all hosts upon the commit.
+        Fixed hosts sum their totals by transfers, so only a single one commits its steps here.
         """
+        if not self.is_elastic:
+            assert self.count == 1, "is alone"
+            return counted(tuple(totals))
         number = self.generation.number
         self._membership.inbox.expect(number, counted)
         self._membership.control.tell(Held(number, step, tuple(totals), copies))
 
     def saved(self, step: int) -> None:
-        """Report that the checkpoint of a step is complete."""
-        self._membership.control.tell(Saved(step))
+        """Report that the checkpoint of a step is complete; fixed hosts search for it later."""
+        if self.is_elastic:
+            self._membership.control.tell(Saved(step))
 
     def gone_back(self, step: int) -> Group:
         """Report the rollback of all members to an earlier step; return the group after it."""
         self._membership.control.tell(RolledBack(self.generation.number, step))
-        return Group(self._membership, replace(self.generation, step=step))
+        return self._membership.group_of(replace(self.generation, step=step))
 
 
 class Membership(Group):
@@ -226,8 +250,10 @@ class Membership(Group):
     Attributes:
         name: name of this host in messages.
         process: random number of this process; that of host 0 identifies the start of the run.
-        phase: phase of the run; set it to `TRAINING` when all hosts are ready to train.
+        is_training: set it to True when all hosts are ready to train; see `exit_decision`.
         count: number of hosts at the start of the run.
+        config: the timeouts and ports.
+        mesh: connections to the other hosts; None for a single host.
         is_outside: True if the run continues without this host, which it has lost.
         last_words: function that returns the end of the final message when another host is lost,
             such as the checkpoint to resume from. Set it to your own; it has two seconds.
@@ -236,31 +262,25 @@ class Membership(Group):
     """
 
     def __init__(self, config: ClusterConfig, index: int, count: int, is_distributed: bool = False):
-        """Start unconnected; `joined` connects the host to the others."""
-        self.index, self.count, self.is_distributed = index, count, is_distributed
-        self.hosts, self.timeout_s = range(count), config.connect_timeout_s
+        """Start unconnected; `connect` connects the host to the others."""
+        super().__init__(self, index, range(count), timeout_s=config.connect_timeout_s)
+        self.config, self.is_distributed = config, is_distributed
         self.name = f"host {index} (pid {os.getpid()} on {socket.gethostname()})"
         self.process = secrets.randbits(NUMBER_BITS)
-        self.phase = Phase.SETUP
+        self.is_training = False
         self.is_outside = False
         self.last_words: Callable[[], str] = str
         self.join_server = JoinServer(self._status)
         self.inbox = Inbox()
-        self._config = config
+        self.mesh: Mesh | None = None
         self._training: TrainingStatus | None = None
         # The rest exists only with several hosts, and belongs to the event loop's thread.
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
-        self._connections: ConnectionSetup | None = None
         self._control: Control | None = None
         self._verdict: asyncio.Future[ExitReason]
         self._is_failing = self._was_stopped = False
         self._last_beat_s = math.inf
-
-    @property
-    def address(self) -> str:
-        """IP address at which the others reach this host, and on which it listens."""
-        return "127.0.0.1" if self._connections is None else self._connections.address
 
     @property
     def control_address(self) -> str:
@@ -304,10 +324,6 @@ class Membership(Group):
         address = self._mesh.directory.addresses.get(self._leader)
         return f"host {self._leader}" + (f" ({address})" if address else "")
 
-    def here(self) -> dict[str, Any]:
-        """Describe this host to the others: host id, process id, address."""
-        return {"host": self.index, "pid": os.getpid(), "address": self.control_address}
-
     def show(self, training: TrainingStatus) -> None:
         """Set the training status for observers of the run."""
         if self._training is not None:  # Keep the locations of lost hosts.
@@ -315,10 +331,10 @@ class Membership(Group):
             training = replace(training, locations=known)
         self._training = training
 
-    # Values and clocks.
+    # Messages, groups and generations.
 
-    def put(self, key: str, value: str) -> None:
-        """Send a value to every host, replacing an earlier one; do not wait for its arrival.
+    def post(self, key: str, value: str) -> None:
+        """Send a value to all hosts of the run, this one among them: `Group.put` without a group.
 
         Raises:
             ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
@@ -329,82 +345,15 @@ class Membership(Group):
         if self.count > 1:
             self._loop.call_soon_threadsafe(self._mesh.broadcast, "put", key, value)
 
-    def get(
-        self, key: str, timeout_s: float, source: int | None = None, generation: int = 0
-    ) -> str:
-        """Wait for the value of a key, remove it and return it.
+    def send(self, host: int, *message: Any) -> None:
+        """Send a message to a host; do not wait for its arrival."""
+        self._loop.call_soon_threadsafe(self._mesh.send, host, *message)
 
-        Args:
-            key: what to read.
-            timeout_s: most seconds to wait.
-            source: only a value from this host is returned; None: from any host.
-            generation: number of the generation in which to wait.
-
-        Raises:
-            PeerTimeout: names the key, the host, and the start of the wait.
-            GenerationEnded: if this host enters another generation first.
-        """
-        return self.inbox.take(key, timeout_s, source, generation)
-
-    def clock_offset_s(self, of: int = 0, generation: int = 0) -> float:
-        """Measure the seconds to add to this host's `time.time()` to get that of host `of`.
-
-        The error is at most half of the shortest round trip between the two hosts. It takes at most
-        about half a second, or one round trip if that is longer.
-
-        Raises:
-            PeerTimeout: if the other host does not answer within ``connect_timeout_s``.
-            GenerationEnded: if this host enters another generation first.
-        """
-        if self.index == of:
-            return 0.0
-
-        def ask(sent: float) -> None:
-            self._loop.call_soon_threadsafe(self._mesh.send, of, "clock", sent)
-
-        def answer() -> str:
-            return self.get(clock.key(of), self._config.connect_timeout_s, of, generation)
-
-        return clock.offset_s(ask, answer)
-
-    def transfer_addresses(self, hosts: Collection[int] | None = None) -> dict[int, str]:
-        """Return the addresses of this host's transfer servers by other host, ``IP:PORT``.
-
-        The other hosts are among `hosts`, by default the initial hosts of the run.
-        Port 0 stands for any free one, unless ``cluster.transfer_port`` fixes them.
-
-        Raises:
-            InputError: if there are not enough ports for all hosts.
-            TemporaryError: if a port of this host is taken.
-        """
-        ports = {
-            other: self._config.port(self.index, other, self.count)
-            for other in (range(self.count) if hosts is None else hosts)
-            if other != self.index
-        }
-        for port in ports.values():
-            require_free("cluster.transfer_port", self.address, port)
-        return {other: join_address(self.address, port) for other, port in ports.items()}
-
-    # Steps and generations.
-
-    @property
-    def has_ended(self) -> bool:
-        """False: a group with fixed hosts ends as a whole."""
-        return False
-
-    def when_ended(self, then: Callable[[], None]) -> None:
-        """Do nothing: a group with fixed hosts ends as a whole."""
-
-    def contribute(
-        self, step: int, totals: Sequence[float], counted: Counted, copies: Copies = ()
-    ) -> None:
-        """Commit a step of a single host; several hosts sum their totals by transfers."""
-        assert self.count == 1, "is alone"
-        counted(tuple(totals))
-
-    def saved(self, step: int) -> None:
-        """Do nothing: fixed hosts search for checkpoints when they resume."""
+    def group_of(self, generation: Generation) -> Group:
+        """Return the group of a generation's members, this host among them."""
+        leader = generation.leader
+        hosts = (leader, *(host for host in generation.members if host != leader))
+        return Group(self, hosts.index(self.index), hosts, generation)
 
     def outlive(
         self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
@@ -421,11 +370,11 @@ class Membership(Group):
         self.inbox.follow(Enter(first))
         state = first_state(self.index, rules, first, step)
         self._done(self._begin_control(state, self.inbox.follow, store))
-        return Group(self, first)
+        return self.group_of(first)
 
     def request_admission(self, rules: Rules, store: Store) -> None:
         """Ask the hosts of a running job to admit this host; `next_group` waits for that."""
-        self.phase = Phase.TRAINING
+        self.is_training = True
         state = State(self.index, self.process, rules)
         self._done(self._begin_control(state, self.inbox.follow, store))
 
@@ -435,7 +384,7 @@ class Membership(Group):
         Return None if there is none within `timeout_s`.
         """
         generation = self.inbox.next(after, timeout_s)
-        return None if generation is None else Group(self, generation)
+        return None if generation is None else self.group_of(generation)
 
     # The end.
 
@@ -454,21 +403,21 @@ class Membership(Group):
             # Waits for all hosts once more, so that JAX's service on host 0 outlives its clients.
             # If a host is lost meanwhile, the verdict about it ends this process.
             jax_runtime.stop()
-        self.part(LINGER_S if has_left else self._config.heartbeat_timeout_s)
+        self.part(LINGER_S if has_left else self.config.heartbeat_timeout_s)
 
     def _wait_for_all_to_leave(self) -> None:
         """Wait until all remaining hosts have reached the end of the run."""
         if self.inbox.entered is None:
-            barrier(self, "leave", self._config.connect_timeout_s)
+            barrier(self, "leave", self.config.connect_timeout_s)
             return
         while True:
-            group = Group(self, self.inbox.entered)
+            group = self.group_of(self.inbox.entered)
             try:
-                return barrier(group, "leave", self._config.connect_timeout_s)
+                return barrier(group, "leave", self.config.connect_timeout_s)
             except GenerationEnded:
                 if self.generation_number == NOBODY:
                     return  # The others have reached the end without this host.
-                self.next_group(group.generation.number, self._config.connect_timeout_s)
+                self.next_group(group.generation.number, self.config.connect_timeout_s)
 
     def part(self, patience_s: float) -> None:
         """Send a farewell; end the thread when the others have left too, or after `patience_s`."""
@@ -481,7 +430,7 @@ class Membership(Group):
 
         `what` follows the host's name, for example "failed: the disk is full". It returns when the
         report is sent, or after two seconds. The caller must then end the process by `os._exit`, as
-        `joined` does: a normal exit waits for hosts that are gone.
+        `connect` does: a normal exit waits for hosts that are gone.
         """
         if self.count > 1:
             with suppress(PeerTimeout):
@@ -515,7 +464,7 @@ class Membership(Group):
             return  # A lost host does not end an elastic run, whose callers have waited before.
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         log.info(f"{self.name}: checking whether a failed host caused this error: {summary}")
-        time.sleep(self._config.heartbeat_timeout_s * (1 + 2 / BEATS))
+        time.sleep(self.config.heartbeat_timeout_s * (1 + 2 / BEATS))
 
     # The event loop.
 
@@ -558,18 +507,18 @@ class Membership(Group):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._end_by_fault)
         self._verdict = self._loop.create_future()
-        new_mesh = partial(self._new_mesh, place, sockets)
-        self._connections = ConnectionSetup(self._config, place.coordinator, place.keys, new_mesh)
+        mesh = self.mesh = self._new_mesh(place, sockets)
         try:
             if last_addresses:
-                self.is_outside = await self._connections.with_remaining(last_addresses)
+                name, _ = place.coordinator
+                self.is_outside = await mesh.come_back(last_addresses, name)
                 if not self.is_outside:
-                    self._mesh.close()
+                    mesh.close()
                     return begun.set_result(None)
             else:
-                await self._connections.with_all(sockets and f"{sockets}/relay")
+                await mesh.start(place.coordinator, sockets and f"{sockets}/relay")
         except Exception as error:
-            self._mesh.close()
+            mesh.close()
             return begun.set_exception(error)
         begun.set_result(None)
         try:
@@ -581,20 +530,19 @@ class Membership(Group):
             # Without the watch this host would hang when the next host is lost.
             exit_on_error(error, self.name, self.last_words)
         finally:
-            self._mesh.close()  # New connections would go unanswered while the loop ends.
+            mesh.close()  # New connections would go unanswered while the loop ends.
 
     @property
     def _mesh(self) -> Mesh:
-        assert self._connections is not None, "has others"
-        return self._connections.mesh
+        assert self.mesh is not None, "has others"
+        return self.mesh
 
     def _new_mesh(self, place: Place, sockets: str | None) -> Mesh:
         return Mesh(
             Hello(
                 self.index, place.count, self.process, self.name, "", place.run, spare=place.spare
             ),
-            heartbeat_timeout_s=self._config.heartbeat_timeout_s,
-            connect_timeout_s=self._config.connect_timeout_s,
+            self.config,
             received=self._received,
             lost=self._report_lost,
             found=self._report_found,
@@ -663,7 +611,7 @@ class Membership(Group):
 
     async def _beat(self) -> None:
         """Send heartbeats, and detect hosts that were silent for too long."""
-        timeout_s = self._config.heartbeat_timeout_s
+        timeout_s = self.config.heartbeat_timeout_s
         while True:
             self._last_beat_s = self._loop.time()
             await asyncio.sleep(timeout_s / BEATS)
@@ -673,7 +621,7 @@ class Membership(Group):
             self._mesh.beat()
 
     def _was_suspended(self) -> bool:
-        return self._loop.time() - self._last_beat_s > self._config.heartbeat_timeout_s
+        return self._loop.time() - self._last_beat_s > self.config.heartbeat_timeout_s
 
     async def _report_failure(self, what: str, code: int) -> None:
         self._is_failing = True

@@ -82,8 +82,8 @@ class HostListener:
 
     def close(self) -> None:
         """Stop listening."""
-        for server in self._servers:
-            server.close()
+        while self._servers:
+            self._servers.pop().close()
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve an incoming connection, which is closed when this returns."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.directory import Directory
 from skippipe_jax.connections.hello import PROTOCOL, Hello, Texts, other_protocol
-from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
+from skippipe_jax.connections.join_offer import Files, JoinOffer
 from skippipe_jax.connections.link_probe import MOST_QUESTIONS, SIZES, answer
 from skippipe_jax.connections.links import HELLO_S, Link
 from skippipe_jax.connections.status import RunStatus
@@ -88,98 +88,73 @@ OBSERVED = ("skippipe-jax",)
 """Packages of which an observer needs the run's version; not JAX, as it computes nothing."""
 
 
-class JoinOffers(Protocol):
-    """Places and files that the run offers to joiners."""
+MakeOffer = Callable[[Hello, dict[int, str], Collection[int]], tuple[JoinOffer, Files]]
+"""Function (own hello, addresses of all hosts, ids of free places) -> join offer, and its files.
 
-    @property
-    def text(self) -> str | None:
-        """Fingerprint of the training text, if this host has it."""
-        ...
-
-    @property
-    def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Hosts that train now, and nodes of each stage."""
-        ...
-
-    def places(self, free: Collection[int]) -> Sequence[Place]:
-        """Return those of the free places that joiners may take."""
-        ...
-
-    def files(self) -> Files:
-        """Read and return the files that joiners need; this may block on storage."""
-        ...
+It runs in a thread of its own, as it may block on storage."""
 
 
 class JoinServer:
     """Server for joiners, once the run is elastic, and for observers at any time.
 
     Attributes:
-        inviting: places and files for joiners; None while the run accepts none.
+        make_offer: makes the offers for joiners; None while the run accepts none.
         has_ended: True if the run is ending and accepts no more joiners.
     """
 
     def __init__(self, status: Callable[[], RunStatus]):
         """Start without offers for joiners; `status` returns the status for observers."""
-        self.inviting: JoinOffers | None = None
+        self.make_offer: MakeOffer | None = None
         self.has_ended = False
         self._status = status
         self._served: dict[Link, None] = {}
 
-    async def attend(
-        self, directory: Directory, away: Collection[int], link: Link, request: Sequence[Any]
+    async def serve(
+        self,
+        who: str,
+        directory: Directory,
+        away: Collection[int],
+        link: Link,
+        request: Sequence[Any],
     ) -> InputError | None:
-        """Serve a joiner as long as it sends requests, or return why it is refused.
+        """Serve a joiner as long as it sends requests, or answer an observer.
 
-        `request` is its protocol version and its package versions. `directory` has this host's
-        hello and all addresses. `away` are the hosts that are gone, silent or have left.
+        Returns why it is refused, or None. `who` is `JOINER` or `OBSERVER`; `request` is its
+        protocol version and its package versions. `directory` has this host's hello and all
+        addresses. `away` are the hosts that are gone, silent or have left.
         """
-        inviting, refusal = self.inviting, _version_refusal(JOINER, request, directory.hello)
-        if refusal is None and inviting is None:
-            problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
-            refusal = TemporaryError(JOINING, directory.hello.name, problem, "Retry later")
-        elif refusal is None and self.has_ended:
-            remedy = "Join again after it is resumed"
-            refusal = TemporaryError(JOINING, directory.hello.name, RUN_ENDED, remedy)
-        if refusal is not None or inviting is None:
+        own, packages = directory.hello, OBSERVED if who == OBSERVER else ()
+        if (refusal := _version_refusal(who, request, own, packages)) is not None:
             return refusal
+        if who == OBSERVER:
+            link.break_when_silent(HELLO_S)
+            return link.send("status", self._status().to_json())
+        if self.make_offer is None:
+            problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
+            return TemporaryError(JOINING, own.name, problem, "Retry later")
+        if self.has_ended:
+            return TemporaryError(JOINING, own.name, RUN_ENDED, "Join again after it is resumed")
         if len(self._served) == MAX_JOINERS:
             longest = next(iter(self._served))
             del self._served[longest]
             longest.break_off("a newer request replaced it")
         self._served[link] = None
         try:
-            return await _serve_newcomer(inviting, directory, away, link)
+            return await _serve_joiner(self.make_offer, directory, away, link)
         finally:
             self._served.pop(link, None)
 
-    def show(self, own: Hello, link: Link, request: Sequence[Any]) -> InputError | None:
-        """Send an observer the status of the run, or return why it is refused.
 
-        `request` is the same as for joiners.
-        """
-        refusal = _version_refusal(OBSERVER, request, own, OBSERVED)
-        if refusal is None:
-            link.break_when_silent(HELLO_S)
-            link.send("status", self._status().to_json())
-        return refusal
-
-
-async def _serve_newcomer(
-    inviting: JoinOffers, directory: Directory, away: Collection[int], link: Link
+async def _serve_joiner(
+    make_offer: MakeOffer, directory: Directory, away: Collection[int], link: Link
 ) -> InputError | None:
+    own, free = directory.hello, {*directory.unused_ids, *away}
+    given = own, directory.addresses | {own.host: own.address}, free
+    loop = asyncio.get_running_loop()
     try:
-        loop = asyncio.get_running_loop()
-        files = await loop.run_in_executor(DaemonThreads(), inviting.files)
+        offer, files = await loop.run_in_executor(DaemonThreads(), make_offer, *given)
     except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
-    own = directory.hello
-    places = tuple(inviting.places({*directory.unused_ids, *away}))
-    addresses = directory.addresses | {own.host: own.address}
-    text = inviting.text
-    members, placement = inviting.standing
-    offer = JoinOffer(
-        own.host, own.hosts, addresses, places, files.told, text, own.spare, members, placement
-    )
     link.send("offer", offer.to_json())
     for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):
@@ -198,11 +173,11 @@ async def _serve_newcomer(
 
 
 def _version_refusal(
-    who: str, request: Sequence[Any], own: Hello, packages: Collection[str] | None = None
+    who: str, request: Sequence[Any], own: Hello, packages: Collection[str]
 ) -> InputError | None:
     """Return the error if a joiner or observer has another protocol or version, else None.
 
-    The versions of `packages` are compared; by default, of all packages that either side names.
+    The versions of `packages` are compared; if empty, of all packages that either side names.
     """
     match request:
         case [protocol, _] if protocol != PROTOCOL:

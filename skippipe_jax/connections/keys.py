@@ -17,8 +17,7 @@ import secrets
 import shlex
 import ssl
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -165,9 +164,6 @@ class Keys:
 
         Without a secret, other machines are trusted if `insecure`. With one, public addresses
         are allowed if `insecure_transfers`.
-
-        Raises:
-            InputError: if the package cryptography is missing.
         """
         self.has_secret = secret is not None
         # Field and value of error messages.
@@ -176,12 +172,11 @@ class Keys:
         self._insecure_transfers = insecure_transfers
         self.listening = self.calling = None
         if secret is not None:
-            texts = [text for text in (secret.text, secret.other) if text is not None]
-            (key, own), *rest = [derived(replace(secret, text=text)) for text in texts]
-            others = [certificate for _, certificate in rest]
-            self.listening = _context(ssl.PROTOCOL_TLS_SERVER, key, own, others)
+            key, own = derived(secret.text)
+            accepted = own if secret.other is None else own + derived(secret.other)[1]
+            self.listening = _context(ssl.PROTOCOL_TLS_SERVER, key, own, accepted)
             self.listening.num_tickets = 0  # Sessions are never resumed.
-            self.calling = _context(ssl.PROTOCOL_TLS_CLIENT, key, own, others)
+            self.calling = _context(ssl.PROTOCOL_TLS_CLIENT, key, own, accepted)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> Keys:
@@ -251,15 +246,13 @@ class Keys:
         return InputError(*self._shown, problem, remedy)
 
 
-def _context(
-    side: int, key: bytes, certificate: bytes, others: Sequence[bytes] = ()
-) -> ssl.SSLContext:
+def _context(side: int, key: bytes, certificate: bytes, accepted: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # All hosts have the same certificate.
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_ecdh_curve(_CURVE)
-    context.load_verify_locations(cadata=b"".join([certificate, *others]).decode())
+    context.load_verify_locations(cadata=accepted.decode())
     with _readable(certificate) as its_path, _readable(key) as path:
         context.load_cert_chain(its_path, path)
     return context
@@ -269,26 +262,19 @@ LOOPBACK_ONLY = Keys()
 """Keys of a host without a secret: only loopback addresses are allowed."""
 
 
-def derived(secret: Secret) -> tuple[bytes, bytes]:
+def derived(secret: str) -> tuple[bytes, bytes]:
     """Derive the key of a run and its self-signed certificate, both as PEM.
 
     The same secret gives the same bytes everywhere.
-
-    Raises:
-        InputError: if the package cryptography is missing.
     """
-    try:  # Only a run with a secret needs these imports, and they are slow.
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-        from cryptography.x509.oid import NameOID
-    except ImportError as error:
-        problem = "needs the package cryptography, which is not installed"
-        remedy = "Run pip install cryptography"
-        raise InputError(secret.field, secret.shown, problem, remedy) from error
+    # Only a run with a secret needs these imports, and they are slow.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    from cryptography.x509.oid import NameOID
 
-    seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(secret.text.encode())
+    seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(secret.encode())
     key = Ed25519PrivateKey.from_private_bytes(seed)
     # OpenSSL looks certificates up by name, so those of two secrets need different names.
     raw = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)

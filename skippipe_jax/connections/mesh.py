@@ -38,7 +38,7 @@ from skippipe_jax.connections.failure_detector import BEATS, FailureDetector
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
 from skippipe_jax.connections.host_listener import HostListener
 from skippipe_jax.connections.jax_relay import listen_for_jax
-from skippipe_jax.connections.join_server import OBSERVER, JoinServer
+from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
     HELLO_S,
@@ -102,14 +102,14 @@ class Mesh:
 
     Attributes:
         directory: hosts of the run and their addresses.
+        address: IP address on which this host listens.
     """
 
     def __init__(
         self,
         hello: Hello,
+        config: ClusterConfig,
         *,
-        heartbeat_timeout_s: float,
-        connect_timeout_s: float,
         received: Callable[[int, list[Any]], bool],
         lost: Callable[[int, str], None],
         found: Callable[[int], None],
@@ -118,7 +118,7 @@ class Mesh:
         service: str | None,
         keys: Keys = LOOPBACK_ONLY,
     ):
-        """Start with no connections.
+        """Start with no connections; `config` has the timeouts, addresses and ports.
 
         `received(host, message)` handles a message, and returns False if it is not valid.
         `lost(host, why)` is called for a host that is gone, is silent or reads nothing, and, unless
@@ -128,11 +128,13 @@ class Mesh:
         socket `service`, if this process has it. All connections use `keys`.
         """
         self.directory = Directory(hello)
-        self._heartbeat_timeout_s, self._connect_timeout_s = heartbeat_timeout_s, connect_timeout_s
+        self.address = "127.0.0.1"
+        self._config = config
         self._received, self._lost, self._found = received, lost, found
         self._goes_on_without, self._join_server, self._keys = goes_on_without, join_server, keys
         self._links, self._pulse, self._tasks = dict[int, Link](), FailureDetector(), Tasks()
-        self._channels, self._calls = dict[int, Channel](), Calls(self._call, heartbeat_timeout_s)
+        self._channels = dict[int, Channel]()
+        self._calls = Calls(self._call, config.heartbeat_timeout_s)
         self._door = HostListener(
             hello, self._refusal, self._serve_host, self._receive, service, keys
         )
@@ -153,6 +155,86 @@ class Mesh:
     def left(self) -> frozenset[int]:
         """Hosts that have sent a farewell and closed the connection."""
         return frozenset(self._parted - self._links.keys())
+
+    async def start(self, coordinator: tuple[str, int], relay: str | None) -> None:
+        """Connect to all hosts of a new run, of which host 0 listens at `coordinator`.
+
+        The other hosts listen for JAX at the unix socket `relay`, if any.
+
+        Raises:
+            InputError: if a host refuses this one, or this one cannot listen.
+            TemporaryError: if a host does not connect in time.
+        """
+        name, port = coordinator
+        chosen = chosen_address(self._config.bind_address)  # It is checked before a long wait.
+        if self.directory.hello.host == 0:
+            near = chosen or first_address(name)
+            self.address = chosen or reachable_address(near, name)
+            if self.address != near:
+                log.info(
+                    f"{name} resolves to {near} on this host, so it also listens on "
+                    f"{self.address}. Set {BIND_VARIABLE} to use another address."
+                )
+            # Hosts on this machine may resolve the name of host 0 to its loopback address.
+            await self.listen(list(dict.fromkeys([self.address, near])), port)
+            await self.gather()
+        else:
+            link = await reach(coordinator, self._config.connect_timeout_s, self._keys)
+            if relay is not None:
+                await listen_for_jax(relay, coordinator, self._keys)
+            await self._listen_near(link, name)
+            await self.join(coordinator, link)
+
+    async def come_back(self, last_addresses: Sequence[str], name: str) -> bool:
+        """Rejoin a run by the last addresses of its hosts; return False if none of them answers.
+
+        `name` is the host part of ``--coordinator``.
+
+        Raises:
+            InputError: if a host of the run refuses this one.
+        """
+        timeout_s = 2 * self._config.heartbeat_timeout_s
+        for address in last_addresses:
+            own = self.directory.hello.host
+            message = f"{address}: an earlier process of host {own} is still connected; retrying"
+            with telling(lambda _, message=message: message, timeout_s):
+                if await self._come_back_at(parse_address("address", address), name, timeout_s):
+                    return True
+        return False
+
+    async def _come_back_at(self, address: tuple[str, int], name: str, timeout_s: float) -> bool:
+        """Rejoin a run by the address of a host; return False if the host does not answer.
+
+        The host refuses while it counts an earlier process with this host id as connected. That is
+        retried for `timeout_s`, in which it must have detected the silence of that process.
+        """
+        clock = asyncio.get_running_loop()
+        until_s = clock.time() + timeout_s
+        while True:
+            try:
+                link = await open_link(address, ANSWER_S, self._keys)
+            except OSError:
+                return False
+            self._door.close()  # Where an earlier attempt listens.
+            await self._listen_near(link, name)
+            try:
+                return await self.rejoin(link)
+            except InputError as error:
+                if error.field != HOST_ID or clock.time() > until_s:
+                    raise
+            await asyncio.sleep(self._config.heartbeat_timeout_s / BEATS)
+
+    async def _listen_near(self, link: Link, name: str) -> None:
+        """Listen for other hosts, on a host whose port ``--coordinator`` does not give.
+
+        It listens on the chosen address, or where others reach it as the peer of `link` does.
+        """
+        chosen, own = chosen_address(self._config.bind_address), self.directory.hello
+        near = link.writer.get_extra_info("sockname")[0]
+        self.address = chosen or reachable_address(near, name)
+        port = self._config.port(own.host, own.host, own.hosts)
+        require_free("cluster.transfer_port", self.address, port)
+        await self.listen([self.address], port)
 
     async def listen(self, addresses: Sequence[str], port: int) -> None:
         """Listen on addresses of this host; the first one is sent to other hosts."""
@@ -197,11 +279,11 @@ class Mesh:
             connected = f"connected to host 0 at {join_address(*coordinator)}"
             return f"{connected}; waiting for the other hosts, {left_s:.0f} s left"
 
-        with telling(message, self._connect_timeout_s):
+        with telling(message, self._config.connect_timeout_s):
             await self._shake_hands(0, link, coordinator)
         for host in range(1, self.directory.hello.host):
             address = self.directory.address(host)
-            link = await reach(address, self._connect_timeout_s, self._keys)
+            link = await reach(address, self._config.connect_timeout_s, self._keys)
             await self._shake_hands(host, link, address)
         await self._wait_for_all()
         self.directory.has_begun = True
@@ -219,7 +301,7 @@ class Mesh:
         # Unknown if the peer has already closed the connection.
         address = (link.writer.get_extra_info("peername") or ("", 0))[:2]
         try:
-            await self._shake_hands(None, link, address, self._heartbeat_timeout_s)
+            await self._shake_hands(None, link, address, self._config.heartbeat_timeout_s)
         except InputError as error:
             if not self.directory.is_another_run(error):
                 raise
@@ -266,7 +348,7 @@ class Mesh:
             if host in self._links:
                 self._links[host].break_off("no message arrived over it")
         for host in silent:
-            self._miss(host, f"no message for {self._heartbeat_timeout_s:g} s")
+            self._miss(host, f"no message for {self._config.heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until all send buffers have drained, at most `timeout_s`."""
@@ -297,10 +379,10 @@ class Mesh:
             return f"{self.directory.waits_for(missing())}, {left_s:.0f} s left"
 
         try:
-            with telling(message, self._connect_timeout_s):
-                await asyncio.wait_for(self._all_connected.wait(), self._connect_timeout_s)
+            with telling(message, self._config.connect_timeout_s):
+                await asyncio.wait_for(self._all_connected.wait(), self._config.connect_timeout_s)
         except TimeoutError:
-            raise self.directory.late(missing(), self._connect_timeout_s) from None
+            raise self.directory.late(missing(), self._config.connect_timeout_s) from None
 
     async def _shake_hands(
         self, host: int | None, link: Link, address: tuple[str, int], timeout_s: float | None = None
@@ -311,7 +393,7 @@ class Mesh:
         """
         if timeout_s is None:
             # Leave host 0 time to report after its own timeout which hosts are missing.
-            timeout_s = self._connect_timeout_s + 10.0
+            timeout_s = self._config.connect_timeout_s + 10.0
         hello = self.directory.hello
         if host is not None:
             channel = self._channel(host)
@@ -337,10 +419,8 @@ class Mesh:
 
     async def _receive(self, who: str, link: Link, request: Sequence[Any]) -> InputError | None:
         """Serve a joiner or observer; `left` hosts are away too, though not missed."""
-        if who == OBSERVER:
-            return self._join_server.show(self.directory.hello, link, request)
         away = self.missed | self.left
-        return await self._join_server.attend(self.directory, away, link, request)
+        return await self._join_server.serve(who, self.directory, away, link, request)
 
     def _refusal(self, hello: Hello) -> InputError | None:
         host, channel = hello.host, self._channels.get(hello.host)
@@ -364,7 +444,7 @@ class Mesh:
         if (before := self._links.get(host)) is not None:
             before.break_off("a new connection replaced it")
         self._calls.end(host)
-        link.break_when_silent(self._heartbeat_timeout_s)
+        link.break_when_silent(self._config.heartbeat_timeout_s)
         self._links[host], self.directory.names[host] = link, name
         link.send_lines(channel.resume(received))
         self._update_presence()
@@ -464,105 +544,3 @@ class Mesh:
             self._all_connected.set()
         if self._parted | self.missed >= set(self.directory.others):
             self._all_parted.set()
-
-
-class ConnectionSetup:
-    """Start-up of a host: chooses the address on which it listens, and connects to the others.
-
-    Attributes:
-        mesh: connections of the host.
-        address: IP address on which it listens.
-    """
-
-    def __init__(
-        self,
-        config: ClusterConfig,
-        coordinator: tuple[str, int],
-        keys: Keys,
-        new_mesh: Callable[[], Mesh],
-    ):
-        """Start unconnected, with a mesh from `new_mesh`; `coordinator` is host 0's address."""
-        self.mesh = new_mesh()
-        self.address = "127.0.0.1"
-        self._config, self._coordinator, self._keys = config, coordinator, keys
-        self._new_mesh = new_mesh
-
-    async def with_all(self, relay: str | None) -> None:
-        """Connect to all hosts of a new run; hosts other than 0 listen for JAX at `relay`.
-
-        Raises:
-            InputError: if a host refuses this one, or this one cannot listen.
-            TemporaryError: if a host does not connect in time.
-        """
-        name, port = self._coordinator
-        chosen = chosen_address(self._config.bind_address)
-        if self.mesh.directory.hello.host == 0:
-            near = chosen or first_address(name)
-            self.address = chosen or reachable_address(near, name)
-            if self.address != near:
-                log.info(
-                    f"{name} resolves to {near} on this host, so it also listens on "
-                    f"{self.address}. Set {BIND_VARIABLE} to use another address."
-                )
-            # Hosts on this machine may resolve the name of host 0 to its loopback address.
-            await self.mesh.listen(list(dict.fromkeys([self.address, near])), port)
-            await self.mesh.gather()
-        else:
-            link = await reach(self._coordinator, self._config.connect_timeout_s, self._keys)
-            self.address = chosen or reachable_address(_near_end(link), name)
-            if relay is not None:
-                await listen_for_jax(relay, self._coordinator, self._keys)
-            await self._listen()
-            await self.mesh.join(self._coordinator, link)
-
-    async def with_remaining(self, last_addresses: Sequence[str]) -> bool:
-        """Rejoin a run by the last addresses of its hosts; return False if none of them answers.
-
-        Raises:
-            InputError: if a host of the run refuses this one.
-        """
-        timeout_s = 2 * self._config.heartbeat_timeout_s
-        for address in last_addresses:
-            own = self.mesh.directory.hello.host
-            message = f"{address}: an earlier process of host {own} is still connected; retrying"
-            with telling(lambda _, message=message: message, timeout_s):
-                if await self._rejoin_at(parse_address("address", address), timeout_s):
-                    return True
-        return False
-
-    async def _rejoin_at(self, address: tuple[str, int], timeout_s: float) -> bool:
-        """Rejoin a run by the address of a host; return False if the host does not answer.
-
-        The host refuses while it counts an earlier process with this host id as connected. That is
-        retried for `timeout_s`, in which it must have detected the silence of that process.
-        """
-        clock = asyncio.get_running_loop()
-        until_s = clock.time() + timeout_s
-        while True:
-            try:
-                link = await open_link(address, ANSWER_S, self._keys)
-            except OSError:
-                return False
-            self.mesh.close()  # The mesh of an earlier attempt may be open.
-            chosen = chosen_address(self._config.bind_address)
-            self.address = chosen or reachable_address(_near_end(link), self._coordinator[0])
-            self.mesh = self._new_mesh()
-            await self._listen()
-            try:
-                return await self.mesh.rejoin(link)
-            except InputError as error:
-                if error.field != HOST_ID or clock.time() > until_s:
-                    raise
-            await asyncio.sleep(self._config.heartbeat_timeout_s / BEATS)
-
-    async def _listen(self) -> None:
-        """Listen for other hosts, on a host whose port ``--coordinator`` does not give."""
-        own = self.mesh.directory.hello
-        port = self._config.port(own.host, own.host, own.hosts)
-        require_free("cluster.transfer_port", self.address, port)
-        await self.mesh.listen([self.address], port)
-
-
-def _near_end(link: Link) -> str:
-    """Return the IP address of this end of a connection."""
-    return link.writer.get_extra_info("sockname")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -77,10 +78,12 @@ class LocalHosts:
             outlives_hosts: returns whether the run would continue without a host that fails now.
             max_restarts: most restarts of a host after its own errors; None restarts no host.
         """
-        self._hosts = [LocalHost(index, words) for index in indices]
-        most = max_restarts
-        self._tries = None if most is None else {index: RestartPolicy(most) for index in indices}
+        self._words, self._max_restarts = words, max_restarts
         self._grace_s, self._outlives_hosts = grace_s, outlives_hosts
+        # Exit code of the final end of each host, minus the number of an ending signal.
+        self._codes: dict[int, int | None] = dict.fromkeys(indices)
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._readers: dict[int, threading.Thread] = {}
         self._pending_signals: list[int] = []
         self._forwarded: int | None = None
         self._failed_at_s: float | None = None
@@ -97,116 +100,57 @@ class LocalHosts:
         Returns 0 if training has finished, even without some hosts, else the exit code of the first
         host that failed: 128 plus the signal number if a signal ended it.
         """
-        try:
-            while any(host.code is None for host in self._hosts):
-                self._forward_signals()
-                for host in self._hosts:
-                    self._update(host)
-                self._kill_after_grace()
-                time.sleep(POLL_S)
-        finally:  # If this process fails, no other would stop the running hosts.
-            until_s = time.monotonic() + self._grace_s
-            for host in self._hosts:
-                host.send_signal(signal.SIGTERM)
-            for host in self._hosts:
-                host.end(until_s)
-        for host in self._hosts:
-            host.show_the_rest()
-        codes = [host.code for host in self._hosts]
-        if 0 in codes and self._can_continue():
+        asyncio.run(self._run())
+        for reader in self._readers.values():
+            reader.join()
+        if 0 in self._codes.values() and self._can_continue():
             return 0
         return shell_exit_code(self._first_code)
 
-    def _forward_signals(self) -> None:
-        while self._pending_signals:
-            self._forwarded = number = self._pending_signals.pop(0)
-            for host in self._hosts:
-                host.send_signal(number)
+    async def _run(self) -> None:
+        pending = {asyncio.create_task(self._keep(host)) for host in self._codes}
+        try:
+            while pending:
+                self._forward_signals()
+                self._kill_after_grace()
+                done, pending = await asyncio.wait(
+                    pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for host in done:
+                    host.result()
+        finally:  # If this process fails, no other would stop the running hosts.
+            until_s = time.monotonic() + self._grace_s
+            self._send_signal(signal.SIGTERM)
+            for process in self._processes.values():
+                try:
+                    process.wait(max(0.0, until_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
-    def _update(self, host: LocalHost) -> None:
-        """Start a host that is due, or handle the end of its process."""
-        if host.code is not None:
-            return
-        if host.starts_at_s is not None:
+    async def _keep(self, host: int) -> None:
+        """Start a host, and restart it until its end is final."""
+        most, code, pause_s = self._max_restarts, 0, 0.0
+        policy = None if most is None else RestartPolicy(most)
+        while pause_s is not None:
+            starts_at_s = time.monotonic() + pause_s
+            while not self._is_ending and time.monotonic() < starts_at_s:
+                await asyncio.sleep(POLL_S)
             if self._is_ending:
-                self._ends(host, host.last_code if self._forwarded is None else -self._forwarded)
-            elif time.monotonic() >= host.starts_at_s:
-                host.start()
-            return
-        code = host.poll()
-        if code is None:
-            return
-        pause_s = self._pause_s(host, code)
-        if pause_s is None:
-            self._ends(host, code)
-        else:
-            host.starts_at_s = time.monotonic() + pause_s
-
-    def _pause_s(self, host: LocalHost, code: int) -> float | None:
-        """Return and print the seconds until a host is restarted; None if it is not."""
-        if self._tries is None or code == 0 or self._is_ending:
-            return None
-        misses_others = any(other.code for other in self._hosts)
-        pause_s = self._tries[host.index].pause_s(code, host.lived_s, misses_others=misses_others)
-        what = "not restarted"
-        if pause_s is not None:
-            at = time.strftime("%H:%M:%S", time.localtime(time.time() + pause_s))
-            what = f"restart in {pause_s:g} s, at {at}"
-        print(f"host {host.index} {_describe_exit(code)}; {what}", flush=True)
-        return pause_s
-
-    def _ends(self, host: LocalHost, code: int) -> None:
-        host.code = code
+                code = code if self._forwarded is None else -self._forwarded
+                break
+            started_s, process = time.monotonic(), self._start(host)
+            while (ended := process.poll()) is None:
+                await asyncio.sleep(POLL_S)
+            code = ended
+            pause_s = self._pause_s(host, code, time.monotonic() - started_s, policy)
+        self._codes[host] = code
         self._first_code = self._first_code or code
 
-    @property
-    def _is_ending(self) -> bool:
-        """True if hosts are no longer restarted."""
-        is_trained = any(host.code == 0 for host in self._hosts)
-        return is_trained or self._forwarded is not None or self._failed_at_s is not None
-
-    def _can_continue(self) -> bool:
-        """Return whether the others can continue without the hosts that have ended for good."""
-        failed = (host.code for host in self._hosts if host.code is not None and host.code > 0)
-        have_left = all(code == HAS_LEFT for code in failed)
-        return (have_left or self._tries is not None) and self._outlives_hosts()
-
-    def _kill_after_grace(self) -> None:
-        """Kill hosts that still run `grace_s` after one has failed, or after a forwarded signal."""
-        now_s = time.monotonic()
-        has_failed = self._failed_at_s is None and any(host.code for host in self._hosts)
-        if has_failed and (self._forwarded or not self._can_continue()):
-            self._failed_at_s = now_s
-        if self._failed_at_s is not None and now_s - self._failed_at_s > self._grace_s:
-            for host in self._hosts:
-                host.send_signal(signal.SIGKILL)
-
-
-class LocalHost:
-    """One host of the run: a process of this machine, replaced by a new one upon a restart.
-
-    Attributes:
-        index: host id.
-        code: exit code of its final end, as `poll` returns it; None before.
-        last_code: exit code of its last process.
-        starts_at_s: start time of the next process by `time.monotonic`; None while one runs.
-    """
-
-    def __init__(self, index: int, words: Callable[[int], Sequence[str]]):
-        """Create a host that is due to start; `words` is as in `LocalHosts`."""
-        self.index = index
-        self.code: int | None = None
-        self.last_code = 0
-        self.starts_at_s: float | None = time.monotonic()
-        self._words = words
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
-        self._started_at_s = 0.0
-
-    def start(self) -> None:
-        """Start a process, and print its output from now on."""
-        self._process = subprocess.Popen(
-            self._words(self.index),
+    def _start(self, host: int) -> subprocess.Popen[str]:
+        """Start a process of a host, and print its output from now on."""
+        process = self._processes[host] = subprocess.Popen(
+            self._words(host),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -214,43 +158,55 @@ class LocalHost:
             # Each signal is forwarded once, whether it came from the terminal or from a scheduler.
             start_new_session=True,
         )
-        self._reader = threading.Thread(
-            target=_print_output, args=(self.index, self._process.stdout), daemon=True
+        self._readers[host] = threading.Thread(
+            target=_print_output, args=(host, process.stdout), daemon=True
         )
-        self._reader.start()
-        self._started_at_s, self.starts_at_s = time.monotonic(), None
+        self._readers[host].start()
+        return process
+
+    def _send_signal(self, number: int) -> None:
+        for process in self._processes.values():
+            process.send_signal(number)
+
+    def _forward_signals(self) -> None:
+        while self._pending_signals:
+            self._forwarded = self._pending_signals.pop(0)
+            self._send_signal(self._forwarded)
+
+    def _pause_s(
+        self, host: int, code: int, lived_s: float, policy: RestartPolicy | None
+    ) -> float | None:
+        """Return and print the seconds until a host is restarted; None if it is not."""
+        if policy is None or code == 0 or self._is_ending:
+            return None
+        pause_s = policy.pause_s(code, lived_s, misses_others=any(self._codes.values()))
+        what = "not restarted"
+        if pause_s is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(time.time() + pause_s))
+            what = f"restart in {pause_s:g} s, at {at}"
+        print(f"host {host} {_describe_exit(code)}; {what}", flush=True)
+        return pause_s
 
     @property
-    def lived_s(self) -> float:
-        """Seconds since the last process was started."""
-        return time.monotonic() - self._started_at_s
+    def _is_ending(self) -> bool:
+        """True if hosts are no longer restarted."""
+        is_trained = 0 in self._codes.values()
+        return is_trained or self._forwarded is not None or self._failed_at_s is not None
 
-    def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the ending signal; None while it runs."""
-        assert self._process is not None, "is started"
-        code = self._process.poll()
-        self.last_code = code or 0
-        return code
+    def _can_continue(self) -> bool:
+        """Return whether the others can continue without the hosts that have ended for good."""
+        failed = (code for code in self._codes.values() if code is not None and code > 0)
+        have_left = all(code == HAS_LEFT for code in failed)
+        return (have_left or self._max_restarts is not None) and self._outlives_hosts()
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to its process, if one runs."""
-        if self._process is not None:
-            self._process.send_signal(number)
-
-    def end(self, until_s: float) -> None:
-        """Wait for its process, if any, until `until_s` by `time.monotonic`, then kill it."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(max(0.0, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def show_the_rest(self) -> None:
-        """Wait until all output of the last process is printed."""
-        if self._reader is not None:
-            self._reader.join()
+    def _kill_after_grace(self) -> None:
+        """Kill hosts that still run `grace_s` after one has failed, or after a forwarded signal."""
+        now_s = time.monotonic()
+        has_failed = self._failed_at_s is None and any(self._codes.values())
+        if has_failed and (self._forwarded or not self._can_continue()):
+            self._failed_at_s = now_s
+        if self._failed_at_s is not None and now_s - self._failed_at_s > self._grace_s:
+            self._send_signal(signal.SIGKILL)
 
 
 def _describe_exit(code: int) -> str:

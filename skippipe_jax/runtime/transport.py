@@ -22,8 +22,7 @@ from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
 from skippipe_jax.cluster.membership import Group
-from skippipe_jax.connections.addresses import join_address, parse_address, require_free
-from skippipe_jax.connections.severing import sever
+from skippipe_jax.connections.addresses import join_address, parse_address, require_free, sever
 from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.spread import devices_of, parts_of
 

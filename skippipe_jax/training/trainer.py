@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from skippipe_jax import log
-from skippipe_jax.cluster.ending import Phase
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config
 from skippipe_jax.errors import GenerationEnded, HostLeft
@@ -96,7 +95,7 @@ class Trainer:
         Args:
             config: the configuration of the run.
             callbacks: callbacks in addition to the built-in metrics, trackers and pictures.
-            host: this host among several, as `joined` returns it; by default a single host.
+            host: this host among several, as `connect` returns it; by default a single host.
             resume: continue from the last checkpoint in `run_dir`.
             config_folder: the folder of the link table of a case inside the configuration.
         """
@@ -285,7 +284,7 @@ class Trainer:
             else:
                 session = elastic(setup).open(setup)
         self._adopt(session)
-        host.phase = Phase.TRAINING
+        host.is_training = True
 
     def _adopt(self, session: Session) -> None:
         """Make a session the current one."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -210,19 +212,18 @@ def test_what_is_in_use_for_long_is_tried_ever_less_often_and_not_for_ever(
     assert max(pauses) == 0.2
 
 
-def test_ctrl_c_lets_all_processes_end_and_the_next_call_goes_on(folder, monkeypatch):
+def test_ctrl_c_lets_all_processes_end_and_the_next_call_goes_on(folder):
     tasks = [Worker(folder, name, words=("until=go",)) for name in "ab"]
 
-    def sleep(_: float) -> None:
-        time_sleep(0.02)
-        if sum(line.startswith("began") for line in notes(folder)) == 2:
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        wait_for(lambda: sum(line.startswith("began") for line in notes(folder)) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    time_sleep = time.sleep
-    with monkeypatch.context() as patched:
-        patched.setattr(running.time, "sleep", sleep)
-        with pytest.raises(KeyboardInterrupt):
-            run(folder, *tasks)
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, *tasks)
+    interrupting.join()
     assert sorted(notes(folder)) == ["began a", "began b", "stopped a", "stopped b"]
     (folder / "go").touch()
     assert sorted(run(folder, *tasks)[4:]) == ["began a", "began b", "ended a", "ended b"]
@@ -246,17 +247,17 @@ run(Path({str(folder)!r}), Worker(Path({str(folder)!r}), "a", words={words!r}))
     task = Worker(folder, "a", words=words)
     looks = 0
 
-    def look(_: float) -> None:
+    async def look(_: float) -> None:
         nonlocal looks
         looks += 1
-        time_sleep(0.02)
+        await sleep(0.02)
         if looks == 5:
             assert notes(folder) == ["began a"]
             (folder / "go").touch()
 
-    time_sleep = time.sleep
+    sleep = asyncio.sleep
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(running.time, "sleep", look)
+        patched.setattr(running.asyncio, "sleep", look)
         run(folder, task)
     again = [] if ends_well else ["began a"]
     assert notes(folder) == ["began a", *again, "ended a"]

@@ -40,22 +40,18 @@ from skippipe_jax.consensus.generations import (
 )
 from skippipe_jax.training.elastic import coordinator
 from skippipe_jax.training.elastic.coordinator import (
-    AwaitGeneration,
+    JOINING,
     Cause,
     Confirming,
     Entered,
     Failed,
     HostPolicy,
     Opening,
-    OpenSession,
     Origin,
-    Raise,
     Signal,
     StateSource,
     Suspended,
     Training,
-    WatchMembers,
-    await_first,
 )
 from tests.cluster.virtual_network import OWN, Process, VirtualLoop, VirtualStorage
 from tests.consensus import simulation as rules_alone
@@ -88,13 +84,13 @@ class Host(rules_alone.Process):
             host, 1e9, 2 * CLUSTER.heartbeat_timeout_s, "any", replicas_diverge=False
         )
         self.has_cut_transfers = False
-        self.at, self.action = await_first(self.policy)
+        self.at: coordinator.State = JOINING
         self.applied, self.is_ready, self.entered, self.stages = [], is_ready, None, {}
 
-    def advance(self, event: coordinator.Event) -> coordinator.Action | None:
+    def advance(self, event: coordinator.Event) -> coordinator.State:
         """Let an event come to what decides what this host does."""
-        self.at, self.action = coordinator.advance(self.at, event, self.policy)
-        return self.action
+        self.at = coordinator.advance(self.at, event, self.policy)
+        return self.at
 
     @property
     def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -283,22 +279,21 @@ class ControlSimulation(Simulation):
         members, number = own.entered.members, own.entered.number
         has_lost = self._has_lost_peers(own)
         has_stepped = len(own.applied) > own.entered.step
-        action = own.advance(Failed(Cause.TRANSFER, has_stepped))
-        assert isinstance(action, WatchMembers)
-        for _ in range(int(action.seconds / POLL_S)):
+        state = own.advance(Failed(Cause.TRANSFER, has_stepped))
+        assert isinstance(state, Confirming)
+        for _ in range(int(state.seconds / POLL_S)):
             await asyncio.sleep(POLL_S)
             if self.live.get(host) is not own or not isinstance(own.at, Confirming):
                 return
             if not own.attended.missed.isdisjoint(members):
-                action = own.advance(Signal.MISSED)
+                state = own.advance(Signal.MISSED)
                 break
         else:
-            action = own.advance(Signal.TIME_OVER)
-        if isinstance(action, AwaitGeneration):
-            assert action.abandons
+            state = own.advance(Signal.TIME_OVER)
+        if isinstance(state, Suspended):
+            assert state.abandons
             self.tell(host, Abandoned(number))
         else:
-            assert isinstance(action, Raise)
             there = {at: (one.state.number, type(one.at).__name__) for at, one in self.live.items()}
             assert not has_lost, f"host {host} takes a loss for its own error: {there}"
             own.has_cut_transfers = False
@@ -313,9 +308,9 @@ class ControlSimulation(Simulation):
             own.advance(Signal.ENDED)
         assert isinstance(own.at, Suspended)
         has_session = own.at.source is None
-        action = own.advance(Entered(generation, len(own.applied) if has_session else None))
-        assert isinstance(action, OpenSession), action
-        match action.source.origin:
+        state = own.advance(Entered(generation, len(own.applied) if has_session else None))
+        assert isinstance(state, Opening), state
+        match state.source.origin:
             case Origin.PEERS:
                 self.begin_empty(host)
             case Origin.CHECKPOINT:

@@ -18,7 +18,7 @@ from skippipe_sched.errors import (
 )
 
 from skippipe_jax.cluster import ending, joining, membership
-from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, RunFailed, exit_decision
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, RunFailed, exit_decision
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.errors import PeerTimeout
@@ -105,7 +105,7 @@ def test_only_a_host_that_a_lost_one_could_end_waits_to_find_out_which_it_is(
 WRONG = InputError("a", 1, "is wrong", "Mend it")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl")
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO), "run/step_7/data")
-SETUP, TRAINING = Phase.SETUP, Phase.TRAINING
+SETUP, TRAINING = False, True
 
 
 def stale() -> InputError:
@@ -116,7 +116,7 @@ def stale() -> InputError:
 
 
 @pytest.mark.parametrize(
-    ("error", "phase", "code", "of_peers", "sentence"),
+    ("error", "is_training", "code", "of_peers", "sentence"),
     [
         (WRONG, SETUP, 2, 2, "error: a = 1: is wrong. Mend it."),
         (WRONG, TRAINING, 2, 75, "error: a = 1: is wrong. Mend it."),
@@ -138,11 +138,11 @@ def stale() -> InputError:
     ],
 )
 def test_how_a_host_ends_and_what_its_peers_make_of_it(
-    error: BaseException, phase: Phase, code: int, of_peers: int, sentence: str
+    error: BaseException, is_training: bool, code: int, of_peers: int, sentence: str
 ):
-    decision = exit_decision(error, phase, joined=False)
+    decision = exit_decision(error, is_training=is_training, joined=False)
     assert decision[:2] == (code, of_peers)
     assert decision.sentence.startswith(sentence)
     assert bool(decision.sentence) == bool(sentence)
     # Whatever ends a host that has joined a run ends no other.
-    assert exit_decision(error, phase, joined=True)[:2] == (code, 75)
+    assert exit_decision(error, is_training=is_training, joined=True)[:2] == (code, 75)

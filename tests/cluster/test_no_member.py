@@ -11,10 +11,11 @@ import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.cluster.agreement import barrier
-from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.joining import connect
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.cluster.place import Place
-from skippipe_jax.config import ClusterConfig
+from skippipe_jax.config import ClusterConfig, Config
+from skippipe_jax.config.cluster import JoinConfig
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import Hello
 from skippipe_jax.connections.links import Link, reach
@@ -49,6 +50,11 @@ NO_MESSAGES = [
     ["fail", "host 0", 2],
     [],
 ]
+
+
+def of_cluster(cluster: ClusterConfig) -> Config:
+    """The configuration of a run without places beside those of its hosts."""
+    return Config(cluster=cluster, join=JoinConfig(places=0))
 
 
 STORED: dict[int, Generation] = {}
@@ -91,13 +97,16 @@ async def meet() -> tuple[list[Membership], list[Group], Host]:
     return hosts, teams, third
 
 
-def test_whoever_is_no_member_ends_nobody(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    ended: list[int] = []
-    for place in ("membership", "ending"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes by which processes of hosts would have ended."""
+    codes: list[int] = []
+    for place in ("membership", "ending", "joining"):
+        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", codes.append)
+    return codes
 
+
+def test_whoever_is_no_member_ends_nobody(ended: list[int], capfd: pytest.CaptureFixture[str]):
     async def live() -> None:
         hosts, teams, third = await meet()
         for message in NO_MESSAGES:
@@ -134,11 +143,7 @@ def test_whoever_is_no_member_ends_nobody(
     assert "Traceback" not in told
 
 
-def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest.MonkeyPatch):
-    ended: list[int] = []
-    for place in ("membership", "ending"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
-
+def test_a_member_that_ends_for_what_counts_for_all_ends_all(ended: list[int]):
     async def live() -> None:
         hosts, _, third = await meet()
         listening.extend(parse_address("address", host.control_address) for host in hosts)
@@ -156,11 +161,9 @@ def test_a_member_that_ends_for_what_counts_for_all_ends_all(monkeypatch: pytest
 
 @pytest.mark.parametrize("is_joiner", [True, False], ids=["joiner", "comes back"])
 def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
-    is_joiner: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    is_joiner: bool, ended: list[int], capfd: pytest.CaptureFixture[str]
 ):
-    ended, joiners = list[int](), list[Membership]()
-    for place in ("membership", "ending", "joining"):
-        monkeypatch.setattr(f"skippipe_jax.cluster.{place}.exit_at_once", ended.append)
+    joiners = list[Membership]()
 
     async def live() -> None:
         hosts, teams, third = await meet()
@@ -169,8 +172,8 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
 
         def join() -> None:
             address = hosts[1].control_address
-            given = CONFIG, address, 3, 2, False, [address], RUN
-            with joined(*given, is_joiner=is_joiner) as host:
+            given = {"last_addresses": [address], "run": RUN, "is_joiner": is_joiner}
+            with connect(of_cluster(CONFIG), address, 3, 2, **given) as host:
                 joiners.append(host)
                 host.request_admission(RULES, store)
                 assert host.next_group(0, 60.0) is not None
@@ -197,11 +200,11 @@ def test_whatever_ends_who_comes_to_a_run_that_trains_ends_no_other(
 
 def test_a_newcomer_begins_no_run():
     """Whoever listens there, if nobody goes on with a run."""
-    config = ClusterConfig(heartbeat_timeout_s=0.5, connect_timeout_s=60.0)
+    config = of_cluster(ClusterConfig(heartbeat_timeout_s=0.5, connect_timeout_s=60.0))
     address = f"127.0.0.1:{free_port()}"
     with (
         pytest.raises(TemporaryError, match="no host at these addresses has a running job"),
-        joined(config, address, 3, 2, False, [address], RUN, is_joiner=True),
+        connect(config, address, 3, 2, last_addresses=[address], run=RUN, is_joiner=True),
     ):
         pass
 

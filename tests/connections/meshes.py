@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import psutil
 
+from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections.addresses import join_address, parse_address
 from skippipe_jax.connections.hello import Hello, Run
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret
-from skippipe_jax.connections.links import LINE_BYTES, Link, reach
+from skippipe_jax.connections.links import LINE_BYTES, Link, TlsCodec, reach
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import HostPresence, LinkStatus, Progress, RunStatus
 
@@ -70,8 +71,7 @@ class Host:
         self.join_server = JoinServer(status)
         self.mesh = Mesh(
             Hello(host, hosts, 1000 + host, f"host {host}", "", run),
-            heartbeat_timeout_s=10.0,
-            connect_timeout_s=connect_timeout_s,
+            ClusterConfig(heartbeat_timeout_s=10.0, connect_timeout_s=connect_timeout_s),
             received=self._received,
             lost=lambda host, how: self.lost.append((host, how)),
             found=lambda host: None,
@@ -196,6 +196,14 @@ def hello_of(host: int, hosts: int, **others: Any) -> dict[str, Any]:
     """What a host of the run says first."""
     hello = Hello(host, hosts, 2000 + host, f"host {host}", "127.0.0.1:9", RUN)
     return replace(hello, **others).to_json()
+
+
+def first_flight() -> bytes:
+    """How a host begins that has `KEYS`."""
+    assert KEYS.calling is not None
+    seal = TlsCodec(KEYS.calling)
+    seal.shake(b"")
+    return seal.waiting()
 
 
 def line(message: Any) -> bytes:

@@ -113,14 +113,14 @@ async def send(host: Host, content: bytes, chance: random.Random) -> None:
     st.lists(st.tuples(GREETING, st.lists(LINES, max_size=5)), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_nothing_that_is_sent_to_a_host_grows_hangs_or_ends(
     contents: list[tuple[bytes, list[bytes]]], chance: random.Random
 ):
     async def meet() -> None:
         with nothing_left():
             async with without_third() as (first, second):
-                first.join_server.inviting = second.join_server.inviting = Run()
+                first.join_server.make_offer = second.join_server.make_offer = Run()
                 before, tasks = descriptors(), len(asyncio.all_tasks())
                 # Where no chance is left to draw, hypothesis raises: no coroutine may wait then.
                 targets = [chance.choice((first, second)) for _ in contents]

@@ -151,13 +151,13 @@ def test_a_secret_and_none_are_not_asked_for_together():
 
 def test_a_secret_gives_the_same_certificate_everywhere_and_always():
     """Also on a host with another version of all packages, or hosts would not know each other."""
-    key, certificate = derived(Secret("cluster.secret", "a file", TEXT))
+    key, certificate = derived(TEXT)
     assert (
         hashlib.sha256(key + certificate).hexdigest()
         == "a605d5f2fd1351a88ef58372739f1f967175e9ff8450d11ed58723a7b51cdd82"
     )
     assert TEXT.encode() not in key + certificate
-    other_key, other = derived(Secret("cluster.secret", "a file", f"{TEXT}b"))
+    other_key, other = derived(f"{TEXT}b")
     assert other_key != key
     assert other != certificate
 

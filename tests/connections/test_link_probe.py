@@ -17,7 +17,7 @@ from tests.connections.test_join_server import Run, listening
 
 async def test_a_newcomer_measures_the_ways_to_those_that_answer():
     async with listening(KEYS) as first:
-        first.join_server.inviting = Run()
+        first.join_server.make_offer = Run()
         gone = {1: "127.0.0.1:9", 4: address_of(first)}
         found = await JoinClient(KEYS).ways(gone, 0.2)
         assert [*found] == [4]

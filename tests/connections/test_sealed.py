@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections import host_listener, links
-from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, _context, derived
+from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, _context, derived
 from skippipe_jax.connections.links import (
     HANDSHAKE,
     LINE_BYTES,
     Link,
-    TlsCodec,
     open_link,
     reach,
 )
@@ -29,6 +28,7 @@ from tests.connections.meshes import (
     Host,
     assert_all_connected,
     descriptors,
+    first_flight,
     gathered,
     hello_of,
     line,
@@ -51,18 +51,10 @@ def anonymous() -> ssl.SSLContext:
 
 def of_another_run() -> ssl.SSLContext:
     """For who has the keys of another run, and takes any certificate."""
-    key, certificate = derived(Secret("cluster.secret", "a file", "b" * 40))
-    context = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)
+    key, certificate = derived("b" * 40)
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate, certificate)
     context.verify_mode = ssl.CERT_NONE
     return context
-
-
-def first_flight() -> bytes:
-    """How a host of the run begins."""
-    assert KEYS.calling is not None
-    seal = TlsCodec(KEYS.calling)
-    seal.shake(b"")
-    return seal.waiting()
 
 
 async def test_hosts_that_have_the_secret_meet_and_come_back():
@@ -123,38 +115,6 @@ async def test_a_host_with_other_keys_is_told_so_once_on_both_sides(
 
 
 # Time, and how many at once.
-
-
-async def test_a_handshake_that_is_not_ended_is_closed_in_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(links, "HELLO_S", 0.5)
-    flight = first_flight()
-    first = await Host(0, 2, keys=KEYS).listen()
-    for said in (b"", flight[:1], flight[:100], flight):
-        link = await stranger(first)
-        link.writer.write(said)
-        answer = await asyncio.wait_for(link.reader.read(), PATIENCE_S)
-        assert bool(answer) == (said == flight)
-        link.writer.close()
-
-
-async def test_strangers_in_the_middle_of_a_handshake_keep_no_host_out(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(links, "HELLO_S", NEVER_S)
-    before = descriptors()
-    first, second = Host(0, 2, keys=KEYS), Host(1, 2, keys=KEYS)
-    gathering = await first.gather()
-    waiting = [await stranger(first) for _ in range(3 * host_listener.MAX_UNIDENTIFIED)]
-    for link in waiting:
-        link.writer.write(first_flight())
-    await until(lambda: len(first.mesh._door._unidentified) == host_listener.MAX_UNIDENTIFIED)
-    await asyncio.gather(gathering, second.join(first))
-    await assert_all_connected([first, second])
-    assert len(first.mesh._door._unidentified) <= host_listener.MAX_UNIDENTIFIED
-    for link in waiting:
-        link.writer.transport.abort()
-    Host.end_all()
-    await until(lambda: descriptors() <= before)
 
 
 async def test_strangers_at_one_address_take_the_place_of_each_other(

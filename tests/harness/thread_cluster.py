@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from skippipe_jax.cluster.inbox import Inbox
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, load_config
 from skippipe_jax.storage.records import StepMetrics
@@ -71,6 +72,8 @@ class Network:
 class ThreadMesh:
     """The connections of one host."""
 
+    address = "127.0.0.1"
+
     def __init__(self, network: Network, host: int):
         self.network, self.host = network, host
         self.directory = SimpleNamespace(
@@ -103,10 +106,9 @@ class ThreadMembership(Membership):
     def __init__(self, config: ClusterConfig, host: int, network: Network):
         super().__init__(config, host, network.hosts)
         self._loop = network.loop
-        self._connections = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-            mesh=ThreadMesh(network, host), address="127.0.0.1"
-        )
+        self.mesh = ThreadMesh(network, host)  # pyright: ignore[reportAttributeAccessIssue]
         network.members[host] = self
+        self.inbox = CountingInbox(self)
         self.depth, self.puts = 0, list[str]()
 
     def part(self, patience_s: float) -> None:
@@ -117,21 +119,27 @@ class ThreadMembership(Membership):
         self.depth, self.puts = 0, []
         return group
 
-    def put(self, key: str, value: str) -> None:
+    def post(self, key: str, value: str) -> None:
         self.puts.append(key)
-        super().put(key, f"{self.depth + 1} {value}")
+        super().post(key, f"{self.depth + 1} {value}")
 
-    def get(
-        self, key: str, timeout_s: float, source: int | None = None, generation: int = 0
-    ) -> str:
-        value = super().get(key, timeout_s, source, generation)
+
+class CountingInbox(Inbox):
+    """The inbox of such a host, which counts for it."""
+
+    def __init__(self, own: ThreadMembership):
+        super().__init__()
+        self._own = own
+
+    def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
+        value = super().take(key, timeout_s, source, generation)
         if key.startswith("clock/"):
             if isinstance(threading.current_thread(), Host):  # Else nothing waits for it.
-                self.depth += 2
+                self._own.depth += 2
             return value
         depth, _, value = value.partition(" ")
-        if source != self.index:
-            self.depth = max(self.depth, int(depth))
+        if source != self._own.index:
+            self._own.depth = max(self._own.depth, int(depth))
         return value
 
 

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from skippipe_sched.errors import run_command
 
 from skippipe_jax.cluster.agreement import barrier, gather
-from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.joining import connect
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.config import ClusterConfig
-from skippipe_jax.config.cluster import AUTO, RUNTIMES
+from skippipe_jax.config import ClusterConfig, Config
+from skippipe_jax.config.cluster import AUTO, RUNTIMES, JoinConfig
 from skippipe_jax.errors import PeerTimeout
 
 
@@ -42,13 +42,14 @@ def main() -> int:
     if args.clock_ahead_s is not None:
         right = time.time
         time.time = lambda: right() + args.clock_ahead_s
-    config = ClusterConfig(
+    cluster = ClusterConfig(
         runtime=args.runtime,
         heartbeat_timeout_s=args.heartbeat_timeout_s,
         connect_timeout_s=60.0,
         transfer_port=args.transfer_port,
     )
-    with joined(config, args.coordinator, args.hosts, args.host_id) as membership:
+    config = Config(cluster=cluster, join=JoinConfig(places=0))
+    with connect(config, args.coordinator, args.hosts, args.host_id) as membership:
         runtime = "one JAX" if membership.is_distributed else "own JAX"
         print(f"host {membership.index} of {membership.count}, {runtime}", flush=True)
         exchange(membership)

@@ -28,7 +28,7 @@ from skippipe_sched.errors import INPUT_ERROR_EXIT_CODE, TEMPORARY_EXIT_CODE
 from skippipe_jax import Run
 from skippipe_jax.cli import join, train
 from skippipe_jax.config.parsing import CONFIG
-from skippipe_jax.connections.keys import SECRET_VARIABLE, Secret, derived, make_secret
+from skippipe_jax.connections.keys import SECRET_VARIABLE, derived, make_secret
 from skippipe_jax.local.hosts import PORTS
 from skippipe_jax.storage.run_dir import RunDir
 from tests.harness.fork_server import fork_server
@@ -145,7 +145,7 @@ def assert_trained(folder: Path) -> None:
 
 def assert_is_nowhere(secret: str, folder: Path) -> None:
     """Neither a secret nor the key that follows from it is in any file, by any name."""
-    key, _ = derived(Secret("cluster.secret", "a file", secret))
+    key, _ = derived(secret)
     [text] = key.decode().splitlines()[1:-1]
     told = [secret.encode(), text.encode(), base64.b64decode(text)[-32:]]
     files = [path for path in folder.rglob("*") if path.is_file()]

@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Operation, Plan
 from skippipe_sched.timing.simulate import simulate_plan
 from skippipe_sched.timing.timeline import Timeline
 
-from skippipe_jax.cluster.membership import Membership
+from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import Config, DataConfig, ModelConfig, NetworkConfig, TrainConfig
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.data.batches import Batch
@@ -149,10 +149,8 @@ def test_what_comes_late_does_not_hold_up_ready_first(tmp_path: Path):
     assert quick.order[3][0] == Operation("F", 1, 3)
 
 
-class Alone(Membership):
+class Alone(Group):
     """Host 0 of a generation of three, whose others say nothing."""
-
-    generation = Generation(1, (0, 1, 2), (0, 0, 0), 0, 0)
 
     def contribute(self, *_: Any, **__: Any) -> None:
         """Nobody hears it."""
@@ -166,7 +164,9 @@ def test_who_waits_in_vain_for_totals_names_the_other_hosts():
         network=NetworkConfig(deadline_s=0.5),
         train=TrainConfig(10),
     )
-    group = Alone(config.cluster, 0, 3)
+    own = Membership(config.cluster, 0, 3)
+    own.inbox.begin(1)
+    group = Alone(own, 0, range(3), Generation(1, (0, 1, 2), (0, 0, 0), 0, 0))
     runtime = open_alone(config, plan, devices=1, host_of=(0, 1, 2), group=group)
     with pytest.raises(PeerTimeout, match=r"waiting for the global sums from host 1, 2 \("):
         runtime.run(0, dict(enumerate(random_batches(plan, seed=0)[0])))

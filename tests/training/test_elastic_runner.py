@@ -12,7 +12,7 @@ import jax
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, Phase, exit_decision
+from skippipe_jax.cluster.ending import LOST_HOST_EXIT_CODE, exit_decision
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import AveragingConfig, ClusterConfig
 from skippipe_jax.config.cluster import RecoveryConfig, ReplanConfig
@@ -24,9 +24,8 @@ from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.storage.run_lock import RunLock
 from skippipe_jax.training.elastic import coordinator, runner
 from skippipe_jax.training.elastic.coordinator import (
+    JOINING,
     RECONNECTS_AFTER_S,
-    Action,
-    AwaitGeneration,
     Cause,
     Confirming,
     Entered,
@@ -34,19 +33,14 @@ from skippipe_jax.training.elastic.coordinator import (
     Failed,
     HostPolicy,
     Opening,
-    OpenSession,
     Origin,
-    Raise,
     Signal,
     State,
     StateSource,
-    Stop,
     Stopped,
     Suspended,
     Training,
-    WatchMembers,
     advance,
-    await_first,
 )
 from skippipe_jax.training.elastic.runner import ElasticRunner
 from skippipe_jax.training.report import GenerationReport
@@ -69,43 +63,41 @@ def source(origin: Origin, step: int = STEP) -> StateSource:
 SECOND = generation(2)
 HELD, SAVED, THEIRS = map(source, Origin)
 OPENING, TRAINING = Opening(SECOND, HELD), Training(SECOND)
-AWAITS, ABANDONS = AwaitGeneration(2, 60.0), AwaitGeneration(2, 60.0, abandons=True)
-LOOKS, RETRIES = (Confirming(TRAINING, reconnects=again) for again in (False, True))
-OPEN_RETRIES = Confirming(OPENING, reconnects=True)
+LOOKS, RETRIES = Confirming(TRAINING, False, 20.0), Confirming(TRAINING, True, RECONNECTS_AFTER_S)
+OPEN_RETRIES = Confirming(OPENING, True, RECONNECTS_AFTER_S)
 FRESH = generation(3, fresh=(OWN,))
 BEGINNING = Opening(FRESH, THEIRS)
 
 
 @pytest.mark.parametrize(
-    ("state", "event", "following", "action"),
+    ("state", "event", "following"),
     [
-        (Suspended(1, None), Entered(SECOND, STEP), OPENING, OpenSession(SECOND, HELD)),
-        (Suspended(2, None), Entered(FRESH, STEP), BEGINNING, OpenSession(FRESH, THEIRS)),
-        (Suspended(1, HELD), Entered(SECOND), OPENING, OpenSession(SECOND, HELD)),
-        (OPENING, Signal.OPENED, TRAINING, None),
-        (OPENING, Signal.ROLLED_BACK, Opening(SECOND, SAVED), None),
-        (BEGINNING, Signal.ROLLED_BACK, BEGINNING, None),
-        (OPENING, Signal.ENDED, Suspended(2, HELD), AWAITS),
-        (TRAINING, Signal.ENDED, Suspended(2, None), AWAITS),
-        (OPENING, Failed(Cause.OWN), OPENING, Raise()),
-        (TRAINING, Failed(Cause.OWN), TRAINING, Raise()),
-        (TRAINING, Failed(Cause.SILENCE), LOOKS, WatchMembers(0.0)),
-        (TRAINING, Failed(Cause.CHECKPOINT), LOOKS, WatchMembers(20.0)),
-        (TRAINING, Failed(Cause.TRANSFER), RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
-        (OPENING, Failed(Cause.TRANSFER), OPEN_RETRIES, WatchMembers(RECONNECTS_AFTER_S)),
-        (LOOKS, Signal.ENDED, Suspended(2, None), AWAITS),
-        (LOOKS, Signal.MISSED, Suspended(2, None), ABANDONS),
-        (LOOKS, Signal.TIME_OVER, TRAINING, Raise()),
-        (RETRIES, Signal.ENDED, Suspended(2, None), AWAITS),
-        (RETRIES, Signal.MISSED, Suspended(2, None), ABANDONS),
-        (RETRIES, Signal.TIME_OVER, Suspended(2, None, has_reconnected=True), ABANDONS),
-        (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, has_reconnected=True), ABANDONS),
+        (JOINING, Entered(FRESH), Opening(FRESH, source(Origin.PEERS, 0))),
+        (Suspended(1, None), Entered(SECOND, STEP), OPENING),
+        (Suspended(2, None), Entered(FRESH, STEP), BEGINNING),
+        (Suspended(1, HELD), Entered(SECOND), OPENING),
+        (OPENING, Signal.OPENED, TRAINING),
+        (OPENING, Signal.ROLLED_BACK, Opening(SECOND, SAVED)),
+        (BEGINNING, Signal.ROLLED_BACK, BEGINNING),
+        (OPENING, Signal.ENDED, Suspended(2, HELD)),
+        (TRAINING, Signal.ENDED, Suspended(2, None)),
+        (OPENING, Failed(Cause.OWN), OPENING),
+        (TRAINING, Failed(Cause.OWN), TRAINING),
+        (TRAINING, Failed(Cause.SILENCE), Confirming(TRAINING, False, 0.0)),
+        (TRAINING, Failed(Cause.CHECKPOINT), LOOKS),
+        (TRAINING, Failed(Cause.TRANSFER), RETRIES),
+        (OPENING, Failed(Cause.TRANSFER), OPEN_RETRIES),
+        (LOOKS, Signal.ENDED, Suspended(2, None)),
+        (LOOKS, Signal.MISSED, Suspended(2, None, abandons=True)),
+        (LOOKS, Signal.TIME_OVER, TRAINING),
+        (RETRIES, Signal.ENDED, Suspended(2, None)),
+        (RETRIES, Signal.MISSED, Suspended(2, None, abandons=True)),
+        (RETRIES, Signal.TIME_OVER, Suspended(2, None, has_reconnected=True, abandons=True)),
+        (OPEN_RETRIES, Signal.TIME_OVER, Suspended(2, HELD, has_reconnected=True, abandons=True)),
     ],
 )
-def test_states_follow_each_other(
-    state: State, event: Event, following: State, action: Action | None
-):
-    assert advance(state, event, POLICY) == (following, action)
+def test_states_follow_each_other(state: State, event: Event, following: State):
+    assert advance(state, event, POLICY) == following
 
 
 @pytest.mark.parametrize(
@@ -115,14 +107,14 @@ def test_states_follow_each_other(
         (Suspended(2, None), Signal.TIME_OVER, PeerTimeout, "no majority of hosts within"),
         (Suspended(2, None), Signal.LEFT, HostLeft, "continue without this host"),
         (Suspended(2, HELD), Signal.LEFT, HostLeft, "continue without this host"),
+        (Suspended(2, THEIRS), Entered(generation(3)), PeerTimeout, "local state is at step 20"),
     ],
 )
 def test_a_host_stops(state: State, event: Event, error: type[Exception], text: str):
-    following, action = advance(state, event, POLICY)
-    assert following == Stopped()
-    assert isinstance(action, Stop)
-    assert isinstance(action.error, error)
-    assert text in str(action.error)
+    following = advance(state, event, POLICY)
+    assert isinstance(following, Stopped)
+    assert isinstance(following.error, error)
+    assert text in str(following.error)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -130,33 +122,24 @@ def test_a_host_stops(state: State, event: Event, error: type[Exception], text: 
 def test_transfers_that_fail_again_before_a_step_has_been_made_are_this_hosts_own_error(
     is_open: bool, has_stepped: bool
 ):
-    state, _ = advance(RETRIES if is_open else OPEN_RETRIES, Signal.TIME_OVER, POLICY)
-    state, _ = advance(state, Entered(generation(3), STEP if is_open else None), POLICY)
-    opened, _ = advance(state, Signal.OPENED, POLICY)
-    state, action = advance(opened, Failed(Cause.TRANSFER, has_stepped), POLICY)
-    assert action == WatchMembers(RECONNECTS_AFTER_S if has_stepped else 20.0)
-    state, action = advance(state, Signal.TIME_OVER, POLICY)
-    if has_stepped:
-        assert state == Suspended(3, None, has_reconnected=True)
-    else:
-        assert (state, action) == (opened, Raise())
+    state = advance(RETRIES if is_open else OPEN_RETRIES, Signal.TIME_OVER, POLICY)
+    state = advance(state, Entered(generation(3), STEP if is_open else None), POLICY)
+    opened = advance(state, Signal.OPENED, POLICY)
+    state = advance(opened, Failed(Cause.TRANSFER, has_stepped), POLICY)
+    assert isinstance(state, Confirming)
+    assert state.seconds == (RECONNECTS_AFTER_S if has_stepped else 20.0)
+    again = Suspended(3, None, has_reconnected=True, abandons=True)
+    assert advance(state, Signal.TIME_OVER, POLICY) == (again if has_stepped else opened)
 
 
 def test_what_cannot_come_is_an_error():
     for state, event in [
-        (Stopped(), Signal.ENDED),
+        (Stopped(HostLeft("it left")), Signal.ENDED),
         (TRAINING, Signal.OPENED),
         (TRAINING, Entered(SECOND)),
     ]:
         with pytest.raises(ValueError, match="is not possible in state"):
             advance(state, event, POLICY)
-
-
-def test_who_comes_waits_with_nothing():
-    state, action = await_first(POLICY)
-    assert action == AwaitGeneration(0, 60.0)
-    _, action = advance(state, Entered(FRESH), POLICY)
-    assert action == OpenSession(FRESH, source(Origin.PEERS, 0))
 
 
 REWOUND = generation(3, is_rewound=True)
@@ -180,25 +163,19 @@ APART = generation(3, is_rewound=True, fresh=(OWN,), apart=(OWN,))
 def test_a_host_goes_on_with_what_its_generation_has_for_it(
     entered: Generation, held: StateSource, chosen: StateSource
 ):
-    _, action = advance(Suspended(2, held), Entered(entered), POLICY)
-    assert action == OpenSession(entered, chosen)
+    assert advance(Suspended(2, held), Entered(entered), POLICY) == Opening(entered, chosen)
 
 
 @pytest.mark.parametrize("diverge", [False, True])
 @pytest.mark.parametrize("step", [STEP - 1, STEP + 2])
 def test_only_hosts_whose_replicas_diverge_may_be_ahead(step: int, diverge: bool):
     policy = HostPolicy(OWN, 60.0, 20.0, "rewind", replicas_diverge=diverge)
-    _, action = advance(Suspended(2, source(Origin.OWN, step)), Entered(generation(3)), policy)
+    state = advance(Suspended(2, source(Origin.OWN, step)), Entered(generation(3)), policy)
     if diverge and step > STEP:
-        assert action == OpenSession(generation(3), source(Origin.OWN, step))
+        assert state == Opening(generation(3), source(Origin.OWN, step))
     else:
-        assert isinstance(action, Stop)
-        assert f"local state is at step {step}, the run at step 20" in str(action.error)
-
-
-def test_nobody_goes_on_with_nothing():
-    _, action = advance(Suspended(2, THEIRS), Entered(generation(3)), POLICY)
-    assert isinstance(action, Stop)
+        assert isinstance(state, Stopped)
+        assert f"local state is at step {step}, the run at step 20" in str(state.error)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +187,10 @@ def test_nobody_goes_on_with_nothing():
 )
 def test_the_last_generation_says_why_the_run_ends(fields: dict[str, Any], text: str):
     last = generation(3, is_last=True, cause="host 3 was lost", **fields)
-    _, action = advance(Suspended(2, HELD), Entered(last), POLICY)
-    assert isinstance(action, Stop)
+    state = advance(Suspended(2, HELD), Entered(last), POLICY)
+    assert isinstance(state, Stopped)
     with pytest.raises(PeerTimeout, match=text):
-        raise action.error
+        raise state.error
 
 
 # What a host has to go on with when others are lost, whatever it held before.
@@ -242,7 +219,7 @@ class Openings(ElasticRunner):
         unused: Any = None
         setup = HostSetup(schedule=unused, host_of=(0, OWN, 2), programs={})
         super().__init__(run, setup)
-        self.groups = [Group(host, generation) for generation in generations]
+        self.groups = [*map(host.group_of, generations)]
         self.held: list[HeldState] = []
         self.error: Exception = GenerationEnded()
 
@@ -292,7 +269,7 @@ def gone_back(openings: Openings, group: Generation, state: HeldState) -> HeldSt
     """What a host has that had this, after what its group goes on from."""
     setup: Any = SimpleNamespace(mirror=None)
     openings._state = Opening(group, StateSource(state.step, Origin.OWN))
-    given = Group(openings._membership, group), setup, replace(state, step=group.step)
+    given = openings._membership.group_of(group), setup, replace(state, step=group.step)
     after, state = openings._roll_back(*given)
     assert after.generation.step == state.step
     return state
@@ -356,10 +333,10 @@ def test_whoever_leads_keeps_the_folder_from_other_trainings(
     host = openings._membership
     follows, leads = (Generation(2, (OWN, 2), (0, 0), leader, STEP) for leader in (2, OWN))
     setup: Any = SimpleNamespace(plan=None, agreed=SimpleNamespace(reports=[]))
-    openings._write(Group(host, follows), setup)
+    openings._write(host.group_of(follows), setup)
     with RunLock(tmp_path) as other:
         other.acquire()
-    openings._write(Group(host, leads), setup)
+    openings._write(host.group_of(leads), setup)
     with RunLock(tmp_path) as other, pytest.raises(TemporaryError, match="another training"):
         other.acquire()
     openings.close()
@@ -388,7 +365,7 @@ def test_a_host_that_dies_as_all_open_for_the_first_time_ends_no_other(
 ):
     checkpoint: Any = SimpleNamespace(step=STEP)
     openings = Openings(tmp_path, generation(2))
-    first = Group(openings._membership, generation(1))
+    first = openings._membership.group_of(generation(1))
     monkeypatch.setattr(Membership, "outlive", lambda *_, **__: first)
     error: Exception = jax.errors.JaxRuntimeError("INTERNAL: socket closed")
 
@@ -444,7 +421,8 @@ def test_transfers_that_fail_while_all_hosts_live_are_made_again_once(
     with pytest.raises(PeerTimeout, match=r"failed again .*: INTERNAL: socket closed") as raised:
         openings.after(before)
     # As a process that is started again this host may do better.
-    assert exit_decision(raised.value, Phase.TRAINING, joined=False).code == LOST_HOST_EXIT_CODE
+    decision = exit_decision(raised.value, is_training=True, joined=False)
+    assert decision.code == LOST_HOST_EXIT_CODE
 
 
 def test_a_host_that_waits_for_long_says_for_whom(
@@ -462,7 +440,7 @@ def test_a_host_that_waits_for_long_says_for_whom(
     monkeypatch.setattr(Membership, "next_group", next_group)
     openings: Any = Openings(tmp_path)
     openings._run.preemption = SimpleNamespace(has_left=lambda: False)
-    openings._group = Group(openings._membership, generation(2))
+    openings._group = openings._membership.group_of(generation(2))
     assert ElasticRunner._await(openings, 2, 1.0) == Signal.TIME_OVER
     assert ElasticRunner._await(openings, 0, 1.0) == Signal.TIME_OVER
     first, second = capsys.readouterr().out.splitlines()

@@ -337,7 +337,7 @@ def test_who_finds_its_place_taken_looks_for_the_next(
         raise refusal
         yield
 
-    monkeypatch.setattr(joining, "joined", refuse)
+    monkeypatch.setattr(joining, "connect", refuse)
     offer, asks = SimpleNamespace(hosts=4), {"asked": "", "addresses": [], "run": None}
     seeking: Any = SimpleNamespace(config=Config(), folder=tmp_path, offer=offer, **asks)
     given = ExitStack(), seeking, Place(2, (1,)), JoinMeasurements()

@@ -55,7 +55,7 @@ def group_of(generation: Generation) -> Group:
     """That of host 0, which is in this generation."""
     membership = Membership(ClusterConfig(), 0, 1)
     membership.inbox.begin(generation.number)
-    return Group(membership, generation)
+    return membership.group_of(generation)
 
 
 SECOND = Generation(2, (0, 2, 3), (7, 7, 7), 0, 10, placement=OWN.stages)

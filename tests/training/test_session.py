@@ -67,7 +67,7 @@ def test_all_hosts_agree_on_whether_hosts_before_have_written_a_checkpoint(
     begun, declared = list[int](), list[int]()
     monkeypatch.setattr(Group, "saved", lambda self, step: declared.append(step))
     session: Any = Opened(20, folder=tmp_path)
-    session.group = Group(Membership(ClusterConfig(), 0, 2), Generation(2, (0,), (0,), 0, 20))
+    session.group = Membership(ClusterConfig(), 0, 2).group_of(Generation(2, (0,), (0,), 0, 20))
     session._begin_checkpoint = begun.append
     folder = step_folder(tmp_path, 21)
     folder.mkdir(parents=True)

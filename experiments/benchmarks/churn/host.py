@@ -39,9 +39,8 @@ from experiments.benchmarks.churn import faults
 from experiments.benchmarks.churn.faults import AFTER, ASK, BEFORE, FETCH, REGROUP, aim_of
 from skippipe_jax.cli import join, train
 from skippipe_jax.cluster.membership import Membership
-from skippipe_jax.connections.addresses import parse_address
+from skippipe_jax.connections.addresses import parse_address, sever
 from skippipe_jax.connections.mesh import Mesh
-from skippipe_jax.connections.severing import sever
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.runtime.background_sync import BackgroundSync
 from skippipe_jax.runtime.iteration import TrainingIteration

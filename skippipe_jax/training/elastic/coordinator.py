@@ -1,19 +1,19 @@
-"""State machine of one host for losses and joins of hosts; `runner` executes its actions.
+"""State machine of one host for losses and joins of hosts; `runner` does what a state asks for.
 
-| state | event | next state | action |
-| --- | --- | --- | --- |
-| `Suspended` | `Entered` | `Opening` | `OpenSession` |
-| | `TIME_OVER` | `Stopped` | `Stop` with `PeerTimeout` |
-| | `LEFT` | `Stopped` | `Stop` with `HostLeft` |
-| `Opening` | `OPENED` | `Training` | none |
-| | `ROLLED_BACK` | `Opening`, from a checkpoint | none |
-| `Opening`, `Training` | `ENDED` | `Suspended` | `AwaitGeneration` |
-| | `Failed`, another host may be the cause | `Confirming` | `WatchMembers` |
-| | `Failed`, none can be | the same | `Raise` |
-| `Confirming` | `ENDED` | `Suspended` | `AwaitGeneration` |
-| | `MISSED` | `Suspended` | `AwaitGeneration` that abandons the last |
-| | `TIME_OVER`, a transfer failed | `Suspended` | `AwaitGeneration` that abandons the last |
-| | `TIME_OVER`, else | what it was before | `Raise` |
+| state | event | next state |
+| --- | --- | --- |
+| `Suspended` | `Entered` | `Opening` |
+| | `TIME_OVER` | `Stopped` by `PeerTimeout` |
+| | `LEFT` | `Stopped` by `HostLeft` |
+| `Opening` | `OPENED` | `Training` |
+| | `ROLLED_BACK` | `Opening`, from a checkpoint |
+| `Opening`, `Training` | `ENDED` | `Suspended` |
+| | `Failed`, another host may be the cause | `Confirming` |
+| | `Failed`, none can be | the same: the error is raised |
+| `Confirming` | `ENDED` | `Suspended` |
+| | `MISSED` | `Suspended`, abandons the last generation |
+| | `TIME_OVER`, a transfer failed | `Suspended`, abandons the last generation |
+| | `TIME_OVER`, else | what it was before: the error is raised |
 
 A host abandons a generation in which it cannot make another step, as the others may not detect the
 cause: they may never miss a host that it missed for a moment. If transfers fail although all hosts
@@ -21,7 +21,7 @@ are alive, a connection broke, and the next generation reconnects all. If transf
 before a step is made, the error is raised.
 
 A generation that is the last, or that continues from a step other than this host's, leads to
-`Stopped` instead of `Opening`. A host that rejoins starts as `Suspended`.
+`Stopped` instead of `Opening`. A host that rejoins starts as `JOINING`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class StateSource:
     step: int
     origin: Origin
 
-
-NOTHING = StateSource(0, Origin.PEERS)
 
 RECONNECTS_AFTER_S = 2.0
 """Seconds within which the death of a host that broke a transfer is detected."""
@@ -95,18 +93,28 @@ class HostPolicy:
 class Suspended:
     """State of a host that waits for the generation after number `after`; 0 for one that joins.
 
-    `source` is None while a session is open: its steps may still be committed. `has_reconnected`,
-    here and below: transfers had failed although all hosts were alive.
+    `Entered`, `TIME_OVER` or `LEFT` follows. Then the host closes its session if one is open:
+    `source` is None until then, as its steps may still be committed. With `abandons`, it first
+    notifies the others that it abandons generation `after`. `has_reconnected`, here and below:
+    transfers had failed although all hosts were alive.
     """
 
     after: int
     source: StateSource | None
     has_reconnected: bool = False
+    abandons: bool = False
+
+
+JOINING = Suspended(0, StateSource(0, Origin.PEERS))
+"""First state of a host that rejoins."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """State of a host that opens the session of a generation, together with its other hosts."""
+    """State of a host that opens the session of a generation, together with its other hosts.
+
+    `OPENED`, `ROLLED_BACK`, `ENDED` or `Failed` follows.
+    """
 
     generation: Generation
     source: StateSource
@@ -125,16 +133,21 @@ class Training:
 class Confirming:
     """State of a host that checks whether a lost host has caused an error.
 
-    If not, it `reconnects` or raises the error. The error occurred in the state `interrupted`.
+    It watches the members of the generation for some `seconds`; `ENDED`, `MISSED` or `TIME_OVER`
+    follows. If there is no loss, it `reconnects` or raises the error. The error occurred in the
+    state `interrupted`.
     """
 
     interrupted: Opening | Training
     reconnects: bool
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """State of a host that takes no further part."""
+    """State of a host that takes no further part, and raises `error`."""
+
+    error: Exception
 
 
 State = Suspended | Opening | Training | Confirming | Stopped
@@ -177,54 +190,11 @@ class Signal(Enum):
 Event = Entered | Failed | Signal
 
 
-# Actions.
+def advance(state: State, event: Event, policy: HostPolicy) -> State:
+    """Apply an event; return the new state.
 
-
-@dataclass(frozen=True)
-class AwaitGeneration:
-    """Action: wait for the generation after number `after`, then close the session if one is open.
-
-    `Entered`, `TIME_OVER` or `LEFT` follows. With `abandons`, first notify the others that this
-    host abandons that generation.
-    """
-
-    after: int
-    seconds: float
-    abandons: bool = False
-
-
-@dataclass(frozen=True)
-class WatchMembers:
-    """Action: watch the members of the generation; `ENDED`, `MISSED` or `TIME_OVER` follows."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class OpenSession:
-    """Action: open a session; `OPENED`, `ROLLED_BACK`, `ENDED` or `Failed` follows."""
-
-    generation: Generation
-    source: StateSource
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Action: raise `error` and take no further part."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
-class Raise:
-    """Action: raise the error behind `Failed`, which no other host has caused."""
-
-
-Action = AwaitGeneration | WatchMembers | OpenSession | Stop | Raise
-
-
-def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Action | None]:
-    """Apply an event; return the new state and its action.
+    If `Failed` leads back to `Opening` or `Training`, at once or after `Confirming`, no other host
+    has caused the error, and the caller raises it.
 
     Raises:
         ValueError: if the event is not possible in that state.
@@ -235,86 +205,66 @@ def advance(state: State, event: Event, policy: HostPolicy) -> tuple[State, Acti
         case Suspended(_, StateSource() as source, has_reconnected), Entered(generation, None):
             return _open(generation, source, has_reconnected, policy)
         case Suspended(after), Signal.TIME_OVER:
-            return Stopped(), Stop(PeerTimeout(_timeout_message(after, policy.rejoin_s)))
+            missing = "no majority of hosts" if after else "not admitted to the run"
+            return Stopped(
+                PeerTimeout(f"{missing} within cluster.rejoin_s = {policy.rejoin_s:g} s")
+            )
         case Suspended(), Signal.LEFT:
-            return Stopped(), Stop(HostLeft("the others continue without this host"))
+            return Stopped(HostLeft("the others continue without this host"))
         case Opening(generation, _, has_reconnected), Signal.OPENED:
-            return Training(generation, has_reconnected), None
+            return Training(generation, has_reconnected)
         case Opening(_, source), Signal.ROLLED_BACK:
             origin = source.origin if source.origin == Origin.PEERS else Origin.CHECKPOINT
-            return replace(state, source=replace(source, origin=origin)), None
+            return replace(state, source=replace(source, origin=origin))
         case Opening() | Training(), Signal.ENDED:
-            return _suspend(state, policy)
+            return _suspend(state)
         case Opening() | Training(), Failed(Cause.OWN):
-            return state, Raise()
+            return state
         case Opening() | Training(), Failed(cause, has_stepped):
             reconnects = cause == Cause.TRANSFER and (has_stepped or not state.has_reconnected)
             seconds = RECONNECTS_AFTER_S if reconnects else policy.detection_s
-            seconds = 0.0 if cause == Cause.SILENCE else seconds
-            return Confirming(state, reconnects), WatchMembers(seconds)
+            return Confirming(state, reconnects, 0.0 if cause == Cause.SILENCE else seconds)
         case Confirming(interrupted), Signal.ENDED:
-            return _suspend(interrupted, policy)
+            return _suspend(interrupted)
         case Confirming(interrupted), Signal.MISSED:
-            return _suspend(interrupted, policy, abandons=True)
+            return _suspend(interrupted, abandons=True)
         case Confirming(interrupted, reconnects=True), Signal.TIME_OVER:
-            return _suspend(interrupted, policy, abandons=True, reconnects=True)
+            return _suspend(interrupted, abandons=True, reconnects=True)
         case Confirming(interrupted), Signal.TIME_OVER:
-            return interrupted, Raise()
+            return interrupted
         case _:
             raise ValueError(f"{event} is not possible in state {state}")
 
 
-def await_first(policy: HostPolicy) -> tuple[Suspended, AwaitGeneration]:
-    """Return the first state and action of a host that rejoins."""
-    return Suspended(0, NOTHING), AwaitGeneration(0, policy.rejoin_s)
-
-
 def _suspend(
-    state: Opening | Training,
-    policy: HostPolicy,
-    *,
-    abandons: bool = False,
-    reconnects: bool = False,
-) -> tuple[State, Action]:
-    after = state.generation.number
+    state: Opening | Training, *, abandons: bool = False, reconnects: bool = False
+) -> Suspended:
     source = state.source if isinstance(state, Opening) else None
-    return Suspended(after, source, reconnects), AwaitGeneration(after, policy.rejoin_s, abandons)
+    return Suspended(state.generation.number, source, reconnects, abandons)
 
 
 def _open(
-    generation: Generation, source: StateSource, has_reconnected: bool, policy: HostPolicy
-) -> tuple[State, Action]:
-    chosen = choose_source(generation, source, policy)
-    if isinstance(chosen, Stop):
-        return Stopped(), chosen
-    return Opening(generation, chosen, has_reconnected), OpenSession(generation, chosen)
-
-
-def choose_source(
-    generation: Generation, held: StateSource, policy: HostPolicy
-) -> StateSource | Stop:
-    """Choose the origin of a host's states, given those `held`; or `Stop` if it cannot continue."""
+    generation: Generation, held: StateSource, has_reconnected: bool, policy: HostPolicy
+) -> Opening | Stopped:
+    """Choose the origin of a host's states, given those `held`; stop if it cannot continue."""
+    origin = held.origin
     if generation.is_last:
-        return Stop(PeerTimeout(_end_message(generation, policy.lost_stage)))
+        return Stopped(PeerTimeout(_end_message(generation, policy.lost_stage)))
     if policy.host in generation.fresh:
-        return replace(held, origin=Origin.PEERS)
-    if generation.is_rewound or held.origin == Origin.CHECKPOINT:
-        return replace(held, origin=Origin.CHECKPOINT)
-    # With diverging replicas a host may be ahead by local steps, and keeps them.
-    is_behind = held.step < generation.step
-    is_other = is_behind if policy.replicas_diverge else held.step != generation.step
-    if held.origin == Origin.PEERS or is_other:
-        problem = (
-            f"local state is at step {held.step}, the run at step {generation.step}: restart this "
-            "host to fetch the state from a peer"
-        )
-        return Stop(PeerTimeout(problem))
-    return held
-
-
-def _timeout_message(after: int, rejoin_s: float) -> str:
-    missing = "no majority of hosts" if after else "not admitted to the run"
-    return f"{missing} within cluster.rejoin_s = {rejoin_s:g} s"
+        origin = Origin.PEERS
+    elif generation.is_rewound:
+        origin = Origin.CHECKPOINT
+    elif origin != Origin.CHECKPOINT:
+        # With diverging replicas a host may be ahead by local steps, and keeps them.
+        is_behind = held.step < generation.step
+        is_other = is_behind if policy.replicas_diverge else held.step != generation.step
+        if origin == Origin.PEERS or is_other:
+            problem = (
+                f"local state is at step {held.step}, the run at step {generation.step}: restart "
+                "this host to fetch the state from a peer"
+            )
+            return Stopped(PeerTimeout(problem))
+    return Opening(generation, replace(held, origin=origin), has_reconnected)
 
 
 def _end_message(generation: Generation, lost_stage: str) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from skippipe_jax.clock import SYSTEM_CLOCK, Clock
-from skippipe_jax.connections.join_offer import Files, Place
+from skippipe_jax.connections.hello import Hello
+from skippipe_jax.connections.join_offer import Files, JoinOffer, Place
 from skippipe_jax.connections.join_server import Pauses
 from skippipe_jax.consensus.generations import Generation
 from skippipe_jax.storage.joined_folder import contents_of, file_stamps
@@ -45,11 +46,20 @@ class JoinOffers:
         self._generation, self._serves = generation, serves
         self.text = self.text if text is None else text
 
-    @property
-    def standing(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Hosts that train now, and the nodes of each stage, as numbered in the run's own plan."""
-        generation = self._generation
-        return ((), ()) if generation is None else (generation.members, generation.placement)
+    def offer(
+        self, own: Hello, addresses: dict[int, str], free: Collection[int]
+    ) -> tuple[JoinOffer, Files]:
+        """Return the offer of the host `own` and its files; `free` are the ids of lost hosts.
+
+        Raises:
+            InputError: if the files cannot be read.
+        """
+        files, generation = self.files(), self._generation
+        assert generation is not None, "was entered"
+        run = own.host, own.hosts, addresses
+        offered = tuple(self.places(free)), files.told, self.text
+        standing = generation.members, generation.placement
+        return JoinOffer(*run, *offered, own.spare, *standing), files
 
     def places(self, free: Collection[int]) -> list[Place]:
         """List the free places at which a host would serve a stage.

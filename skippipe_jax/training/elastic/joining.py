@@ -20,7 +20,7 @@ from skippipe_sched.search.budget import Placement
 from skippipe_sched.timing.simulate import simulate_plan
 
 from skippipe_jax import log
-from skippipe_jax.cluster.joining import joined
+from skippipe_jax.cluster.joining import connect
 from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import Config
 from skippipe_jax.connections.directory import HOST_ID
@@ -95,15 +95,14 @@ def _try_join(
     """Join as the host of a place until `stack` is closed; return None if another host took it."""
     measured.keep(seeking.folder)
     config = seeking.config
-    membership = joined(
-        config.cluster,
+    membership = connect(
+        config,
         seeking.asked,
         seeking.offer.hosts,
         place.host,
         last_addresses=seeking.addresses,
         run=seeking.run,
         is_joiner=True,
-        spare=config.join.places,
     )
     try:
         return stack.enter_context(membership)

@@ -1,4 +1,4 @@
-"""Execution of the `coordinator`'s actions: opens and closes sessions as hosts are lost and join.
+"""Execution of the `coordinator`'s states: opens and closes sessions as hosts are lost and join.
 
 It runs in the training thread. Decisions of the consensus arrive from the event loop through
 `Membership`.
@@ -42,26 +42,22 @@ from skippipe_jax.training.callbacks.metrics_log import MetricsTail
 from skippipe_jax.training.callbacks.recovery_log import RecoveryLog
 from skippipe_jax.training.dropped_stages import read_dropped_stages, saved_steps_of_lost_stages
 from skippipe_jax.training.elastic.coordinator import (
-    Action,
-    AwaitGeneration,
+    JOINING,
     Cause,
+    Confirming,
     Entered,
     Event,
     Failed,
     HostPolicy,
     Opening,
-    OpenSession,
     Origin,
-    Raise,
     Signal,
     State,
     StateSource,
-    Stop,
     Stopped,
     Suspended,
-    WatchMembers,
+    Training,
     advance,
-    await_first,
 )
 from skippipe_jax.training.elastic.extra_hosts import host_by_node, stages_for
 from skippipe_jax.training.elastic.join_measurements import JoinMeasurements, new_nodes
@@ -122,8 +118,7 @@ class ElasticRunner:
             run.config.recovery.lost_stage,
             replicas_diverge=run.config.averaging.is_outer,
         )
-        self._state: State = Stopped()
-        self._action: Action | None = None
+        self._state: State = JOINING
         self._session: Session | None = None
         # State of this host when its last session was closed.
         self._held = HeldState(0, 0)
@@ -141,7 +136,6 @@ class ElasticRunner:
         """
         _compile_own_stages(self._config, self._setup, self._membership.index)
         self._membership.request_admission(self._rules, self._store)
-        self._state, self._action = await_first(self._policy)
         return self._until_open(time.monotonic())
 
     def open(self, setup: RunSetup) -> Session:
@@ -185,12 +179,13 @@ class ElasticRunner:
         else:
             cause, session, first = _cause_of(error), self._session, self._group.generation.step
             self._tell(Failed(cause, session is not None and session.step > first))
-        if isinstance(self._action, WatchMembers):
-            self._tell(self._watch(self._action.seconds))
-        if isinstance(self._action, Raise) and cause == Cause.TRANSFER:
+        if isinstance(self._state, Confirming):
+            self._tell(self._watch(self._state.seconds))
+        is_own = isinstance(self._state, Opening | Training)
+        if is_own and cause == Cause.TRANSFER:
             problem = "transfers failed again although all hosts are alive"
             raise PeerTimeout(f"{problem}: {error}") from error
-        return not isinstance(self._action, Raise)
+        return not is_own
 
     def next_session(self) -> Session:
         """Close the session after a change of hosts, and open the next.
@@ -207,17 +202,19 @@ class ElasticRunner:
             raise
 
     def _tell(self, event: Event) -> None:
-        self._state, self._action = advance(self._state, event, self._policy)
+        self._state = advance(self._state, event, self._policy)
 
     def _until_open(self, since_s: float) -> Session:
-        """Execute actions until a session is open."""
+        """Do what the state asks for until a session is open."""
         while True:
-            match self._action:
-                case AwaitGeneration(after, seconds, abandons):
+            match self._state:
+                case Suspended(after, _, has_reconnected, abandons):
+                    if has_reconnected:
+                        log.warning("transfers failed although all hosts are alive; reconnecting")
                     if abandons:
-                        self._abandon(after)
-                    self._tell(self._await(after, seconds))
-                case OpenSession(_, source):
+                        self._membership.control.tell(Abandoned(after), Tick())
+                    self._tell(self._await(after, self._policy.rejoin_s))
+                case Opening(_, source):
                     try:
                         opened = self._open(self._group, self._held_of(source), since_s)
                     # A fetch from a host that dies raises at once.
@@ -228,15 +225,10 @@ class ElasticRunner:
                         self._tell(Signal.OPENED)
                         self._session = opened
                         return opened
-                case Stop(error):
+                case Stopped(error):
                     raise error
                 case _:
-                    raise AssertionError(f"{self._action} in {self._state}")
-
-    def _abandon(self, generation: int) -> None:
-        if isinstance(self._state, Suspended) and self._state.has_reconnected:
-            log.warning("transfers failed although all hosts are alive; reconnecting")
-        self._membership.control.tell(Abandoned(generation), Tick())
+                    raise AssertionError(f"no session follows from {self._state}")
 
     def _await(self, after: int, seconds: float) -> Entered | Signal:
         if self._run.preemption.has_left():
@@ -431,7 +423,7 @@ class ElasticRunner:
         serves = partial(stages_for, self._rules, group.generation)
         self._inviting.entered(group.generation, serves, agreed.data_fingerprint)
         join_server = self._membership.join_server
-        join_server.inviting, join_server.has_ended = self._inviting, False
+        join_server.make_offer, join_server.has_ended = self._inviting.offer, False
 
     def _roll_back(
         self, group: Group, setup: RunSetup, state: HeldState
