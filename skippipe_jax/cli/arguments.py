@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
     from skippipe_jax.config import Config, DataConfig
     from skippipe_jax.inference.ensemble import Ensemble
-    from skippipe_jax.inference.language_model import LanguageModel
     from skippipe_jax.inference.scaling import Scaling
     from skippipe_jax.inference.staged_model import StagedModel
 
@@ -331,7 +330,7 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
         InputError: if it does not exist, cannot be read, or cannot be scaled in this way.
     """
     with loading():
-        from skippipe_jax.inference.model_source import read_model
+        from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.inference.scaling import create_scaling, parse_scale
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
@@ -339,7 +338,8 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
     if scale is not None:
         scale = parse_scale(scale)  # Report an error before reading weights.
     hf = spec.hf[0] if spec.hf else None
-    model, config, step = read_model(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
+    source = open_source(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
+    model, config, step = source.model(), source.config, source.step
     enable_compilation_cache(config.compilation_cache)
     scaling = None
     if scale is not None:
@@ -355,7 +355,7 @@ def open_mixture(
     `prior` is the default, and the `allowed` ones are estimated by the command.
     """
     with loading():
-        from skippipe_jax.inference.ensemble_loading import read_ensemble
+        from skippipe_jax.inference.ensemble import read_ensemble
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
     models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
@@ -365,7 +365,7 @@ def open_mixture(
     return ensemble, config.data, steps, kind
 
 
-def open_language_model(spec: ModelSpec) -> tuple[LanguageModel, DataConfig]:
+def open_language_model(spec: ModelSpec) -> tuple[StagedModel | Ensemble, DataConfig]:
     """Read several models as a mixture, or the chosen stages of one model, with the data.
 
     The stages and their scales are printed to standard error.

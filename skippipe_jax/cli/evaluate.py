@@ -178,7 +178,7 @@ def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
     with loading():
         from skippipe_jax.data.batches import too_long_lines
         from skippipe_jax.ensemble.priors import CACHED, PRIORS
-        from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
+        from skippipe_jax.inference.domain_losses import evaluate_ensemble
 
     ensemble, data, steps, prior = open_mixture(spec, CACHED, PRIORS)
     evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)

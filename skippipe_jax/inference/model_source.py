@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,43 +66,58 @@ class ModelSource:
 
 
 def open_source(
-    run: Path | None,
-    hf: Path | None,
+    run: Path | None = None,
+    hf: Path | None = None,
     step: int | str | None = None,
-    cut: int | None = None,
+    num_stages: int | None = None,
     overrides: Sequence[str] = (),
 ) -> ModelSource:
-    """Return the model of a run or else of a folder from Hugging Face, as the arguments name it.
+    """Return the model of a run, or else of a folder from Hugging Face.
+
+    Args:
+        run: folder of a run.
+        hf: folder of a model from Hugging Face.
+        step: checkpoint of the run: its step, or "best" for the lowest validation loss; by default
+            the newest that is whole.
+        num_stages: number of stages of a model from Hugging Face; by default six, or as many fewer
+            as its layers spread over evenly.
+        overrides: overrides of the configuration, as in `--set`.
 
     Raises:
-        InputError: if there is no such model, or its configuration cannot be read.
+        InputError: if there is no such model or checkpoint, its configuration cannot be read, or
+            the overrides hold out text that the run has trained on.
     """
     if run is not None:
-        if cut is not None:
+        if num_stages is not None:
             problem = "the plan of a run sets its number of stages"
-            raise InputError("--num-stages", cut, problem, "Leave it out")
+            raise InputError("--num-stages", num_stages, problem, "Leave it out")
         return _of_run(run, step, overrides)
     if hf is None:
         raise InputError("--run", None, "is missing", "Give --run DIR or --hf DIR")
     if step is not None:
         raise InputError("--step", step, "a Hugging Face folder has no steps", "Leave it out")
-    return _of_huggingface(hf, cut, overrides)
+    return _of_huggingface(hf, num_stages, overrides)
 
 
-def read_model(
-    run: Path | None,
-    hf: Path | None,
+def load_model(
+    source: str | os.PathLike[str],
     step: int | str | None = None,
-    cut: int | None = None,
-    overrides: Sequence[str] = (),
-) -> tuple[StagedModel, Config, int | None]:
-    """Return the model that `open_source` finds, with its configuration and step.
+    *,
+    stages: int | None = None,
+) -> StagedModel:
+    """Read a model from the folder of a run, or from a folder of Hugging Face.
+
+    `step` is that of a run and `stages` the number of those from Hugging Face, as in `open_source`.
 
     Raises:
         InputError: if there is no such model, or it cannot be read.
     """
-    source = open_source(run, hf, step, cut, overrides)
-    return source.model(), source.config, source.step
+    folder = Path(source)
+    if not RunDir(folder).is_run and (folder / "config.json").exists():
+        if step is not None:
+            raise InputError("step", step, "a Hugging Face folder has no steps", "Leave it out")
+        return open_source(hf=folder, num_stages=stages).model()
+    return open_source(folder, step=step, num_stages=stages).model()
 
 
 def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> ModelSource:
@@ -122,24 +138,6 @@ def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> 
 
     files = {name: path.stat().st_size for name, path in weights.files.items()}
     return ModelSource(config, cut, load, None, files)
-
-
-def read_run(
-    folder: Path, step: int | str | None = None, overrides: Sequence[str] = ()
-) -> tuple[StagedModel, Config, int]:
-    """Return the model in a checkpoint of a run, by default the newest whole one.
-
-    `step` may be "best", for that of the lowest validation loss.
-
-    Returns it with its configuration and the step.
-
-    Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
-            overrides hold out text that the run has trained on.
-    """
-    source = _of_run(folder, step, overrides)
-    assert source.step is not None, "a run has steps"
-    return source.model(), source.config, source.step
 
 
 def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> ModelSource:

@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, held_out_batches
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scaling import Scale, Scaling, create_scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.reporting.line_chart import Chart
@@ -92,7 +92,7 @@ class Run:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
         if scale is None:
-            return read_run(self.folder, step)[0]
+            return open_source(self.folder, step=step).model()
         return self.scaling(scale, step).scaled(kept)
 
     def scaling(self, scale: Scale, step: int | str | None = None) -> Scaling:
@@ -104,8 +104,8 @@ class Run:
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
-        model, config, loaded_step = read_run(self.folder, step)
-        return create_scaling(scale, model, config.data, self.folder, loaded_step)
+        source = open_source(self.folder, step=step)
+        return create_scaling(scale, source.model(), source.config.data, self.folder, source.step)
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.model import StagePartition
 from skippipe_jax.data.batches import Batch, TrainingBatches
-from skippipe_jax.inference.model_source import ModelSource, read_run
+from skippipe_jax.inference.model_source import ModelSource, open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales, ScaleTable, folded
 from skippipe_jax.models.llama import StageStructure
@@ -150,12 +150,13 @@ def scales_of_run(
     The model itself is read only where they are fitted.
 
     Raises:
-        InputError: as `read_run`, `create_scaling` and `Scaling.scales` do.
+        InputError: as `open_source`, `create_scaling` and `Scaling.scales` do.
     """
     scale = parse_scale(scale)
     if scale == FIT:
-        model, config, step = read_run(run, step)
-        return create_scaling(scale, model, config.data, run, step).scales(), model.cut, step
+        source = open_source(run, step=step)
+        model, data = source.model(), source.config.data
+        return create_scaling(scale, model, data, run, source.step).scales(), model.cut, source.step
     checkpoint = latest_intact(run, step)
     cut = StagePartition(checkpoint.record.stage_layers)
     shares = _shares_for(scale, len(cut), run, checkpoint.step)

@@ -22,7 +22,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from tests.harness.partial_models import logits_of, save_run
@@ -122,7 +122,7 @@ def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Pa
     pairs[2] = ("space", " word")
     for (context, continuation), (nats, greedy) in zip(pairs, found, strict=True):
         given = [256, *encoded(context)]
-        expected = score_by_hand(read_run(run)[0], order, given, encoded(continuation))
+        expected = score_by_hand(load_model(run), order, given, encoded(continuation))
         assert abs(nats - expected[0]) < 1e-3
         assert greedy == expected[1]
     assert len({round(nats, 3) for nats, _ in found}) == len(pairs)
@@ -134,7 +134,7 @@ def test_long_texts_are_read_in_windows(run: Path):
     text = "".join(map(chr, range(40, 117)))
     tokens = encoded(text)
     parts = [([256], tokens[:32]), (tokens[31:32], tokens[32:64]), (tokens[44:64], tokens[64:])]
-    staged = read_run(run)[0]
+    staged = load_model(run)
     expected = [score_by_hand(staged, ALL, *part)[0] for part in parts]
     short = score_by_hand(staged, ALL, [256], encoded("short"))[0]
     requests = [request("loglikelihood_rolling", text), request("loglikelihood_rolling", "short")]
@@ -146,7 +146,7 @@ def test_texts_are_generated_up_to_a_stop(run: Path):
     how = {"until": [], "max_gen_toks": 12}
     [whole] = model.generate_until([request("generate_until", "begin" * 20, how)])
     prompt = [256, *encoded("begin" * 20)][-20:]
-    tokens = generate_tokens(read_run(run)[0], prompt, 12, Sampling(temperature=0.0), end=257)
+    tokens = generate_tokens(load_model(run), prompt, 12, Sampling(temperature=0.0), end=257)
     assert whole == ByteTokenizer().decode(list(tokens))
     stop = whole[3:5]
     stopped = request("generate_until", "begin" * 20, how | {"until": [stop, "never"]})
@@ -225,7 +225,7 @@ def test_the_command_takes_several_models(run: Path, tasks: Path, tmp_path: Path
     asked = ["lm-eval", "--run", run, "--run", tmp_path / "other", "--tasks-from", tasks]
     asked += ["--tasks", "read", "--limit", 1, "--json"]
     text = QUESTIONS[0]["question"]
-    ensemble = Ensemble([read_run(run)[0], other], mix="top-1")
+    ensemble = Ensemble([load_model(run), other], mix="top-1")
     [nats] = HarnessModel(ensemble).loglikelihood_rolling([request("loglikelihood_rolling", text)])
     found = json.loads(command(*asked, "--mix", "top-1")[1])["results"]["read"]
     bits = -nats / np.log(2) / len(text)

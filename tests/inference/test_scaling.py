@@ -29,7 +29,7 @@ from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
 from skippipe_jax.inference import scaling
 from skippipe_jax.inference.evaluation import losses_by_order
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.partial import full
 from skippipe_jax.inference.scaling import (
     FIT,
@@ -144,7 +144,7 @@ def test_a_number_is_the_same_however_many_stages_run():
 @pytest.mark.nightly
 def test_scales_of_a_run_need_no_model(of_fit: dict[int, BranchScales], monkeypatch: Any):
     assert scales_of_run(FIT, Path("run"))[0] == of_fit[STAGES]
-    monkeypatch.setattr("skippipe_jax.inference.scaling.read_run", None)
+    monkeypatch.setattr("skippipe_jax.inference.scaling.open_source", None)
     for scale in (SHARE, 0.7):
         scales, cut, step = scales_of_run(scale, Path("run"))
         assert_alike(scales, scales_by_hand(scale, STAGES, {}))
@@ -181,10 +181,12 @@ def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
     (tmp_path / "text").write_bytes(text[:3000] + b"z" * 1000)
     other = [f"data.path={tmp_path / 'text'}"]
     for overrides in ([], other):
-        model, config, step = read_run(Path("run"), None, overrides)
-        assert create_scaling(FIT, model, config.data, Path("run"), step).scales(2) == of_fit[2]
+        source = open_source(Path("run"), overrides=overrides)
+        fit = create_scaling(FIT, source.model(), source.config.data, Path("run"), source.step)
+        assert fit.scales(2) == of_fit[2]
     held_out = [
-        next(held_out_batches(read_run(Path("run"), None, o)[1].data, 2)) for o in ([], other)
+        next(held_out_batches(open_source(Path("run"), overrides=o).config.data, 2))
+        for o in ([], other)
     ]
     assert np.any(held_out[0]["tokens"] != held_out[1]["tokens"])
 
@@ -205,7 +207,7 @@ def test_documents_that_are_packed_are_fitted_each_by_itself(tmp_path: Path):
 
 
 def test_a_batch_has_tokens_enough_and_whole_microbatches(monkeypatch: Any):
-    data = read_run(Path("run"))[1].data
+    data = open_source(Path("run")).config.data
     microbatches = TrainingBatches(data)
     for tokens, count in ((1024, 16), (200, 3), (10, 1)):
         monkeypatch.setattr(scaling, "FIT_TOKENS", tokens)
@@ -268,7 +270,7 @@ def run_without_text(folder: Path) -> Path:
 
 
 def test_a_model_that_has_diverged_has_no_scales(tmp_path: Path):
-    model, _, _ = read_run(Path("run"))
+    model = open_source(Path("run")).model()
     stages = [dict(own) for own in model.parameters]
     stages[0]["embedding"] = stages[0]["embedding"] * jnp.nan
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(SECTIONS))
@@ -296,7 +298,7 @@ def test_evaluation_shows_both(scale: str, of_fit: dict[int, BranchScales], comm
     plain = json.loads(command(*asked[:-1], "--json")[1])
     scaled = found.pop("scaled")
     assert found == plain
-    model, config, _ = read_run(Path("run"))
+    model, config = open_source(Path("run")).model(), open_source(Path("run")).config
     rows = {tuple(re.split("  +", line)[:2]): line for line in table.splitlines()}
     for answer, of_plain in zip(scaled["keep"], found["keep"], strict=True):
         count = len(answer["each"][0]["stages"])
@@ -333,7 +335,7 @@ def test_evaluation_shows_both(scale: str, of_fit: dict[int, BranchScales], comm
 def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     scale: str, of_fit: dict[int, BranchScales], command: Command, capsys: Any
 ):
-    model, scales = read_run(Path("run"))[0], scales_by_hand(scale, 2, of_fit)
+    model, scales = open_source(Path("run")).model(), scales_by_hand(scale, 2, of_fit)
     words = "--run run --prompt ab --max-new-tokens 12 --keep-fraction 0.5 --temperature 0"
     _, out, told = command("generate", *words.split(), "--scale", scale)
     assert told.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"

@@ -15,7 +15,7 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.domain_losses import evaluate_domains
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 from skippipe_jax.inference.staged_model import StagedModel, _scores
 from tests.harness.messages import refusal
@@ -237,5 +237,5 @@ def test_a_domain_that_the_run_has_read_is_divided_as_the_run_did(run, key):
     alone = ["data.source=text", "data.mixture=null", f"data.{key}"]
     for path in (prose, code):
         with refusal(f"data.{key.split('=')[0]} = ...that the run has trained on"):
-            read_run(run, None, [*alone, f"data.path={path}"])
-    read_run(run, None, [*alone, f"data.path={run.parent / 'elsewhere'}"])
+            open_source(run, overrides=[*alone, f"data.path={path}"])
+    open_source(run, overrides=[*alone, f"data.path={run.parent / 'elsewhere'}"])

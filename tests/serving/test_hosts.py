@@ -61,7 +61,7 @@ PROMPT = [256, *b"some words"]
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     folder = tmp_path_factory.mktemp("hosts") / "run"
     save_run(folder, SECTIONS, 4)
-    return open_source(folder, None)
+    return open_source(folder)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
 from skippipe_jax.data.rows import PackedDocuments, TokenizedDocuments, cut
 from skippipe_jax.inference.decode_requests import DecodeRequest
-from skippipe_jax.inference.model_source import open_source, read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.remote_model import texts_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.serving import errors
@@ -68,8 +68,8 @@ def run(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run: Path) -> Iterator[str]:
-    model, config, _ = read_run(run)
-    what, engine = open_engine("tiny", model, config.data, 3, None)
+    source = open_source(run)
+    what, engine = open_engine("tiny", source.model(), source.config.data, 3, None)
     with serving(engine, what) as url:
         yield f"{url}/v1"
 
@@ -144,7 +144,7 @@ def test_the_service_tells_what_the_model_itself_does(
 def test_packed_rows_have_several_texts_and_targets_that_do_not_count(folder: Path, run: Path):
     """Or the comparison above would show nothing of them."""
     settings = ["data.source=chat", f"data.path={folder / 'chat.jsonl'}", "data.packing=documents"]
-    [batch] = held_out_batches(open_source(run, None, overrides=settings).config.data, 64)
+    [batch] = held_out_batches(open_source(run, overrides=settings).config.data, 64)
     texts = list(texts_of(batch))
     assert len(texts) > len({row for row, _, _ in texts})
     lengths = sum(len(tokens) - 1 for _, _, tokens in texts)

@@ -24,7 +24,7 @@ from experiments.benchmarks.serving.clients import (
     longest_pause_s,
     pauses_at,
 )
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model
 from tests.harness.partial_models import save_run
 from tests.harness.pictures import overlapping_texts
 from tests.test_benchmarks import report_of
@@ -56,7 +56,7 @@ def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
 @pytest.mark.nightly
 def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
     save_run(tmp_path / "run", SECTIONS, 3)
-    model, _, _ = read_run(tmp_path / "run")
+    model = load_model(tmp_path / "run")
     with contextlib.closing(churn.started(tmp_path, tmp_path / "run", 3, 5.0, 240.0)) as service:
         clients = Clients(churn.HERE, service.port, 60.0)
         text = np.frombuffer(b"words of a text " * 20, np.uint8)
