@@ -439,8 +439,8 @@ class Generator:
         """Tell whether there are requests that are not done."""
         return bool(self._waiting or self._entering or self._running)
 
-    def submit(self, request: DecodeRequest) -> int:
-        """Let a request wait for a slot; return its number, from 0.
+    def submit(self, request: DecodeRequest, number: int | None = None) -> int:
+        """Let a request wait for a slot; return its number, by default counted from 0.
 
         Raises:
             InputError: if it has no prompt, asks for nothing, or is longer than a slot; or asks
@@ -461,9 +461,10 @@ class Generator:
             if value != neutral and not self.decoder.is_single_model:
                 problem = "needs a single model, not an ensemble"
                 raise InputError(name, value, problem, "Leave it out")
-        self._waiting.append((self._submitted, request))
+        number = self._submitted if number is None else number
+        self._waiting.append((number, request))
         self._submitted += 1
-        return self._submitted - 1
+        return number
 
     def cancel(self, number: int) -> None:
         """Draw no more tokens of a request, and free its slot; one that is done has none."""
@@ -477,11 +478,9 @@ class Generator:
     def clear(self) -> None:
         """Drop all requests, and free their slots."""
         self._waiting.clear()
-        for slot in [*self._entering]:
-            del self._entering[slot]
-            self.decoder.end(slot)
-        for slot in [*self._running]:
-            self._leave(slot)
+        running = [number for number, _ in self._running.values()]
+        for number in (*running, *(entering.number for entering in [*self._entering.values()])):
+            self.cancel(number)
 
     def close(self) -> None:
         """Wait for no other host any more; another thread may call this."""

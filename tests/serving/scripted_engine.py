@@ -54,18 +54,13 @@ class ScriptedEngine:
     def is_busy(self) -> bool:
         return bool(self._left)
 
-    def submit(self, request: DecodeRequest) -> int:
+    def submit(self, request: DecodeRequest, number: int) -> None:
         self.seen.append(request)
-        tokens = [*self.script(request)][: request.max_new_tokens]
-        self._left[len(self.seen)] = request, tokens
-        return len(self.seen)
+        self._left[number] = request, [*self.script(request)][: request.max_new_tokens]
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
-        del self._left[number]
-
-    def clear(self) -> None:
-        self._left.clear()
+        self._left.pop(number, None)
 
     def close(self) -> None:
         self.may_go_on.set()
