@@ -80,7 +80,7 @@ def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
     questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
     first = tuple(Variant(tuple(range(count))) for count in counts)
     questions += [Question("early exit", first, stages), swapped(stages)]
-    scaling = create_scaling(SHARE, model, data, run, step)
+    scaling = create_scaling(SHARE, source)
     found = evaluate(model, step, data, sequences, questions, scaling)
     scaled = found.scaled
     assert scaled is not None, "was asked for"

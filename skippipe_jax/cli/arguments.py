@@ -207,10 +207,9 @@ def add_scale(
     parser.add_argument(
         "--scale",
         metavar="SCALE",
-        help=f"{scaled} the residual branches of inner stages: by a NUMBER; by `share`, the "
+        help=f"{scaled} the residual branches of inner stages: by a NUMBER; or by `share`, the "
         "fraction of the run's microbatches that visited the stage (increased in proportion, to 1 "
-        "at most, if only some stages run); or by `fit`, factors fitted on training text in "
-        "seconds (default: no scaling)",
+        "at most, if only some stages run) (default: no scaling)",
     )
 
 
@@ -331,20 +330,16 @@ def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Sc
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
-        from skippipe_jax.inference.scaling import create_scaling, parse_scale
+        from skippipe_jax.inference.scaling import create_scaling
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    scale = spec.scale
-    if scale is not None:
-        scale = parse_scale(scale)  # Report an error before reading weights.
     hf = spec.hf[0] if spec.hf else None
     source = open_source(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
-    model, config, step = source.model(), source.config, source.step
+    # Report a wrong scale before reading weights.
+    scaling = None if spec.scale is None else create_scaling(spec.scale, source)
+    model, config = source.model(), source.config
     enable_compilation_cache(config.compilation_cache)
-    scaling = None
-    if scale is not None:
-        scaling = create_scaling(scale, model, config.data, spec.run, step)
-    return model, config.data, step, scaling
+    return model, config.data, source.step, scaling
 
 
 def open_mixture(

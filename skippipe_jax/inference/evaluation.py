@@ -157,10 +157,12 @@ def evaluate(
     evaluation = _evaluation(step, questions, losses, full_order, tokens)
     if scaling is None:
         return evaluation
+    assert isinstance(model, StagedModel), "a service scales by itself"
     counts = sorted({len(order) for order in orders})
     for kept in counts:
+        scaled_model = model.scaled(scaling.scales(kept))
         same_length = [order for order in orders if len(order) == kept]
-        losses |= losses_by_order(scaling.scaled(kept), same_length, data, sequences, part)[0]
+        losses |= losses_by_order(scaled_model, same_length, data, sequences, part)[0]
     for order, loss in losses.items():
         if not loss < MAX_LOSS_NATS:
             problem = f"the scaled loss along stages {list(order)} is {loss}"

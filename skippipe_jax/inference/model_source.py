@@ -19,7 +19,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, parse_config, to_tree
 from skippipe_jax.config.data import has_tokenizer
-from skippipe_jax.config.model import MOST_STAGES
+from skippipe_jax.config.model import MOST_STAGES, StagePartition
 from skippipe_jax.config.pretrained import require_no_window
 from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.documents import local_path
@@ -41,6 +41,7 @@ class ModelSource:
         load: reads the parameters of a stage onto the first device.
         step: that of its checkpoint, if it has one.
         files: which weights these are: digests of the files of a checkpoint, or their sizes.
+        run: folder of its run, if it has one.
     """
 
     config: Config
@@ -48,6 +49,12 @@ class ModelSource:
     load: Callable[[int], Any]
     step: int | None
     files: Mapping[str, str | int]
+    run: Path | None = None
+
+    @property
+    def cut(self) -> StagePartition:
+        """Number of blocks of each stage."""
+        return self.config.model.stage_partition(self.stages)
 
     @property
     def identity(self) -> str:
@@ -162,7 +169,7 @@ def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> M
         abstract = {"parameters": shapes[stage]}
         return load_stage(checkpoint, cut, stage, abstract)["parameters"]
 
-    return ModelSource(config, len(cut), load, checkpoint.step, checkpoint.record.files)
+    return ModelSource(config, len(cut), load, checkpoint.step, checkpoint.record.files, folder)
 
 
 def require_same_split(data: DataConfig, of_run: DataConfig) -> None:

@@ -93,19 +93,19 @@ class Run:
         """
         if scale is None:
             return open_source(self.folder, step=step).model()
-        return self.scaling(scale, step).scaled(kept)
+        source = open_source(self.folder, step=step)
+        return source.model().scaled(create_scaling(scale, source).scales(kept))
 
     def scaling(self, scale: Scale, step: int | str | None = None) -> Scaling:
         """Return how the model in a checkpoint is scaled, for every number of stages that may run.
 
-        What residual branches of inner stages add is multiplied by a number, by the "share" of the
-        run's microbatches that visited the stage, or as they "fit" training text best.
+        What residual branches of inner stages add is multiplied by a number, or by the "share" of
+        the run's microbatches that visited the stage.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
-        source = open_source(self.folder, step=step)
-        return create_scaling(scale, source.model(), source.config.data, self.folder, source.step)
+        return create_scaling(scale, open_source(self.folder, step=step))
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -24,7 +24,6 @@ import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.config import DataConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.keys import Keys, Secret
@@ -155,7 +154,7 @@ def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: Sta
 
 def scaling_by(model: StagedModel) -> Scaling:
     """Scales that differ from stage to stage, and with how many of them run."""
-    return Scaling("share", model, DataConfig(), (1.0, 0.2, 0.5, 0.4))
+    return Scaling("share", model.cut, (1.0, 0.2, 0.5, 0.4))
 
 
 @pytest.mark.parametrize("hosts", [0, 2])
@@ -171,7 +170,9 @@ def test_branches_are_scaled_by_how_many_stages_run(
         slots = Slots(1, 3, 64)
         with service(source, hosts, slots=slots, scales=scaling.table()) as own:
             tokens, _ = drawn_by(own.generator(), requests)
-    expected = [greedy(scaling.scaled(len(order)), PROMPT, 12, order) for order in orders]
+    expected = [
+        greedy(model.scaled(scaling.scales(len(order))), PROMPT, 12, order) for order in orders
+    ]
     assert tokens == expected
     assert expected != [greedy(model, PROMPT, 12, order) for order in orders]
 
@@ -181,9 +182,9 @@ def test_without_a_lost_stage_the_others_are_scaled_anew(source: ModelSource, mo
     with service(source, 3, scales=scaling.table()) as own:
         tokens, stages = continued(own, 20, {4: lambda: own.lose(2)})
     assert stages == (0, 1, 3)
-    assert tokens[:5] == greedy(scaling.scaled(4), PROMPT, 5, range(4))
+    assert tokens[:5] == greedy(model.scaled(scaling.scales(4)), PROMPT, 5, range(4))
     # All that has been said so far runs anew, and the sequence goes on by the scales of three.
-    behind = greedy(scaling.scaled(3), PROMPT + tokens[:5], 15, (0, 1, 3))
+    behind = greedy(model.scaled(scaling.scales(3)), PROMPT + tokens[:5], 15, (0, 1, 3))
     assert tokens[5:] == behind
 
 
