@@ -6,9 +6,9 @@ import argparse
 import os
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skippipe_sched.errors import InputError, loading
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
     from skippipe_jax.config import Config, DataConfig
     from skippipe_jax.inference.ensemble import Ensemble
+    from skippipe_jax.inference.model_source import ModelSource
     from skippipe_jax.inference.scaling import Scaling
     from skippipe_jax.inference.staged_model import StagedModel
 
@@ -156,7 +157,7 @@ def _host_from_environment() -> tuple[str | None, int | None, int | None]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model, for `ModelSpec`."""
+    """Add the arguments that name a model, for `open_model_source` and `open_mixture`."""
     from skippipe_jax.config.model import MOST_STAGES
 
     source = parser.add_mutually_exclusive_group(required=True)
@@ -250,100 +251,57 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
     parser.add_argument("--step", type=step, metavar="N", help=help_text)
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Models that the arguments of a command name, and their use.
-
-    Attributes:
-        runs: folders of runs; either these or `hf`.
-        hf: folders of Hugging Face models.
-        step: checkpoint of a run; None is the latest, "best" the one with the lowest loss.
-        num_stages: number of stages of a Hugging Face model.
-        overrides: overrides of the configuration, as in `--set`.
-        scale: scaling of residual branches, as in `--scale`.
-        stage_order: stages that run, in order; either this or `keep_fraction`.
-        keep_fraction: share of the stages that run, drawn by `seed`.
-        seed: seed of that draw.
-        mix: weighting of several models.
-        prior: probability of each of several models at the start of a document.
-    """
-
-    runs: tuple[Path, ...] = ()
-    hf: tuple[Path, ...] = ()
-    step: int | str | None = None
-    num_stages: int | None = None
-    overrides: tuple[str, ...] = ()
-    scale: str | None = None
-    stage_order: str | None = None
-    keep_fraction: float | None = None
-    seed: int = 0
-    mix: str | None = None
-    prior: str | None = None
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> ModelSpec:
-        """Read the arguments of a command.
-
-        Raises:
-            InputError: if an argument for several models is used with one, or the reverse.
-        """
-        named = arguments.run or arguments.hf
-        if len(named) > 1:
-            rejected = SINGLE_MODEL_ARGUMENTS
-            problem = "applies to one model, but several are given"
-            remedy = "Give one model, or omit this option"
-        else:
-            rejected = MIXTURE_ARGUMENTS
-            problem = "applies to several models, but one is given"
-            remedy = "Give more models, or omit this option"
-        for name in rejected:
-            value = getattr(arguments, name, None)
-            if value is not None and value is not False:
-                shown = str(value) if isinstance(value, Path) else value
-                raise InputError(f"--{name.replace('_', '-')}", shown, problem, remedy)
-        values: dict[str, Any] = {
-            field.name: getattr(arguments, field.name, field.default)
-            for field in fields(cls)
-            if field.name != "overrides"
-        }
-        values["runs"], values["hf"] = tuple(arguments.run or ()), tuple(arguments.hf or ())
-        return cls(**values, overrides=tuple(arguments.set))
-
-    @property
-    def is_mixture(self) -> bool:
-        """True if several models are to be mixed."""
-        return len(self.runs) + len(self.hf) > 1
-
-    @property
-    def run(self) -> Path | None:
-        """Run of the one model that is named, or None."""
-        return self.runs[0] if self.runs else None
-
-
-def open_model(spec: ModelSpec) -> tuple[StagedModel, DataConfig, int | None, Scaling | None]:
-    """Read the one model that is named; return it with its data, step and scaling.
-
-    Only the model of a run has a step.
+def is_mixture(arguments: argparse.Namespace) -> bool:
+    """Tell whether the arguments of `add_model_arguments` name several models.
 
     Raises:
-        InputError: if it does not exist, cannot be read, or cannot be scaled in this way.
+        InputError: if an argument for several models is used with one, or the reverse.
+    """
+    if several := len(arguments.run or arguments.hf) > 1:
+        rejected = SINGLE_MODEL_ARGUMENTS
+        problem = "applies to one model, but several are given"
+        remedy = "Give one model, or omit this option"
+    else:
+        rejected = MIXTURE_ARGUMENTS
+        problem = "applies to several models, but one is given"
+        remedy = "Give more models, or omit this option"
+    for name in rejected:
+        value = getattr(arguments, name, None)
+        if value is not None and value is not False:
+            shown = str(value) if isinstance(value, Path) else value
+            raise InputError(f"--{name.replace('_', '-')}", shown, problem, remedy)
+    return several
+
+
+def open_model_source(arguments: argparse.Namespace) -> ModelSource:
+    """Open the one model that is named, and enable its compilation cache.
+
+    Raises:
+        InputError: if it does not exist, or its configuration cannot be read.
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
-        from skippipe_jax.inference.scaling import create_scaling
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    hf = spec.hf[0] if spec.hf else None
-    source = open_source(spec.run, hf, spec.step, spec.num_stages, spec.overrides)
-    # Report a wrong scale before reading weights.
-    scaling = None if spec.scale is None else create_scaling(spec.scale, source)
-    model, config = source.model(), source.config
-    enable_compilation_cache(config.compilation_cache)
-    return model, config.data, source.step, scaling
+    [run], [hf] = arguments.run or [None], arguments.hf or [None]
+    source = open_source(run, hf, arguments.step, arguments.num_stages, arguments.set)
+    enable_compilation_cache(source.config.compilation_cache)
+    return source
+
+
+def scaling_of(arguments: argparse.Namespace, source: ModelSource) -> Scaling | None:
+    """Return how `--scale` scales a model; None if it does not.
+
+    Raises:
+        InputError: if the model cannot be scaled in this way.
+    """
+    from skippipe_jax.inference.scaling import create_scaling
+
+    return None if arguments.scale is None else create_scaling(arguments.scale, source)
 
 
 def open_mixture(
-    spec: ModelSpec, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
+    arguments: argparse.Namespace, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
 ) -> tuple[Ensemble, DataConfig, list[int | None], str]:
     """Read the models that are named, as `read_ensemble` does, and the data of the first.
 
@@ -353,32 +311,39 @@ def open_mixture(
         from skippipe_jax.inference.ensemble import read_ensemble
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    models = (spec.runs, spec.hf, spec.num_stages, spec.overrides)
-    mixture = spec.mix, spec.prior or prior, allowed
+    models = arguments.run or (), arguments.hf or (), arguments.num_stages, arguments.set
+    mixture = arguments.mix, arguments.prior or prior, allowed
     ensemble, config, steps, kind = read_ensemble(*models, *mixture)
     enable_compilation_cache(config.compilation_cache)
     return ensemble, config.data, steps, kind
 
 
-def open_language_model(spec: ModelSpec) -> tuple[StagedModel | Ensemble, DataConfig]:
+def open_language_model(
+    arguments: argparse.Namespace,
+) -> tuple[StagedModel | Ensemble, DataConfig]:
     """Read several models as a mixture, or the chosen stages of one model, with the data.
 
     The stages and their scales are printed to standard error.
+
+    Raises:
+        InputError: if a model does not exist, cannot be read, or cannot be used in this way.
     """
-    if spec.is_mixture:
-        return open_mixture(spec)[:2]
+    if is_mixture(arguments):
+        return open_mixture(arguments)[:2]
     with loading():
         from skippipe_jax.inference.partial import parse_stage_order
 
-    model, data, _, scaling = open_model(spec)
-    order = parse_stage_order(spec.stage_order, spec.keep_fraction, model.stages, spec.seed)
+    source = open_model_source(arguments)
+    scaling = scaling_of(arguments, source)
+    model, named = source.model(), (arguments.stage_order, arguments.keep_fraction)
+    order = parse_stage_order(*named, model.stages, arguments.seed)
     if scaling is not None:
         scales = scaling.scales(len(order))
         log.info(f"scales {scales.scales_text(model.cut)}")
         model = model.scaled(scales)
-    if len(order) < model.stages or spec.stage_order is not None:
+    if len(order) < model.stages or arguments.stage_order is not None:
         log.info(f"stages {' '.join(map(str, order))} of {model.stages}")
-    return replace(model, order=order), data
+    return replace(model, order=order), source.config.data
 
 
 def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,13 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
-    ModelSpec,
     accept_old_names,
     add_model_arguments,
     add_scale,
+    is_mixture,
     open_mixture,
-    open_model,
+    open_model_source,
+    scaling_of,
 )
 from skippipe_jax.config.data import HELD_OUT_PARTS
 
@@ -110,21 +111,23 @@ def run(arguments: argparse.Namespace) -> int:
     sequences = (
         DEFAULT_SEQUENCES if requested is None else fields.integer(requested, "--sequences", 1)
     )
-    spec = ModelSpec.of(arguments)
+    several = is_mixture(arguments)
     if arguments.api_key_file is not None and arguments.url is None:
         problem = "applies only to a service"
         raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Add --url")
-    if spec.is_mixture:
-        return _evaluate_several(spec, sequences, as_json=arguments.json)
+    if several:
+        return _evaluate_several(arguments, sequences)
     shares = _fractions(arguments)
     step = scaling = served = None
     if arguments.url is not None:
-        served, data = _open_service(arguments, spec)
+        served, data = _open_service(arguments)
         model = served
     else:
-        model, data, step, scaling = open_model(spec)
+        source = open_model_source(arguments)
+        scaling = scaling_of(arguments, source)
+        model, data, step = source.model(), source.config.data, source.step
         _ = model.tokenizer  # Report an unusable tokenizer before the evaluation.
-    questions = _questions(arguments, spec.run, shares, model.stages)
+    questions = _questions(arguments, shares, model.stages)
     part = arguments.part or "all"
     evaluation = evaluate(model, step, data, sequences, questions, scaling, part)
     by_domain = None
@@ -137,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     fewer = [] if requested is None else shortage_warning(data, requested, part)
     for line in [*too_long_lines(data), *fewer]:
         log.info(line)
-    if spec.hf and not any(one.startswith("data.") for one in spec.overrides):
+    if arguments.hf and not any(one.startswith("data.") for one in arguments.set):
         log.info("to use your own text, add --set data.source=text --set data.path=PATH")
     others = [each for each in (by_domain, served) if each is not None]
     if arguments.json:
@@ -149,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[RemoteModel, DataConfig]:
+def _open_service(arguments: argparse.Namespace) -> tuple[RemoteModel, DataConfig]:
     """Return the model at --url, and the data to evaluate it on.
 
     Raises:
@@ -157,34 +160,33 @@ def _open_service(arguments: argparse.Namespace, spec: ModelSpec) -> tuple[Remot
             a model of this process.
     """
     with loading():
-        from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 
-    options = {"--step": spec.step, "--num-stages": spec.num_stages, "--scale": spec.scale}
-    options["--set"] = next(
-        (override for override in spec.overrides if not override.startswith("data.")), None
-    )
+    options = {
+        "--step": arguments.step,
+        "--num-stages": arguments.num_stages,
+        "--scale": arguments.scale,
+        "--set": next((one for one in arguments.set if not one.startswith("data.")), None),
+    }
     for option, value in options.items():
         if value is not None:
             problem = "does not apply to the model of --url, which a server runs"
             raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
-    hf = spec.hf[0] if spec.hf else None
-    source = open_source(spec.run, hf, overrides=spec.overrides)
-    data = with_large_batches(source.config.data)
+    data = with_large_batches(open_model_source(arguments).config.data)
     return RemoteModel(arguments.url, data, arguments.api_key_file), data
 
 
-def _evaluate_several(spec: ModelSpec, sequences: int, *, as_json: bool) -> int:
+def _evaluate_several(arguments: argparse.Namespace, sequences: int) -> int:
     with loading():
         from skippipe_jax.data.batches import too_long_lines
         from skippipe_jax.ensemble.priors import CACHED, PRIORS
         from skippipe_jax.inference.domain_losses import evaluate_ensemble
 
-    ensemble, data, steps, prior = open_mixture(spec, CACHED, PRIORS)
+    ensemble, data, steps, prior = open_mixture(arguments, CACHED, PRIORS)
     evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)
     for line in too_long_lines(data):
         log.info(line)
-    print(json.dumps(evaluation.to_json()) if as_json else evaluation.table())
+    print(json.dumps(evaluation.to_json()) if arguments.json else evaluation.table())
     return 0
 
 
@@ -206,7 +208,7 @@ def _fractions(arguments: argparse.Namespace) -> list[float]:
 
 
 def _questions(
-    arguments: argparse.Namespace, run: Path | None, shares: Sequence[float], stages: int
+    arguments: argparse.Namespace, shares: Sequence[float], stages: int
 ) -> list[Question]:
     from skippipe_jax.inference.partial import kept, leave_one_out_variants, path_variants, swapped
     from skippipe_jax.storage.run_dir import RunDir
@@ -214,9 +216,9 @@ def _questions(
     limit = fields.integer(arguments.subsets, "--subsets", 1)
     questions = [kept(stages, share, limit, arguments.seed) for share in shares]
     if arguments.paths:
-        if run is None:
+        if not arguments.run:
             raise InputError("--paths", True, "requires --run: only a run has a plan", "Omit it")
-        questions.append(path_variants(RunDir(run).plan(), stages))
+        questions.append(path_variants(RunDir(arguments.run[0]).plan(), stages))
     if arguments.swaps:
         questions.append(swapped(stages))
     if arguments.importance:

@@ -14,7 +14,6 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
-    ModelSpec,
     accept_old_names,
     add_language_model_arguments,
     open_language_model,
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prompt is None and not (arguments.chat and sys.stdin.isatty()):
         remedy = "Give a text, - for standard input, or --chat on a terminal"
         raise InputError("--prompt", None, "is missing", remedy)
-    model, data = open_language_model(ModelSpec.of(arguments))
+    model, data = open_language_model(arguments)
     tokenizer, is_chat_model = model.tokenizer, trains_on_answers(data)
     if arguments.chat and not is_chat_model and tokenizer.chat_template is None:
         problem = "the model was not trained on conversations, and has no chat template"

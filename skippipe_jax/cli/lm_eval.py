@@ -8,7 +8,11 @@ from pathlib import Path
 
 from skippipe_sched.errors import InputError, loading
 
-from skippipe_jax.cli.arguments import ModelSpec, add_language_model_arguments, open_language_model
+from skippipe_jax.cli.arguments import (
+    add_language_model_arguments,
+    is_mixture,
+    open_language_model,
+)
 from skippipe_jax.config.extras import require
 from skippipe_jax.config.sampling import DEFAULT_SLOTS
 
@@ -57,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.tasks_from
     if folder is not None and not folder.is_dir():
         raise InputError("--tasks-from", str(folder), "is not a folder", "Give a folder of tasks")
-    spec = ModelSpec.of(arguments)
+    is_mixture(arguments)  # Report arguments that do not go together first.
     with loading():
         require("lm_eval", "harness", "--tasks", arguments.tasks)
         from lm_eval.evaluator import simple_evaluate
@@ -73,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InputError(
                 "--tasks", name, "unknown task", "List the built-in tasks with lm-eval ls tasks"
             )
-    model = HarnessModel(open_language_model(spec)[0], arguments.batch_size)
+    model = HarnessModel(open_language_model(arguments)[0], arguments.batch_size)
     results = simple_evaluate(
         model=model,
         tasks=[*tasks.match_tasks(names)],

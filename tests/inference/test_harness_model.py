@@ -16,7 +16,6 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cli.arguments import ModelSpec, open_language_model
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
@@ -26,7 +25,7 @@ from skippipe_jax.inference.model_source import load_model
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from tests.harness.partial_models import logits_of, save_run
-from tests.inference.conftest import Command
+from tests.inference.conftest import Command, language_model
 
 SHAPES = {"width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 32}
 SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}
@@ -104,8 +103,8 @@ ALL = (0, 1, 2)
 
 
 def harness(run: Path, *, stages: str | None = None, batch_size: int = 8) -> HarnessModel:
-    model, _ = open_language_model(ModelSpec((run,), stage_order=stages))
-    return HarnessModel(model, batch_size)
+    order = [] if stages is None else ["--stage-order", stages]
+    return HarnessModel(language_model("--run", run, *order), batch_size)
 
 
 def encoded(text: str) -> list[int]:

@@ -20,7 +20,6 @@ from skippipe_sched.problem.case import parse_case
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import skippipe_jax as sp
-from skippipe_jax.cli.arguments import ModelSpec, open_language_model
 from skippipe_jax.inference.evaluation import losses_by_order
 from skippipe_jax.inference.harness_model import HarnessModel
 from skippipe_jax.inference.model_source import open_source
@@ -31,7 +30,7 @@ from tests.harness.llama_models import random_llama, save
 from tests.harness.messages import expect_error
 from tests.harness.partial_models import save_run
 from tests.harness.training_runs import SMALL_CASE
-from tests.inference.conftest import Command
+from tests.inference.conftest import Command, language_model
 
 TIME = 32
 CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 1, 1, 1], "microbatches_per_data_node": 8}
@@ -218,9 +217,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
     greedy = sp.SamplingParams(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
     assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
-    harness = HarnessModel(
-        open_language_model(ModelSpec((Path("run"),), keep_fraction=0.5, scale=scale))[0]
-    )
+    harness = HarnessModel(language_model("--run", "run", "--keep-fraction", 0.5, "--scale", scale))
     assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"
     [(nats, _)] = harness.loglikelihood(
         [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
