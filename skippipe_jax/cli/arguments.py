@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +157,7 @@ def _host_from_environment() -> tuple[str | None, int | None, int | None]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model, for `open_model_source` and `open_mixture`."""
+    """Add the arguments that name a model, for `open_sources`."""
     from skippipe_jax.config.model import MOST_STAGES
 
     source = parser.add_mutually_exclusive_group(required=True)
@@ -273,20 +273,27 @@ def is_mixture(arguments: argparse.Namespace) -> bool:
     return several
 
 
-def open_model_source(arguments: argparse.Namespace) -> ModelSource:
-    """Open the one model that is named, and enable its compilation cache.
+def open_sources(arguments: argparse.Namespace) -> list[ModelSource]:
+    """Open the models that are named, and enable the compilation cache of the first.
 
     Raises:
-        InputError: if it does not exist, or its configuration cannot be read.
+        InputError: if one does not exist or is named twice, or its configuration cannot be read.
     """
     with loading():
         from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    [run], [hf] = arguments.run or [None], arguments.hf or [None]
-    source = open_source(run, hf, arguments.step, arguments.num_stages, arguments.set)
-    enable_compilation_cache(source.config.compilation_cache)
-    return source
+    named = arguments.run or arguments.hf
+    for number, path in enumerate(named):
+        if path in named[:number]:
+            field = "--run" if arguments.run else "--hf"
+            raise InputError(field, str(path), "is named twice", "Name each model once")
+    options = arguments.step, arguments.num_stages, arguments.set
+    sources = [
+        open_source(*((path, None) if arguments.run else (None, path)), *options) for path in named
+    ]
+    enable_compilation_cache(sources[0].config.compilation_cache)
+    return sources
 
 
 def scaling_of(arguments: argparse.Namespace, source: ModelSource) -> Scaling | None:
@@ -300,24 +307,6 @@ def scaling_of(arguments: argparse.Namespace, source: ModelSource) -> Scaling | 
     return None if arguments.scale is None else create_scaling(arguments.scale, source)
 
 
-def open_mixture(
-    arguments: argparse.Namespace, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
-) -> tuple[Ensemble, DataConfig, list[int | None], str]:
-    """Read the models that are named, as `read_ensemble` does, and the data of the first.
-
-    `prior` is the default, and the `allowed` ones are estimated by the command.
-    """
-    with loading():
-        from skippipe_jax.inference.ensemble import read_ensemble
-        from skippipe_jax.runtime.compilation import enable_compilation_cache
-
-    models = arguments.run or (), arguments.hf or (), arguments.num_stages, arguments.set
-    mixture = arguments.mix, arguments.prior or prior, allowed
-    ensemble, config, steps, kind = read_ensemble(*models, *mixture)
-    enable_compilation_cache(config.compilation_cache)
-    return ensemble, config.data, steps, kind
-
-
 def open_language_model(
     arguments: argparse.Namespace,
 ) -> tuple[StagedModel | Ensemble, DataConfig]:
@@ -328,12 +317,14 @@ def open_language_model(
     Raises:
         InputError: if a model does not exist, cannot be read, or cannot be used in this way.
     """
-    if is_mixture(arguments):
-        return open_mixture(arguments)[:2]
     with loading():
+        from skippipe_jax.inference.ensemble import read_ensemble
         from skippipe_jax.inference.partial import parse_stage_order
 
-    source = open_model_source(arguments)
+    several, (source, *others) = is_mixture(arguments), open_sources(arguments)
+    if several:
+        prior = arguments.prior or "uniform"
+        return read_ensemble([source, *others], arguments.mix, prior)[0], source.config.data
     scaling = scaling_of(arguments, source)
     model, named = source.model(), (arguments.stage_order, arguments.keep_fraction)
     order = parse_stage_order(*named, model.stages, arguments.seed)

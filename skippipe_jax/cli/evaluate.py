@@ -18,8 +18,7 @@ from skippipe_jax.cli.arguments import (
     add_model_arguments,
     add_scale,
     is_mixture,
-    open_mixture,
-    open_model_source,
+    open_sources,
     scaling_of,
 )
 from skippipe_jax.config.data import HELD_OUT_PARTS
@@ -123,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         served, data = _open_service(arguments)
         model = served
     else:
-        source = open_model_source(arguments)
+        [source] = open_sources(arguments)
         scaling = scaling_of(arguments, source)
         model, data, step = source.model(), source.config.data, source.step
         _ = model.tokenizer  # Report an unusable tokenizer before the evaluation.
@@ -172,7 +171,8 @@ def _open_service(arguments: argparse.Namespace) -> tuple[RemoteModel, DataConfi
         if value is not None:
             problem = "does not apply to the model of --url, which a server runs"
             raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
-    data = with_large_batches(open_model_source(arguments).config.data)
+    [source] = open_sources(arguments)
+    data = with_large_batches(source.config.data)
     return RemoteModel(arguments.url, data, arguments.api_key_file), data
 
 
@@ -181,8 +181,11 @@ def _evaluate_several(arguments: argparse.Namespace, sequences: int) -> int:
         from skippipe_jax.data.batches import too_long_lines
         from skippipe_jax.ensemble.priors import CACHED, PRIORS
         from skippipe_jax.inference.domain_losses import evaluate_ensemble
+        from skippipe_jax.inference.ensemble import read_ensemble
 
-    ensemble, data, steps, prior = open_mixture(arguments, CACHED, PRIORS)
+    sources = open_sources(arguments)
+    ensemble, prior = read_ensemble(sources, arguments.mix, arguments.prior or CACHED, PRIORS)
+    data, steps = sources[0].config.data, [source.step for source in sources]
     evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)
     for line in too_long_lines(data):
         log.info(line)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int
 from skippipe_sched import fields
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config import Config
 from skippipe_jax.config.pretrained import SHAPES
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts
@@ -29,7 +28,7 @@ from skippipe_jax.ensemble import mixing, posterior, priors
 from skippipe_jax.ensemble.mixtures import arithmetic
 from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
 from skippipe_jax.inference.decoding import Decoder, Prompt, Step, continuation
-from skippipe_jax.inference.model_source import open_source, require_same_split
+from skippipe_jax.inference.model_source import ModelSource, require_same_split
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.footprint import tokens_of_chunk
 from skippipe_jax.models.llama import StageStructure
@@ -120,7 +119,15 @@ class Ensemble:
             for expert, x in zip(self.experts, streams, strict=True)
         ]
         log_w = self._log_weights(-np.stack(jax.device_get(nats)), batch)
-        log_p, greedy = self._mixed(streams, targets, log_w)
+        log_p, greedy = jax.device_get(
+            mixed_scores(
+                tuple(expert.structures[0] for expert in self.experts),
+                [expert.parameters[0] for expert in self.experts],
+                streams,
+                jnp.asarray(targets),
+                jnp.asarray(log_w, jnp.float32),
+            )
+        )
         return log_p.sum(axis=1), np.logical_and.reduce(greedy, axis=1)
 
     def decoder(self, slots: int, length: int) -> MixtureExecutor:
@@ -144,57 +151,29 @@ class Ensemble:
             log_p, resets, prior=priors.CACHED, how=self.mix, log_prior=self.log_prior
         )
 
-    def _mixed(
-        self, streams: Sequence[jax.Array], targets: np.ndarray, log_w: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `mixed_scores` says of what experts have behind their last stages."""
-        return jax.device_get(
-            mixed_scores(
-                tuple(expert.structures[0] for expert in self.experts),
-                [expert.parameters[0] for expert in self.experts],
-                streams,
-                jnp.asarray(targets),
-                jnp.asarray(log_w, jnp.float32),
-            )
-        )
-
 
 def read_ensemble(
-    runs: Sequence[Path],
-    folders: Sequence[Path],
-    cut: int | None,
-    overrides: Sequence[str],
-    mix: str | None,
-    prior: str,
-    allowed: Collection[str],
-) -> tuple[Ensemble, Config, list[int | None], str]:
-    """Return the models of runs or Hugging Face folders as one ensemble, and its configuration.
+    sources: Sequence[ModelSource],
+    mix: str | None = None,
+    prior: str = "uniform",
+    allowed: Collection[str] = ("uniform",),
+) -> tuple[Ensemble, str]:
+    """Read several models as one ensemble; return it and which prior is meant.
 
-    That is the first one's. Returns also the step of each, and which prior is meant: one of those
-    `allowed`, or "file".
+    That is one of those `allowed`, or "file".
 
     Raises:
         InputError: if one of them cannot be read, they cannot be mixed, there is no such prior, or
             the first holds out text that another run has trained on.
     """
-    named = [*runs, *folders]
-    for number, path in enumerate(named):
-        if path in named[:number]:
-            field = "--run" if runs else "--hf"
-            raise InputError(field, str(path), "is named twice", "Name each model once")
-    kind, log_prior = parse_prior(prior, len(named), allowed)
-    sources = [open_source(run, num_stages=cut, overrides=overrides) for run in runs]
-    sources += [open_source(hf=hf, num_stages=cut, overrides=overrides) for hf in folders]
-    config = sources[0].config
-    for run in runs[1:]:
-        require_same_split(config.data, RunDir(run).located(RunDir(run).config("--run").data))
-    ensemble = Ensemble(
-        [source.model() for source in sources],
-        log_prior,
-        mix or posterior.POSTERIOR,
-        [str(path) for path in named],
-    )
-    return ensemble, config, [source.step for source in sources], kind
+    kind, log_prior = parse_prior(prior, len(sources), allowed)
+    for source in sources[1:]:
+        if source.step is not None:
+            run = RunDir(source.folder)
+            require_same_split(sources[0].config.data, run.located(run.config("--run").data))
+    models = [source.model() for source in sources]
+    names = [str(source.folder) for source in sources]
+    return Ensemble(models, log_prior, mix or posterior.POSTERIOR, names), kind
 
 
 def parse_prior(

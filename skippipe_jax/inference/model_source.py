@@ -41,7 +41,7 @@ class ModelSource:
         load: reads the parameters of a stage onto the first device.
         step: that of its checkpoint, if it has one.
         files: which weights these are: digests of the files of a checkpoint, or their sizes.
-        run: folder of its run, if it has one.
+        folder: that of its run, or of the model from Hugging Face.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class ModelSource:
     load: Callable[[int], Any]
     step: int | None
     files: Mapping[str, str | int]
-    run: Path | None = None
+    folder: Path
 
     @property
     def cut(self) -> StagePartition:
@@ -144,7 +144,7 @@ def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> 
         return jax.device_put(weights.load_stage(shapes[stage], sum(layers[:stage])))
 
     files = {name: path.stat().st_size for name, path in weights.files.items()}
-    return ModelSource(config, cut, load, None, files)
+    return ModelSource(config, cut, load, None, files, folder)
 
 
 def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> ModelSource:

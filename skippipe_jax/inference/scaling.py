@@ -99,7 +99,7 @@ def _visited_shares(source: ModelSource) -> Sequence[float] | None:
 
     None where these are of another number of stages, or there are none, as after a conversion.
     """
-    if source.run is None or source.step is None or not (source.run / PLAN).exists():
+    if source.step is None or not (source.folder / PLAN).exists():
         return None
-    shares = RunDir(source.run).schedule().visited_shares(max(source.step, 1)).tolist()
+    shares = RunDir(source.folder).schedule().visited_shares(max(source.step, 1)).tolist()
     return shares if len(shares) == source.stages else None
