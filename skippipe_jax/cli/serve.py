@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
         from skippipe_jax.config.api_keys import read_keys
         from skippipe_jax.inference.scaling import create_scaling
         from skippipe_jax.serving.model import open_engine
-        from skippipe_jax.serving.server import Server, ServerSettings, listen
+        from skippipe_jax.serving.server import Server, listen
 
     keys = read_keys(arguments.api_key_file)
     listening = listen(arguments.host, arguments.port, keys)
@@ -201,7 +201,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             opened = stack.enter_context(_open_hosts(arguments, name, source, slots, scales))
             served, engines, status = opened
-        server = Server(served, engines, ServerSettings(waiting, drain_s, keys), status)
+        limits: dict[str, Any] = {"most_waiting": waiting, "drain_s": drain_s, "keys": keys}
+        server = Server(served, engines, **limits, hosts=status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")

@@ -10,7 +10,7 @@ from typing import Any
 
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.serving.server import Server, ServerSettings, listen
+from skippipe_jax.serving.server import Server, listen
 from skippipe_jax.serving.service import Served
 
 TOKENIZER = ByteTokenizer()
@@ -92,12 +92,11 @@ def scored(token: int) -> ScoredToken:
 
 @contextlib.contextmanager
 def serving(
-    engine: Any, what: Served | None = None, conduct: ServerSettings | None = None
+    engine: Any, what: Served | None = None, most_waiting: int = 256, keys: tuple[str, ...] = ()
 ) -> Iterator[str]:
     """Serve in a thread; yields the address, as URL."""
-    conduct = ServerSettings(drain_s=5) if conduct is None else conduct
-    listening = listen("127.0.0.1", 0, conduct.keys)
-    server = Server(served() if what is None else what, [engine], conduct)
+    listening, what = listen("127.0.0.1", 0, keys), served() if what is None else what
+    server = Server(what, [engine], most_waiting=most_waiting, drain_s=5, keys=keys)
     failures = []
 
     def answer() -> None:

@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.serving import app, server
-from skippipe_jax.serving.server import ServerSettings
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
 from tests.serving.scripted_engine import (
@@ -280,7 +279,7 @@ def test_what_is_no_json_by_its_type_is_refused(url: str):
 
 
 def test_only_who_has_a_key_is_answered(engine: ScriptedEngine):
-    with serving(engine, conduct=ServerSettings(keys=("first", "second"))) as url:
+    with serving(engine, keys=("first", "second")) as url:
         for key in ("first", "second"):
             assert client_of(url, key).models.list().data
         for key in ("third", "firs", ""):
@@ -317,7 +316,7 @@ def endless() -> ScriptedEngine:
 
 
 def test_where_too_many_wait_others_are_told_to_come_again(endless: ScriptedEngine):
-    with serving(endless, conduct=ServerSettings(most_waiting=1)) as url:
+    with serving(endless, most_waiting=1) as url:
         client = client_of(url, max_retries=0)
         ask = lambda: client.completions.create(model=NAME, prompt="a", max_tokens=2)  # noqa: E731
         asking = [threading.Thread(target=ask) for _ in range(2)]
@@ -448,7 +447,7 @@ def test_a_model_that_has_learnt_no_conversations_says_so(engine: ScriptedEngine
 
 def test_status_is_shown_of_a_service(engine: ScriptedEngine, tmp_path: Path, command: Command):
     (tmp_path / "key").write_text("one\n")
-    with serving(engine, conduct=ServerSettings(keys=("one", "two"), drain_s=5)) as url:
+    with serving(engine, keys=("one", "two")) as url:
         refused = command("status", url)
         assert refused.code == 2
         words = "the service answered with status 401. Give a key of the service by --api-key-file"

@@ -26,7 +26,6 @@ from skippipe_jax.inference.remote_model import texts_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.serving import errors
 from skippipe_jax.serving.model import open_engine
-from skippipe_jax.serving.server import ServerSettings
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, Result, expect_one_error
 from tests.harness.partial_models import save_run
@@ -324,7 +323,7 @@ def test_a_service_with_little_room_answers_all_in_the_end(
 ):
     monkeypatch.setattr(errors, "AGAIN_S", 0)
     engine = ScriptedEngine(lambda request: [], slots=1)
-    with serving(engine, served(), ServerSettings(most_waiting=1)) as url:
+    with serving(engine, served(), most_waiting=1) as url:
         found = evaluated(command, "--run", str(run), "--url", f"{url}/v1", "--sequences", "9")
     scored = [token for request in engine.seen for token in request.prompt[1:]]
     assert found["tokens"] == len(scored) == 9 * LENGTH
@@ -337,7 +336,7 @@ def test_the_key_is_that_of_the_first_line(run: Path, tmp_path: Path, command: C
     (tmp_path / "none").write_text("\n")
     asked = ["--run", str(run), "--sequences", "1"]
     engine = ScriptedEngine(lambda request: [])
-    with serving(engine, served(), ServerSettings(keys=("right",))) as url:
+    with serving(engine, served(), keys=("right",)) as url:
         asked += ["--url", f"{url}/v1"]
         key = ["--api-key-file", str(tmp_path / "keys")]
         assert evaluated(command, *asked, *key)["tokens"] == LENGTH
