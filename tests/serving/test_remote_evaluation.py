@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch
 from skippipe_jax.data.rows import PackedDocuments, TokenizedDocuments, cut
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.model_source import open_source
@@ -138,16 +138,6 @@ def test_the_service_tells_what_the_model_itself_does(
     assert {**found, "step": 5}.keys() == expected.keys()
     assert found["tokens"] == expected["tokens"]
     np.testing.assert_allclose([*losses_in(found)], [*losses_in(expected)], atol=1e-4)
-
-
-def test_packed_rows_have_several_texts_and_targets_that_do_not_count(folder: Path, run: Path):
-    """Or the comparison above would show nothing of them."""
-    settings = ["data.source=chat", f"data.path={folder / 'chat.jsonl'}", "data.packing=documents"]
-    [batch] = held_out_batches(open_source(run, overrides=settings).config.data, 64)
-    texts = list(texts_of(batch))
-    assert len(texts) > len({row for row, _, _ in texts})
-    lengths = sum(len(tokens) - 1 for _, _, tokens in texts)
-    assert 0 < (batch["targets"] != IGNORED_TARGET).sum() < lengths
 
 
 @st.composite
