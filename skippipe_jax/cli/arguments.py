@@ -289,9 +289,8 @@ def open_sources(arguments: argparse.Namespace) -> list[ModelSource]:
             field = "--run" if arguments.run else "--hf"
             raise InputError(field, str(path), "is named twice", "Name each model once")
     options = arguments.step, arguments.num_stages, arguments.set
-    sources = [
-        open_source(*((path, None) if arguments.run else (None, path)), *options) for path in named
-    ]
+    sources = [open_source(run, None, *options) for run in arguments.run or ()]
+    sources += [open_source(None, hf, *options) for hf in arguments.hf or ()]
     enable_compilation_cache(sources[0].config.compilation_cache)
     return sources
 
@@ -321,10 +320,11 @@ def open_language_model(
         from skippipe_jax.inference.ensemble import read_ensemble
         from skippipe_jax.inference.partial import parse_stage_order
 
-    several, (source, *others) = is_mixture(arguments), open_sources(arguments)
+    several, sources = is_mixture(arguments), open_sources(arguments)
+    data = sources[0].config.data
     if several:
-        prior = arguments.prior or "uniform"
-        return read_ensemble([source, *others], arguments.mix, prior)[0], source.config.data
+        return read_ensemble(sources, arguments.mix, arguments.prior or "uniform")[0], data
+    [source] = sources
     scaling = scaling_of(arguments, source)
     model, named = source.model(), (arguments.stage_order, arguments.keep_fraction)
     order = parse_stage_order(*named, model.stages, arguments.seed)
@@ -334,7 +334,7 @@ def open_language_model(
         model = model.scaled(scales)
     if len(order) < model.stages or arguments.stage_order is not None:
         log.info(f"stages {' '.join(map(str, order))} of {model.stages}")
-    return replace(model, order=order), source.config.data
+    return replace(model, order=order), data
 
 
 def add_language_model_arguments(parser: argparse.ArgumentParser) -> None:
