@@ -12,8 +12,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.sampling import Sampling
@@ -193,28 +191,21 @@ def test_a_continuation_beyond_the_context_is_refused(run: Path):
         harness(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
 
 
-def test_the_harness_evaluates_some_of_the_stages(run: Path, tasks: Path):
-    model = harness(run, stages="0,2")
-    results: Any = simple_evaluate(
-        model=model,
-        tasks=["choose"],
-        task_manager=TaskManager(include_path=tasks, include_defaults=False),
-    )
-    right = 0
+def test_the_command_runs_tasks_of_ones_own_on_some_of_the_stages(
+    run: Path, tasks: Path, command: Command
+):
+    asked = ["lm-eval", "--run", run, "--stage-order", "0,2", "--tasks-from", tasks, "--tasks"]
+    code, out, _ = command(*asked, "choose,read,write", "--json")
+    results = json.loads(out)["results"]
+    assert (code, set(results)) == (0, {"choose", "read", "write"})
+    assert results["read"]["bits_per_byte,none"] > 0
+    model, right = harness(run, stages="0,2"), 0
     for question in QUESTIONS:
         pairs = [(question["question"], " " + choice) for choice in question["choices"]]
         nats = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
         right += int(np.argmax([of_choice for of_choice, _ in nats])) == question["answer"]
-    assert results["results"]["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
-
-
-def test_the_command_runs_tasks_of_ones_own(run: Path, tasks: Path, command: Command):
-    asked = ["lm-eval", "--run", run, "--keep-fraction", 0.67, "--tasks-from", tasks, "--tasks"]
-    code, out, _ = command(*asked, "choose,read,write", "--limit", 2, "--json")
-    results = json.loads(out)["results"]
-    assert (code, set(results)) == (0, {"choose", "read", "write"})
-    assert results["read"]["bits_per_byte,none"] > 0
-    code, out, _ = command(*asked, "choose")
+    assert results["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+    code, out, _ = command(*asked, "choose", "--limit", 2)
     assert (code, "choose" in out) == (0, True)
 
 
