@@ -618,9 +618,17 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    length = length_for(prompt, count, model.context)
+    room = model.context - len(prompt)
+    if count > room:
+        raise InputError(
+            "--max-new-tokens",
+            count,
+            f"the model's context is {model.context} tokens, and the prompt has {len(prompt)}",
+            f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
+        )
     if count < 1:
         return
+    length = padded_length(len(prompt) + count, model.context)
     generator = Generator(model.decoder(1, length))
     ends = frozenset() if end is None else frozenset([end])
     generator.submit(DecodeRequest(prompt, count, sampling, ends))
@@ -628,23 +636,6 @@ def generate_tokens(
         for decoded in generator.step():
             if decoded.drawn is not None and decoded.drawn.token != end:
                 yield decoded.drawn.token
-
-
-def length_for(prompt: Sequence[int], count: int, context: int) -> int:
-    """Return the number of cache positions for a prompt and `count` new tokens.
-
-    Raises:
-        InputError: if they are more than the context.
-    """
-    if len(prompt) + count > context:
-        room = context - len(prompt)
-        raise InputError(
-            "--max-new-tokens",
-            count,
-            f"the model's context is {context} tokens, and the prompt has {len(prompt)}",
-            f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
-        )
-    return padded_length(len(prompt) + count, context)
 
 
 def continuation(

@@ -87,17 +87,13 @@ class StagedModel:
         ]
         return replace(self, parameters=parameters)
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model's tokens come from.
 
         Raises:
             InputError: if the model has too few tokens for it.
         """
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self.tokenizer_name)
         check_vocabulary(self.config.vocabulary_size, tokenizer)
         return tokenizer

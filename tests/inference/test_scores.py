@@ -152,7 +152,7 @@ def test_a_model_is_not_scored_on_what_it_does_not_take(config, model):
     with refusal("data.sequence_length = ...longer than the model's context of 32"):
         score(model, replace(config.data, sequence_length=33), "prose", "all", 4)
     other = replace(model, tokenizer_name="bytes")
-    other.__dict__["_tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
+    other.__dict__["tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
     with refusal("data.tokenizer = ...is not the model's tokenizer"):
         score(other, config.data, "prose", "all", 4)
 
