@@ -251,21 +251,18 @@ def test_sequences_fail_without_a_stage(source: ModelSource, model: StagedModel)
         assert drawn_by(generator, [request])[0] == [greedy(model, PROMPT, 9, range(4))]
 
 
-def test_hosts_that_do_not_reach_each_other_are_reached_by_the_front(
-    source: ModelSource, model: StagedModel
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda own: own.holding(2)[0].part_from(own.threads),  # The front passes on to it.
+        lambda own: own.holding(1)[0].forget_others(),  # It is told of one that it does not know.
+    ],
+)
+def test_sequences_go_on_where_hosts_do_not_reach_each_other(
+    cut: Callable[[Service], None], source: ModelSource, model: StagedModel
 ):
     with service(source, 3) as own:
-        [second] = own.holding(2)
-        cut = {3: lambda: second.part_from(own.threads)}
-        assert continued(own, 12, cut) == alone(model, 12)
-
-
-def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
-    source: ModelSource, model: StagedModel
-):
-    with service(source, 3) as own:
-        [first] = own.holding(1)
-        assert continued(own, 12, {3: first.forget_others}) == alone(model, 12)
+        assert continued(own, 12, {3: lambda: cut(own)}) == alone(model, 12)
 
 
 def test_the_service_ends_after_the_connections_of_its_hosts(source: ModelSource):
