@@ -478,8 +478,9 @@ class Generator:
     def clear(self) -> None:
         """Drop all requests, and free their slots."""
         self._waiting.clear()
-        running = [number for number, _ in self._running.values()]
-        for number in (*running, *(entering.number for entering in [*self._entering.values()])):
+        numbers = [number for number, _ in self._running.values()]
+        numbers += [entering.number for entering in self._entering.values()]
+        for number in numbers:
             self.cancel(number)
 
     def close(self) -> None:
