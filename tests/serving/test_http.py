@@ -375,13 +375,15 @@ def test_connections_that_say_nothing_are_closed(
         address = urlsplit(url).hostname, urlsplit(url).port
         idle = [socket.create_connection(address) for _ in range(1000)]
         # One that sends a little now and then is not idle, but does not ask either.
-        idle[0].sendall(b"GET /health HTTP/1.1\r\n")
+        idle[-1].sendall(b"GET /health HTTP/1.1\r\n")
         time.sleep(0.3)
-        idle[0].sendall(b"Host: x\r\n")
+        with contextlib.suppress(ConnectionError):  # On a slow machine it is closed by now.
+            idle[-1].sendall(b"Host: x\r\n")
         began_s = time.monotonic()
         for connection in idle:
             connection.settimeout(10)
-            assert connection.recv(1) == b""
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
             connection.close()
         assert time.monotonic() - began_s < 10
         assert client_of(url).models.list().data
