@@ -74,6 +74,7 @@ def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
     """Evaluate the last checkpoint of a run that `command` trains, and gather what it has noted."""
     source = open_source(run)
     model, step = source.model(), source.step
+    assert step is not None, "a run has steps"
     data = replace(source.config.data, microbatch_size=min(MICROBATCH, sequences))
     stages = model.stages
     counts = range(1, stages + 1)
