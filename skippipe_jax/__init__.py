@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from skippipe_jax.config import Config, load_config
     from skippipe_jax.config.sampling import Sampling as SamplingParams
     from skippipe_jax.inference.ensemble import Ensemble
-    from skippipe_jax.inference.load import load_model
+    from skippipe_jax.inference.model_source import load_model
     from skippipe_jax.inference.run import Run
     from skippipe_jax.inference.staged_model import StagedModel as Model
     from skippipe_jax.storage.records import StepMetrics
@@ -59,7 +59,7 @@ _MODULES = {
     "Trainer": "skippipe_jax.training.trainer",
     "connect": "skippipe_jax.cluster.joining",
     "load_config": "skippipe_jax.config",
-    "load_model": "skippipe_jax.inference.load",
+    "load_model": "skippipe_jax.inference.model_source",
     "load_plan": "skippipe_sched.problem.plan",
     "make_plan": "skippipe_jax.training.planning",
 }

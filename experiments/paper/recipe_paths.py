@@ -24,7 +24,7 @@ from experiments.paper.gates import AT_ONCE, LENGTH, SEQUENCES, GatedRun, losses
 from experiments.paper.jobs import Job
 from experiments.paper.recipe import FULL, Setting, arms
 from skippipe_jax.config import to_tree
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model
 
 SETTING = Setting(6, 20)
 SEEDS = 3
@@ -62,7 +62,7 @@ def config_of(arm: str, text: Path) -> dict[str, Any]:
 
 def losses_of_run(folder: Path, texts: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Evaluate what the trainer has trained as gated runs are evaluated."""
-    model, _, _ = read_run(folder)
+    model = load_model(folder)
 
     def evaluate(windows: np.ndarray, stages: Sequence[int] | None = None) -> float:
         parts = np.split(windows, len(windows) // AT_ONCE)

@@ -19,7 +19,7 @@ from skippipe_sched.errors import run_command
 from experiments.benchmarks.harness import reporting
 from skippipe_jax import Run
 from skippipe_jax.inference.evaluation import Answer, evaluate
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.partial import Question, Variant, kept, swapped
 from skippipe_jax.inference.scaling import SHARE, create_scaling
 from skippipe_jax.storage.files import PARTIAL
@@ -72,14 +72,16 @@ class Summary:
 
 def summarise(run: Path, command: str, digest: str, sequences: int) -> Summary:
     """Evaluate the last checkpoint of a run that `command` trains, and gather what it has noted."""
-    model, config, step = read_run(run)
-    data = replace(config.data, microbatch_size=min(MICROBATCH, sequences))
+    source = open_source(run)
+    model, step = source.model(), source.step
+    assert step is not None, "a run has steps"
+    data = replace(source.config.data, microbatch_size=min(MICROBATCH, sequences))
     stages = model.stages
     counts = range(1, stages + 1)
     questions = [kept(stages, count / stages, EVERY_SUBSET, 0) for count in counts]
     first = tuple(Variant(tuple(range(count))) for count in counts)
     questions += [Question("early exit", first, stages), swapped(stages)]
-    scaling = create_scaling(SHARE, model, data, run, step)
+    scaling = create_scaling(SHARE, source)
     found = evaluate(model, step, data, sequences, questions, scaling)
     scaled = found.scaled
     assert scaled is not None, "was asked for"

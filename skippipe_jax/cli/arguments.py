@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skippipe_jax.cluster.membership import Membership
     from skippipe_jax.config import Config, DataConfig
     from skippipe_jax.inference.ensemble import Ensemble
-    from skippipe_jax.inference.language_model import LanguageModel
+    from skippipe_jax.inference.model_source import ModelSource
     from skippipe_jax.inference.scaling import Scaling
     from skippipe_jax.inference.staged_model import StagedModel
 
@@ -157,7 +157,7 @@ def _host_from_environment() -> tuple[str | None, int | None, int | None]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name models, for `check_model_arguments` and what opens them."""
+    """Add the arguments that name a model, for `open_sources`."""
     from skippipe_jax.config.model import MOST_STAGES
 
     source = parser.add_mutually_exclusive_group(required=True)
@@ -210,10 +210,9 @@ def add_scale(
     parser.add_argument(
         "--scale",
         metavar="SCALE",
-        help=f"{scaled} the residual branches of inner stages: by a NUMBER; by `share`, the "
+        help=f"{scaled} the residual branches of inner stages: by a NUMBER; or by `share`, the "
         "fraction of the run's microbatches that visited the stage (increased in proportion, to 1 "
-        "at most, if only some stages run); or by `fit`, factors fitted on training text in "
-        "seconds (default: no scaling)",
+        "at most, if only some stages run) (default: no scaling)",
     )
 
 
@@ -254,94 +253,83 @@ def add_step(parser: argparse._ActionsContainer, of: str) -> None:
     parser.add_argument("--step", type=step, metavar="N", help=help_text)
 
 
-def check_model_arguments(arguments: argparse.Namespace) -> None:
-    """Check the arguments of `add_model_arguments` and those that go with them.
+def is_mixture(arguments: argparse.Namespace) -> bool:
+    """Tell whether the arguments of `add_model_arguments` name several models.
 
     Raises:
         InputError: if an argument for several models is used with one, or the reverse.
     """
-    if is_mixture(arguments):
+    if several := len(arguments.run or arguments.hf) > 1:
         rejected = SINGLE_MODEL_ARGUMENTS
-        problem, remedy = "applies to one model, but several are given", "Give one model"
+        problem = "applies to one model, but several are given"
+        remedy = "Give one model, or omit this option"
     else:
         rejected = MIXTURE_ARGUMENTS
-        problem, remedy = "applies to several models, but one is given", "Give more models"
+        problem = "applies to several models, but one is given"
+        remedy = "Give more models, or omit this option"
     for name in rejected:
         value = getattr(arguments, name, None)
         if value is not None and value is not False:
             shown = str(value) if isinstance(value, Path) else value
-            option = f"--{name.replace('_', '-')}"
-            raise InputError(option, shown, problem, f"{remedy}, or omit this option")
+            raise InputError(f"--{name.replace('_', '-')}", shown, problem, remedy)
+    return several
 
 
-def is_mixture(arguments: argparse.Namespace) -> bool:
-    """Return whether several models are named, which are to be mixed."""
-    return len(arguments.run) + len(arguments.hf) > 1
-
-
-def single_model(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """Return the folder of the run, or that of the Hugging Face model, if one model is named."""
-    return next(iter(arguments.run), None), next(iter(arguments.hf), None)
-
-
-def open_model(
-    arguments: argparse.Namespace,
-) -> tuple[StagedModel, DataConfig, int | None, Scaling | None]:
-    """Read the one model that is named; return it with its data, step and scaling.
-
-    Only the model of a run has a step.
+def open_sources(arguments: argparse.Namespace) -> list[ModelSource]:
+    """Open the models that are named, and enable the compilation cache of the first.
 
     Raises:
-        InputError: if it does not exist, cannot be read, or cannot be scaled in this way.
+        InputError: if one does not exist or is named twice, or its configuration cannot be read.
     """
     with loading():
-        from skippipe_jax.inference.model_source import read_model
-        from skippipe_jax.inference.scaling import create_scaling, parse_scale
+        from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.runtime.compilation import enable_compilation_cache
 
-    scale, (run, hf) = arguments.scale, single_model(arguments)
-    if scale is not None:
-        scale = parse_scale(scale)  # Report an error before reading weights.
-    given = arguments.step, arguments.num_stages, arguments.set
-    model, config, step = read_model(run, hf, *given)
-    enable_compilation_cache(config.compilation_cache)
-    scaling = None
-    if scale is not None:
-        scaling = create_scaling(scale, model, config.data, run, step)
-    return model, config.data, step, scaling
+    named = arguments.run or arguments.hf
+    for number, path in enumerate(named):
+        if path in named[:number]:
+            field = "--run" if arguments.run else "--hf"
+            raise InputError(field, str(path), "is named twice", "Name each model once")
+    options = arguments.step, arguments.num_stages, arguments.set
+    sources = [open_source(run, None, *options) for run in arguments.run or ()]
+    sources += [open_source(None, hf, *options) for hf in arguments.hf or ()]
+    enable_compilation_cache(sources[0].config.compilation_cache)
+    return sources
 
 
-def open_mixture(
-    arguments: argparse.Namespace, prior: str = "uniform", allowed: Collection[str] = ("uniform",)
-) -> tuple[Ensemble, DataConfig, list[int | None], str]:
-    """Read the models that are named, as `read_ensemble` does, and the data of the first.
+def scaling_of(arguments: argparse.Namespace, source: ModelSource) -> Scaling | None:
+    """Return how `--scale` scales a model; None if it does not.
 
-    `prior` is the default, and the `allowed` ones are estimated by the command.
+    Raises:
+        InputError: if the model cannot be scaled in this way.
     """
-    with loading():
-        from skippipe_jax.inference.ensemble_loading import read_ensemble
-        from skippipe_jax.runtime.compilation import enable_compilation_cache
+    from skippipe_jax.inference.scaling import create_scaling
 
-    models = arguments.run, arguments.hf, arguments.num_stages, arguments.set
-    mixture = arguments.mix, arguments.prior or prior, allowed
-    ensemble, config, steps, kind = read_ensemble(*models, *mixture)
-    enable_compilation_cache(config.compilation_cache)
-    return ensemble, config.data, steps, kind
+    return None if arguments.scale is None else create_scaling(arguments.scale, source)
 
 
-def open_language_model(arguments: argparse.Namespace) -> tuple[LanguageModel, DataConfig]:
+def open_language_model(
+    arguments: argparse.Namespace,
+) -> tuple[StagedModel | Ensemble, DataConfig]:
     """Read several models as a mixture, or the chosen stages of one model, with the data.
 
     The stages and their scales are printed to standard error.
+
+    Raises:
+        InputError: if a model does not exist, cannot be read, or cannot be used in this way.
     """
-    if is_mixture(arguments):
-        return open_mixture(arguments)[:2]
     with loading():
+        from skippipe_jax.inference.ensemble import read_ensemble
         from skippipe_jax.inference.partial import parse_stage_order
 
-    model, data, _, scaling = open_model(arguments)
-    chosen = arguments.stage_order, arguments.keep_fraction
-    order = parse_stage_order(*chosen, model.stages, arguments.seed)
+    several, sources = is_mixture(arguments), open_sources(arguments)
+    data = sources[0].config.data
+    if several:
+        return read_ensemble(sources, arguments.mix, arguments.prior or "uniform")[0], data
+    [source] = sources
+    scaling = scaling_of(arguments, source)
+    model, named = source.model(), (arguments.stage_order, arguments.keep_fraction)
+    order = parse_stage_order(*named, model.stages, arguments.seed)
     if scaling is not None:
         scales = scaling.scales(len(order))
         log.info(f"scales {scales.scales_text(model.cut)}")

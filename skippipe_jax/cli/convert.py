@@ -29,8 +29,7 @@ hf:DIR in the configuration of the run.
 to-hf writes config.json, safetensors files and the tokenizer, for transformers, vLLM and others.
 For a run on bytes, it writes a tokenizer with one token for each byte.
 
-Memory use is one stage of the model at a time; --scale fit needs all stages. The output is written
-completely or not at all.
+Memory use is one stage of the model at a time. The output is written completely or not at all.
 """
 
 
@@ -95,17 +94,18 @@ def _from_huggingface(arguments: argparse.Namespace) -> int:
 
 def _to_huggingface(arguments: argparse.Namespace) -> int:
     with loading():
-        from skippipe_jax.inference.scaling import FIT, scales_of_run
+        from skippipe_jax.inference.model_source import open_source
+        from skippipe_jax.inference.scaling import create_scaling
         from skippipe_jax.interop.conversion import to_huggingface
         from skippipe_jax.storage.run_dir import RunDir
 
-    if arguments.scale != FIT:
-        _compute_on_cpu()
+    _compute_on_cpu()
     run = required_path("--run", arguments.run, arguments.former)
     step, scales = RunDir(run).step_named(arguments.step), None
     if arguments.scale is not None:
-        scales, cut, step = scales_of_run(arguments.scale, run, step)
-        print(f"scales {scales.scales_text(cut)}")
+        source = open_source(run, step=step)
+        scales, step = create_scaling(arguments.scale, source).scales(), source.step
+        print(f"scales {scales.scales_text(source.cut)}")
     output = arguments.output
     export = to_huggingface(run, output, step, arguments.dtype, scales)
     print(f"exported step {export.step} of {run} to {output} in {export.dtype} (--dtype)")

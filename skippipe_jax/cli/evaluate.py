@@ -17,11 +17,9 @@ from skippipe_jax.cli.arguments import (
     accept_old_names,
     add_model_arguments,
     add_scale,
-    check_model_arguments,
     is_mixture,
-    open_mixture,
-    open_model,
-    single_model,
+    open_sources,
+    scaling_of,
 )
 from skippipe_jax.config.data import HELD_OUT_PARTS
 
@@ -112,11 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
     sequences = (
         DEFAULT_SEQUENCES if requested is None else fields.integer(requested, "--sequences", 1)
     )
-    check_model_arguments(arguments)
+    several = is_mixture(arguments)
     if arguments.api_key_file is not None and arguments.url is None:
         problem = "applies only to a service"
         raise InputError("--api-key-file", str(arguments.api_key_file), problem, "Add --url")
-    if is_mixture(arguments):
+    if several:
         return _evaluate_several(arguments, sequences)
     shares = _fractions(arguments)
     step = scaling = served = None
@@ -124,7 +122,9 @@ def run(arguments: argparse.Namespace) -> int:
         served, data = _open_service(arguments)
         model = served
     else:
-        model, data, step, scaling = open_model(arguments)
+        [source] = open_sources(arguments)
+        scaling = scaling_of(arguments, source)
+        model, data, step = source.model(), source.config.data, source.step
         _ = model.tokenizer  # Report an unusable tokenizer before the evaluation.
     questions = _questions(arguments, shares, model.stages)
     part = arguments.part or "all"
@@ -159,20 +159,19 @@ def _open_service(arguments: argparse.Namespace) -> tuple[RemoteModel, DataConfi
             a model of this process.
     """
     with loading():
-        from skippipe_jax.inference.model_source import open_source
         from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 
-    others = (override for override in arguments.set if not override.startswith("data."))
-    for option, value in (
-        ("--step", arguments.step),
-        ("--num-stages", arguments.num_stages),
-        ("--scale", arguments.scale),
-        ("--set", next(others, None)),
-    ):
+    options = {
+        "--step": arguments.step,
+        "--num-stages": arguments.num_stages,
+        "--scale": arguments.scale,
+        "--set": next((one for one in arguments.set if not one.startswith("data.")), None),
+    }
+    for option, value in options.items():
         if value is not None:
             problem = "does not apply to the model of --url, which a server runs"
             raise InputError(option, value, problem, "Omit it, or give it to skippipe serve")
-    source = open_source(*single_model(arguments), overrides=arguments.set)
+    [source] = open_sources(arguments)
     data = with_large_batches(source.config.data)
     return RemoteModel(arguments.url, data, arguments.api_key_file), data
 
@@ -181,9 +180,12 @@ def _evaluate_several(arguments: argparse.Namespace, sequences: int) -> int:
     with loading():
         from skippipe_jax.data.batches import too_long_lines
         from skippipe_jax.ensemble.priors import CACHED, PRIORS
-        from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
+        from skippipe_jax.inference.domain_losses import evaluate_ensemble
+        from skippipe_jax.inference.ensemble import read_ensemble
 
-    ensemble, data, steps, prior = open_mixture(arguments, CACHED, PRIORS)
+    sources = open_sources(arguments)
+    ensemble, prior = read_ensemble(sources, arguments.mix, arguments.prior or CACHED, PRIORS)
+    data, steps = sources[0].config.data, [source.step for source in sources]
     evaluation = evaluate_ensemble(ensemble, steps, data, sequences, prior)
     for line in too_long_lines(data):
         log.info(line)

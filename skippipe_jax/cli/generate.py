@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prompt is None and not (arguments.chat and sys.stdin.isatty()):
         remedy = "Give a text, - for standard input, or --chat on a terminal"
         raise InputError("--prompt", None, "is missing", remedy)
-    check_model_arguments(arguments)
     model, data = open_language_model(arguments)
     tokenizer, is_chat_model = model.tokenizer, trains_on_answers(data)
     if arguments.chat and not is_chat_model and tokenizer.chat_template is None:

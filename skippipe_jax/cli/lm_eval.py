@@ -10,7 +10,7 @@ from skippipe_sched.errors import InputError, loading
 
 from skippipe_jax.cli.arguments import (
     add_language_model_arguments,
-    check_model_arguments,
+    is_mixture,
     open_language_model,
 )
 from skippipe_jax.config.extras import require
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.tasks_from
     if folder is not None and not folder.is_dir():
         raise InputError("--tasks-from", str(folder), "is not a folder", "Give a folder of tasks")
-    check_model_arguments(arguments)
+    is_mixture(arguments)  # Report arguments that do not go together first.
     with loading():
         require("lm_eval", "harness", "--tasks", arguments.tasks)
         from lm_eval.evaluator import simple_evaluate

@@ -180,8 +180,9 @@ def run(arguments: argparse.Namespace) -> int:
         for module in ("starlette", "uvicorn", "prometheus_client"):
             require(module, "serve", "command", "serve")
         from skippipe_jax.config.api_keys import read_keys
+        from skippipe_jax.inference.scaling import create_scaling
         from skippipe_jax.serving.model import open_engine
-        from skippipe_jax.serving.server import Server, ServerSettings, listen
+        from skippipe_jax.serving.server import Server, listen
 
     keys = read_keys(arguments.api_key_file)
     listening = listen(arguments.host, arguments.port, keys)
@@ -189,7 +190,9 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(listening)
         source = _source(arguments)
         name = arguments.served_model_name or _name(arguments)
-        scales = _scales(arguments, source)
+        scales = None
+        if arguments.scale is not None:
+            scales = create_scaling(arguments.scale, source).table()
         if hosts == 1:
             given = source.config.data, slots, arguments.max_model_len, scales
             served, engine = open_engine(name, source.model(), *given)
@@ -198,7 +201,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             opened = stack.enter_context(_open_hosts(arguments, name, source, slots, scales))
             served, engines, status = opened
-        server = Server(served, engines, ServerSettings(waiting, drain_s, keys), status)
+        limits: dict[str, Any] = {"most_waiting": waiting, "drain_s": drain_s, "keys": keys}
+        server = Server(served, engines, **limits, hosts=status)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(f"serving {name} at http://{shown}/v1")
@@ -341,17 +345,6 @@ def _source(arguments: argparse.Namespace) -> ModelSource:
     source = open_source(run, arguments.hf, step, arguments.num_stages, overrides)
     enable_compilation_cache(source.config.compilation_cache)
     return source
-
-
-def _scales(arguments: argparse.Namespace, source: ModelSource) -> ScaleTable | None:
-    """Return the scales of `--scale`, for each number of stages that may run."""
-    if arguments.scale is None:
-        return None
-    with loading():
-        from skippipe_jax.inference.scaling import scale_table
-
-    run = None if arguments.run is None else _run_and_step(arguments.run)[0]
-    return scale_table(arguments.scale, source, run)
 
 
 def _model_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ from skippipe_sched.errors import run_command
 
 from skippipe_jax.experts.tasks import DONE, data_of
 from skippipe_jax.inference.ensemble import averaged
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scores import score
 from skippipe_jax.runtime.compilation import enable_compilation_cache
 from skippipe_jax.storage.files import atomic_write
@@ -23,11 +23,11 @@ from skippipe_jax.storage.files import atomic_write
 def score_asked(path: Path) -> int:
     """Score the domains in a specification, and write scores beside it; return the exit code."""
     folder, asked = path.parent, fields.load_json(path, str(path))
-    read = [read_run(Path(run)) for run in asked["runs"]]
-    models, configs = [model for model, _, _ in read], [config for _, config, _ in read]
-    enable_compilation_cache(configs[0].compilation_cache)
+    sources = [open_source(Path(run)) for run in asked["runs"]]
+    models, config = [source.model() for source in sources], sources[0].config
+    enable_compilation_cache(config.compilation_cache)
     model = models[0] if len(models) == 1 else averaged(models)
-    data = data_of(configs[0].data, asked)
+    data = data_of(config.data, asked)
     for domain, part, sequences in asked["parts"]:
         scores = score(model, data, domain, part, sequences)
         scores.save(folder / f"{domain}-{part}.npz")

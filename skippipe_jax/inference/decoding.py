@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 from skippipe_sched.errors import InputError
 
 from skippipe_jax.config.sampling import Sampling
-from skippipe_jax.data.tokenizer import Tokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.token_sampling import (
@@ -44,9 +43,11 @@ from skippipe_jax.models.llama import (
 )
 
 if TYPE_CHECKING:
-    from skippipe_jax.inference.language_model import LanguageModel
+    from skippipe_jax.inference.ensemble import Ensemble
     from skippipe_jax.inference.staged_model import StagedModel
 
+Prompt = TypeVar("Prompt", str, list[int])
+"""A text, or tokens."""
 MIN_LENGTH = 16
 """Caches and spans of prompts are padded to powers of two from here on, so few are compiled."""
 PREFILL_TOKENS = 128
@@ -78,63 +79,51 @@ class Step(NamedTuple):
     slot: int | None = None
 
 
-class Decoder(Protocol):
-    """Model, or mixture of models, that a `Generator` decodes with."""
+class Decoder:
+    """Model, or mixture of models, that a `Generator` decodes with.
 
-    @property
-    def slots(self) -> int:
-        """Number of sequences that it holds at a time."""
-        ...
+    Attributes:
+        slots: number of sequences that it holds at a time.
+        length: largest number of positions of a sequence.
+        vocabulary_size: number of tokens in the vocabulary.
+        is_single_model: whether it scores prompts, and lets sequences run along some stages.
+        waits: whether `next_logits` waits for other hosts; else it returns before the result.
+    """
 
-    @property
-    def length(self) -> int:
-        """Largest number of positions of a sequence."""
-        ...
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens in the vocabulary."""
-        ...
-
-    @property
-    def is_single_model(self) -> bool:
-        """Tell whether it scores prompts, and lets sequences run along some stages."""
-        ...
-
-    @property
-    def waits(self) -> bool:
-        """Tell whether `next_logits` waits for other hosts; else it returns before the result."""
-        ...
+    slots: int
+    length: int
+    vocabulary_size: int
+    is_single_model = True
+    waits = False
 
     def begin(self, slot: int, stages: Order | None) -> None:
         """Let a new sequence in a slot run along these stages; None is all."""
-        ...
 
     def end(self, slot: int) -> None:
         """Forget the sequence in a slot."""
-        ...
 
     def stages_of(self, slot: int) -> Order | None:
         """Return the stages that have run for all tokens of a sequence; None if there are none."""
-        ...
+        return None
 
     def close(self) -> None:
         """Wait for nothing any more; another thread may call this."""
-        ...
 
-    def prefill(self, step: Step, targets: Int[np.ndarray, "1 time"] | None) -> Scores | None:
+    def prefill(
+        self, step: Step, targets: Int[np.ndarray, "1 time"] | None = None
+    ) -> Scores | None:
         """Take in tokens that come next in the sequence of a slot; score `targets` behind them."""
-        ...
+        raise NotImplementedError
 
     def next_logits(self, step: Step) -> Float[Array, "row vocabulary"]:
         """Take in a token of each of the first slots, and return the logits of the one behind it.
 
         Several models together take one of every slot.
         """
-        ...
+        raise NotImplementedError
 
 
-class StageExecutor:
+class StageExecutor(Decoder):
     """The `Decoder` of one model: runs its stages, each over a cache of its own."""
 
     def __init__(
@@ -154,6 +143,7 @@ class StageExecutor:
         self.model, self.order, self.slots, self.length = model, order, slots, length
         self._scales = scales
         config = model.config
+        self.vocabulary_size = config.vocabulary_size
 
         def empty(stage: int) -> Array:
             shape = (model.cut[stage], slots, config.kv_heads, length, config.head_width)
@@ -167,21 +157,6 @@ class StageExecutor:
         # By slot: the stages of the model that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens in the vocabulary."""
-        return self.model.config.vocabulary_size
-
-    @property
-    def is_single_model(self) -> bool:
-        """Return what `Decoder.is_single_model` says."""
-        return True
-
-    @property
-    def waits(self) -> bool:
-        """Return what `Decoder.waits` says."""
-        return False
-
     def begin(self, slot: int, stages: Order | None) -> None:
         """Do what `Decoder.begin` says."""
         used = set(self.order if stages is None else stages)
@@ -194,9 +169,6 @@ class StageExecutor:
     def stages_of(self, slot: int) -> Order | None:
         """Return what `Decoder.stages_of` says."""
         return tuple(stage for stage in self.order if stage not in self._skipped[slot])
-
-    def close(self) -> None:
-        """Do what `Decoder.close` says: nothing is waited for."""
 
     def forward(
         self,
@@ -467,8 +439,8 @@ class Generator:
         """Tell whether there are requests that are not done."""
         return bool(self._waiting or self._entering or self._running)
 
-    def submit(self, request: DecodeRequest) -> int:
-        """Let a request wait for a slot; return its number, from 0.
+    def submit(self, request: DecodeRequest, number: int | None = None) -> int:
+        """Let a request wait for a slot; return its number, by default counted from 0.
 
         Raises:
             InputError: if it has no prompt, asks for nothing, or is longer than a slot; or asks
@@ -489,9 +461,10 @@ class Generator:
             if value != neutral and not self.decoder.is_single_model:
                 problem = "needs a single model, not an ensemble"
                 raise InputError(name, value, problem, "Leave it out")
-        self._waiting.append((self._submitted, request))
+        number = self._submitted if number is None else number
+        self._waiting.append((number, request))
         self._submitted += 1
-        return self._submitted - 1
+        return number
 
     def cancel(self, number: int) -> None:
         """Draw no more tokens of a request, and free its slot; one that is done has none."""
@@ -505,11 +478,10 @@ class Generator:
     def clear(self) -> None:
         """Drop all requests, and free their slots."""
         self._waiting.clear()
-        for slot in [*self._entering]:
-            del self._entering[slot]
-            self.decoder.end(slot)
-        for slot in [*self._running]:
-            self._leave(slot)
+        numbers = [number for number, _ in self._running.values()]
+        numbers += [entering.number for entering in self._entering.values()]
+        for number in numbers:
+            self.cancel(number)
 
     def close(self) -> None:
         """Wait for no other host any more; another thread may call this."""
@@ -636,7 +608,7 @@ class _Entering:
 
 
 def generate_tokens(
-    model: LanguageModel,
+    model: StagedModel | Ensemble,
     prompt: Sequence[int],
     count: int,
     sampling: Sampling,
@@ -647,9 +619,17 @@ def generate_tokens(
     Raises:
         InputError: if prompt and tokens are longer than the model's context.
     """
-    length = length_for(prompt, count, model.context)
+    room = model.context - len(prompt)
+    if count > room:
+        raise InputError(
+            "--max-new-tokens",
+            count,
+            f"the model's context is {model.context} tokens, and the prompt has {len(prompt)}",
+            f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
+        )
     if count < 1:
         return
+    length = padded_length(len(prompt) + count, model.context)
     generator = Generator(model.decoder(1, length))
     ends = frozenset() if end is None else frozenset([end])
     generator.submit(DecodeRequest(prompt, count, sampling, ends))
@@ -659,45 +639,25 @@ def generate_tokens(
                 yield decoded.drawn.token
 
 
-def length_for(prompt: Sequence[int], count: int, context: int) -> int:
-    """Return the number of cache positions for a prompt and `count` new tokens.
+def continuation(
+    model: StagedModel | Ensemble,
+    prompt: str | Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> Any:
+    """Return the text that continues a text, or the tokens that continue tokens, as `Prompt`.
 
     Raises:
-        InputError: if they are more than the context.
+        InputError: if prompt and tokens are longer than the model's context.
     """
-    if len(prompt) + count > context:
-        room = context - len(prompt)
-        raise InputError(
-            "--max-new-tokens",
-            count,
-            f"the model's context is {context} tokens, and the prompt has {len(prompt)}",
-            f"Ask for {room} or fewer" if room > 0 else "Shorten the prompt",
-        )
-    return padded_length(len(prompt) + count, context)
-
-
-@overload
-def continued(
-    tokenizer: Tokenizer, prompt: str, draw: Callable[[list[int]], Iterator[int]]
-) -> str: ...
-
-
-@overload
-def continued(
-    tokenizer: Tokenizer, prompt: Sequence[int], draw: Callable[[list[int]], Iterator[int]]
-) -> list[int]: ...
-
-
-def continued(
-    tokenizer: Tokenizer, prompt: str | Sequence[int], draw: Callable[[list[int]], Iterator[int]]
-) -> str | list[int]:
-    """Return the text that `draw` continues a prompt with, or tokens for a prompt of tokens."""
+    tokenizer = model.tokenizer
+    tokens = [tokenizer.begin, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+    given = [int(token) for token in tokens]
+    drawn = [*generate_tokens(model, given, max_new_tokens, sampling, tokenizer.end)]
     if not isinstance(prompt, str):
-        return [*draw([int(token) for token in prompt])]
-    prompt_tokens = [tokenizer.begin, *map(int, tokenizer.encode(prompt))]
+        return drawn
     # Some tokenizers write a token otherwise at the beginning of a text.
-    decode = tokenizer.decode
-    return decode([*prompt_tokens, *draw(prompt_tokens)])[len(decode(prompt_tokens)) :]
+    return tokenizer.decode([*given, *drawn])[len(tokenizer.decode(given)) :]
 
 
 def padded_length(needed: int, most: int, least: int = MIN_LENGTH) -> int:

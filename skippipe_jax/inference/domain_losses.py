@@ -1,20 +1,26 @@
-"""The validation loss of a model by domain, and the means over domains and over tokens."""
+"""Validation losses by domain: of one model, and of several, each alone and all together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from skippipe_sched.errors import InputError
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
+from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
+from skippipe_jax.ensemble import mixing, priors
+from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.evaluation import MAX_LOSS_NATS
-from skippipe_jax.inference.language_model import Scorer
-from skippipe_jax.inference.scores import Scores, score
+from skippipe_jax.inference.scores import Scorer, Scores, require_same_text, score
+
+PRIOR_SEQUENCES = 100
+"""Sequences on which the cached prior of a domain is estimated, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,23 @@ class DomainLosses:
 
     def table(self) -> str:
         """Return a table: a line for each domain and each mean."""
-        tokens = sum(figures.tokens for figures in self.domains.values())
-        rows = [
-            [name, f"{figures.loss:.4f}", f"{figures.perplexity:.3f}", f"{figures.tokens:,}"]
-            for name, figures in self.domains.items()
-        ]
-        for name, loss, over in (("macro", self.macro, ""), ("micro", self.micro, f"{tokens:,}")):
-            rows.append([f"{name} mean", f"{loss:.4f}", f"{math.exp(loss):.3f}", over])
         part = "" if self.part == "all" else f" ({self.part})"
-        return aligned([[f"domain{part}", "loss", "perplexity", "tokens"], *rows])
+        return aligned([[f"domain{part}", "loss", "perplexity", "tokens"], *_rows([self])])
+
+
+def _rows(losses: Sequence[DomainLosses]) -> list[list[str]]:
+    """Return a row for each domain, then for both means: all losses, then figures of the last."""
+    last = losses[-1]
+    rows = []
+    for name, own in last.domains.items():
+        each = [f"{of.domains[name].loss:.4f}" for of in losses]
+        rows.append([name, *each, f"{own.perplexity:.3f}", f"{own.tokens:,}"])
+    tokens = sum(own.tokens for own in last.domains.values())
+    for mean, over in (("macro", ""), ("micro", f"{tokens:,}")):
+        means = [getattr(of, mean) for of in losses]
+        each = [f"{one:.4f}" for one in means]
+        rows.append([f"{mean} mean", *each, f"{math.exp(means[-1]):.3f}", over])
+    return rows
 
 
 def evaluate_domains(model: Scorer, data: DataConfig, part: str, sequences: int) -> DomainLosses:
@@ -92,3 +106,127 @@ def domain_loss(scores: Scores) -> DomainLoss:
             "Choose an earlier step, or train again with a lower optimizer.learning_rate",
         )
     return DomainLoss(scores.loss, math.exp(scores.loss), scores.tokens)
+
+
+@dataclass(frozen=True)
+class EnsembleEvaluation:
+    """Losses of the experts, by their names, and of their ensemble, by domain.
+
+    Attributes:
+        steps: of each expert's checkpoint, None where it has none.
+        prior: which prior was taken.
+        weights: by domain, the prior as probabilities; none where it changed from sequence to
+            sequence.
+    """
+
+    experts: Mapping[str, DomainLosses]
+    steps: Sequence[int | None]
+    ensemble: DomainLosses
+    mix: str
+    prior: str
+    weights: Mapping[str, Float[np.ndarray, " expert"]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the losses of each expert and of the ensemble; `prior` is the mean over domains.
+
+        It is what a file that is given as --prior holds, in the order of the experts.
+        """
+        experts = zip(self.experts.items(), self.steps, strict=True)
+        result: dict[str, Any] = {
+            "mix": self.mix,
+            "kind_of_prior": self.prior,
+            "experts": [{"run": name, "step": step} | of.to_json() for (name, of), step in experts],
+            "ensemble": self.ensemble.to_json(),
+        }
+        if self.weights:
+            result["prior"] = np.mean([*self.weights.values()], axis=0).tolist()
+            result["priors"] = {name: weights.tolist() for name, weights in self.weights.items()}
+        return result
+
+    def table(self) -> str:
+        """Return a table: a line for each expert's name, then one for each domain and each mean."""
+        losses = [*self.experts.values(), self.ensemble]
+        lines = [
+            f"{number}: {name}" + ("" if step is None else f", step {step}")
+            for number, (name, step) in enumerate(zip(self.experts, self.steps, strict=True), 1)
+        ]
+        lines.append(
+            f"validation loss in nats per token of each model, and mixed by {self.mix} "
+            f"({self.prior} prior)"
+        )
+        numbers = map(str, range(1, len(losses)))
+        shown = "prior" if self.weights else ""
+        rows = _rows(losses)
+        if len(self.ensemble.domains) == 1:
+            rows = rows[:1]
+        for row in rows:
+            row.append(" ".join(f"{weight:.3f}" for weight in self.weights.get(row[0], ())))
+        titles = ["domain", *numbers, "mixed", "perplexity", "tokens", shown]
+        return "\n".join([*lines, aligned([titles, *rows])])
+
+
+def evaluate_ensemble(
+    ensemble: Ensemble,
+    steps: Sequence[int | None],
+    data: DataConfig,
+    sequences: int,
+    prior: str,
+) -> EnsembleEvaluation:
+    """Evaluate models alone and together, on at most so many sequences of the part for scores.
+
+    `prior` is uniform; updated from sequence to sequence of a domain; cached, estimated for each
+    domain on its part for priors; or else that of the ensemble.
+
+    Raises:
+        InputError: as `score` does, or if a loss is not finite.
+    """
+    alone: dict[str, dict[str, DomainLoss]] = {name: {} for name in ensemble.names}
+    together, weights = {}, {}
+    for domain in data.domains():
+        log_prior = _log_prior(ensemble, data, domain, prior)
+        if log_prior is not None:
+            weights[domain] = np.exp(log_prior - np.logaddexp.reduce(log_prior))
+        each = _scores(ensemble, data, domain, FOR_SCORES, sequences)
+        for name, scores in each.items():
+            alone[name][domain] = domain_loss(scores)
+        mixed = _mixed(ensemble, [*each.values()], log_prior)
+        together[domain] = domain_loss(mixed)
+    return EnsembleEvaluation(
+        {name: DomainLosses(FOR_SCORES, losses) for name, losses in alone.items()},
+        steps,
+        DomainLosses(FOR_SCORES, together),
+        ensemble.mix,
+        prior,
+        weights,
+    )
+
+
+def _scores(
+    ensemble: Ensemble, data: DataConfig, domain: str, part: str, sequences: int
+) -> dict[str, Scores]:
+    """Return the scores of each expert."""
+    both = zip(ensemble.names, ensemble.experts, strict=True)
+    scores = {name: score(expert, data, domain, part, sequences) for name, expert in both}
+    require_same_text(scores)
+    return scores
+
+
+def _log_prior(
+    ensemble: Ensemble, data: DataConfig, domain: str, prior: str
+) -> Float[np.ndarray, " expert"] | None:
+    """Return the prior of a domain; None where each sequence has another."""
+    if prior == priors.DECAY:
+        return None
+    if prior != priors.CACHED:
+        return ensemble.log_prior
+    scores = [*_scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES).values()]
+    log_p = np.stack([one.log_probabilities for one in scores])
+    return mixing.cached_log_prior(log_p, scores[0].resets)
+
+
+def _mixed(ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None) -> Scores:
+    """Return the scores of the ensemble, from those of its experts."""
+    first, log_p = each[0], np.stack([one.log_probabilities for one in each])
+    prior = priors.DECAY if log_prior is None else priors.CACHED
+    log_w = mixing.weights(log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior)
+    return replace(first, log_probabilities=mixing.weighed(log_p, log_w))

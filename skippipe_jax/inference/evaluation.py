@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
-from skippipe_jax.inference.language_model import PartialScorer
 from skippipe_jax.inference.partial import Order, Question, Variant, full
+from skippipe_jax.inference.remote_model import RemoteModel
 from skippipe_jax.inference.scaling import Scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.branch_scales import BranchScales
@@ -123,7 +123,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: PartialScorer,
+    model: StagedModel | RemoteModel,
     step: int | None,
     data: DataConfig,
     sequences: int,
@@ -157,10 +157,12 @@ def evaluate(
     evaluation = _evaluation(step, questions, losses, full_order, tokens)
     if scaling is None:
         return evaluation
+    assert isinstance(model, StagedModel), "a service scales by itself"
     counts = sorted({len(order) for order in orders})
     for kept in counts:
+        scaled_model = model.scaled(scaling.scales(kept))
         same_length = [order for order in orders if len(order) == kept]
-        losses |= losses_by_order(scaling.scaled(kept), same_length, data, sequences, part)[0]
+        losses |= losses_by_order(scaled_model, same_length, data, sequences, part)[0]
     for order, loss in losses.items():
         if not loss < MAX_LOSS_NATS:
             problem = f"the scaled loss along stages {list(order)} is {loss}"
@@ -187,7 +189,7 @@ def _evaluation(
 
 
 def losses_by_order(
-    model: PartialScorer,
+    model: StagedModel | RemoteModel,
     orders: Collection[Order],
     data: DataConfig,
     sequences: int,
@@ -206,7 +208,7 @@ def losses_by_order(
 
 
 def _sums(
-    model: PartialScorer, orders: Sequence[Order], batch: Batch
+    model: StagedModel | RemoteModel, orders: Sequence[Order], batch: Batch
 ) -> Float[np.ndarray, "order 2"]:
     """Sum of the losses in nats along each of the sorted orders, and how many targets there are."""
     if isinstance(model, StagedModel):
@@ -248,7 +250,7 @@ def subsets(evaluation: Evaluation) -> dict[int, dict[Order, float]]:
     return perplexities
 
 
-def table(evaluation: Evaluation, model: PartialScorer, data: DataConfig) -> str:
+def table(evaluation: Evaluation, model: StagedModel | RemoteModel, data: DataConfig) -> str:
     """Return the evaluation as text: a line for the full model, and for each variant and question.
 
     The first line names the text of `data`. What is scaled stands beside what is not.

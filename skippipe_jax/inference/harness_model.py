@@ -17,7 +17,8 @@ from skippipe_jax.config.sampling import DEFAULT_SLOTS, Sampling
 from skippipe_jax.data.batches import IGNORED_TARGET
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, padded_length
-from skippipe_jax.inference.language_model import LanguageModel
+from skippipe_jax.inference.ensemble import Ensemble
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.text_stream import AnswerText
 
 # What the harness itself takes where a task does not say how much is generated.
@@ -34,7 +35,7 @@ class HarnessModel(LM):
     not fit into the context is left out at the beginning.
     """
 
-    def __init__(self, model: LanguageModel, batch_size: int = DEFAULT_SLOTS):
+    def __init__(self, model: StagedModel | Ensemble, batch_size: int = DEFAULT_SLOTS):
         """Take a model, or several together, that has `batch_size` sequences at once.
 
         So many are scored together, and so many slots does generation have.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from skippipe_sched.errors import InputError
 
 from skippipe_jax.config import Config, DataConfig, parse_config, to_tree
 from skippipe_jax.config.data import has_tokenizer
-from skippipe_jax.config.model import MOST_STAGES
+from skippipe_jax.config.model import MOST_STAGES, StagePartition
 from skippipe_jax.config.pretrained import require_no_window
 from skippipe_jax.data.batches import tokenizer_of
 from skippipe_jax.data.documents import local_path
@@ -40,6 +41,7 @@ class ModelSource:
         load: reads the parameters of a stage onto the first device.
         step: that of its checkpoint, if it has one.
         files: which weights these are: digests of the files of a checkpoint, or their sizes.
+        folder: that of its run, or of the model from Hugging Face.
     """
 
     config: Config
@@ -47,6 +49,12 @@ class ModelSource:
     load: Callable[[int], Any]
     step: int | None
     files: Mapping[str, str | int]
+    folder: Path
+
+    @property
+    def cut(self) -> StagePartition:
+        """Number of blocks of each stage."""
+        return self.config.model.stage_partition(self.stages)
 
     @property
     def identity(self) -> str:
@@ -65,43 +73,58 @@ class ModelSource:
 
 
 def open_source(
-    run: Path | None,
-    hf: Path | None,
+    run: Path | None = None,
+    hf: Path | None = None,
     step: int | str | None = None,
-    cut: int | None = None,
+    num_stages: int | None = None,
     overrides: Sequence[str] = (),
 ) -> ModelSource:
-    """Return the model of a run or else of a folder from Hugging Face, as the arguments name it.
+    """Return the model of a run, or else of a folder from Hugging Face.
+
+    Args:
+        run: folder of a run.
+        hf: folder of a model from Hugging Face.
+        step: checkpoint of the run: its step, or "best" for the lowest validation loss; by default
+            the newest that is whole.
+        num_stages: number of stages of a model from Hugging Face; by default six, or as many fewer
+            as its layers spread over evenly.
+        overrides: overrides of the configuration, as in `--set`.
 
     Raises:
-        InputError: if there is no such model, or its configuration cannot be read.
+        InputError: if there is no such model or checkpoint, its configuration cannot be read, or
+            the overrides hold out text that the run has trained on.
     """
     if run is not None:
-        if cut is not None:
+        if num_stages is not None:
             problem = "the plan of a run sets its number of stages"
-            raise InputError("--num-stages", cut, problem, "Leave it out")
+            raise InputError("--num-stages", num_stages, problem, "Leave it out")
         return _of_run(run, step, overrides)
     if hf is None:
         raise InputError("--run", None, "is missing", "Give --run DIR or --hf DIR")
     if step is not None:
         raise InputError("--step", step, "a Hugging Face folder has no steps", "Leave it out")
-    return _of_huggingface(hf, cut, overrides)
+    return _of_huggingface(hf, num_stages, overrides)
 
 
-def read_model(
-    run: Path | None,
-    hf: Path | None,
+def load_model(
+    source: str | os.PathLike[str],
     step: int | str | None = None,
-    cut: int | None = None,
-    overrides: Sequence[str] = (),
-) -> tuple[StagedModel, Config, int | None]:
-    """Return the model that `open_source` finds, with its configuration and step.
+    *,
+    stages: int | None = None,
+) -> StagedModel:
+    """Read a model from the folder of a run, or from a folder of Hugging Face.
+
+    `step` is that of a run and `stages` the number of those from Hugging Face, as in `open_source`.
 
     Raises:
         InputError: if there is no such model, or it cannot be read.
     """
-    source = open_source(run, hf, step, cut, overrides)
-    return source.model(), source.config, source.step
+    folder = Path(source)
+    if not RunDir(folder).is_run and (folder / "config.json").exists():
+        if step is not None:
+            raise InputError("step", step, "a Hugging Face folder has no steps", "Leave it out")
+        return open_source(hf=folder, num_stages=stages).model()
+    return open_source(folder, step=step, num_stages=stages).model()
 
 
 def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> ModelSource:
@@ -121,25 +144,7 @@ def _of_huggingface(folder: Path, cut: int | None, overrides: Sequence[str]) -> 
         return jax.device_put(weights.load_stage(shapes[stage], sum(layers[:stage])))
 
     files = {name: path.stat().st_size for name, path in weights.files.items()}
-    return ModelSource(config, cut, load, None, files)
-
-
-def read_run(
-    folder: Path, step: int | str | None = None, overrides: Sequence[str] = ()
-) -> tuple[StagedModel, Config, int]:
-    """Return the model in a checkpoint of a run, by default the newest whole one.
-
-    `step` may be "best", for that of the lowest validation loss.
-
-    Returns it with its configuration and the step.
-
-    Raises:
-        InputError: if the folder holds no run or no such checkpoint, or it cannot be read, or the
-            overrides hold out text that the run has trained on.
-    """
-    source = _of_run(folder, step, overrides)
-    assert source.step is not None, "a run has steps"
-    return source.model(), source.config, source.step
+    return ModelSource(config, cut, load, None, files, folder)
 
 
 def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> ModelSource:
@@ -164,7 +169,7 @@ def _of_run(folder: Path, step: int | str | None, overrides: Sequence[str]) -> M
         abstract = {"parameters": shapes[stage]}
         return load_stage(checkpoint, cut, stage, abstract)["parameters"]
 
-    return ModelSource(config, len(cut), load, checkpoint.step, checkpoint.record.files)
+    return ModelSource(config, len(cut), load, checkpoint.step, checkpoint.record.files, folder)
 
 
 def require_same_split(data: DataConfig, of_run: DataConfig) -> None:

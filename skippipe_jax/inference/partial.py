@@ -135,10 +135,6 @@ def parse_stage_order(named: str | None, share: float | None, stages: int, seed:
     Raises:
         InputError: if these are not different stages of the model, the data stage first.
     """
-    if named is not None and share is not None:
-        raise InputError(
-            "--keep-fraction", share, "conflicts with --stage-order", "Leave out one of the two"
-        )
     if named is None:
         return full(stages) if share is None else kept(stages, share, 1, seed).variants[0].stages
     try:

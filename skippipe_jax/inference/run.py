@@ -13,7 +13,7 @@ from skippipe_sched.problem.plan import Plan
 
 from skippipe_jax.config import Config
 from skippipe_jax.data.batches import Batch, held_out_batches
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scaling import Scale, Scaling, create_scaling
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.reporting.line_chart import Chart
@@ -92,20 +92,20 @@ class Run:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
         if scale is None:
-            return read_run(self.folder, step)[0]
-        return self.scaling(scale, step).scaled(kept)
+            return open_source(self.folder, step=step).model()
+        source = open_source(self.folder, step=step)
+        return source.model().scaled(create_scaling(scale, source).scales(kept))
 
     def scaling(self, scale: Scale, step: int | str | None = None) -> Scaling:
         """Return how the model in a checkpoint is scaled, for every number of stages that may run.
 
-        What residual branches of inner stages add is multiplied by a number, by the "share" of the
-        run's microbatches that visited the stage, or as they "fit" training text best.
+        What residual branches of inner stages add is multiplied by a number, or by the "share" of
+        the run's microbatches that visited the stage.
 
         Raises:
             InputError: if there is no such checkpoint, or it cannot be read or scaled so.
         """
-        model, config, loaded_step = read_run(self.folder, step)
-        return create_scaling(scale, model, config.data, self.folder, loaded_step)
+        return create_scaling(scale, open_source(self.folder, step=step))
 
     def held_out_batches(self, sequences: int) -> Iterator[Batch]:
         """Read at most so many sequences of the held-out text, in batches of the run."""

@@ -27,8 +27,13 @@ from skippipe_jax.data.batches import (
     tokenizer_of,
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
-from skippipe_jax.inference.language_model import Scorer
+from skippipe_jax.inference.ensemble import Ensemble
+from skippipe_jax.inference.remote_model import RemoteModel
+from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.storage.files import atomic_write
+
+Scorer = StagedModel | Ensemble | RemoteModel
+"""Models that give the log-probability of each target of a batch."""
 
 _ARRAYS = ("log_probabilities", "counted", "resets")
 _TEXTS = ("text", "tokenizer", "domain", "part")

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,7 @@ from skippipe_jax.data.batches import (
     check_vocabulary,
 )
 from skippipe_jax.data.tokenizer import Tokenizer, load_tokenizer
-from skippipe_jax.inference.decoding import (
-    StageExecutor,
-    continued,
-    generate_tokens,
-    padded_length,
-)
+from skippipe_jax.inference.decoding import Prompt, StageExecutor, continuation, padded_length
 from skippipe_jax.inference.partial import Order, checked_order, full, kept
 from skippipe_jax.models.branch_scales import BranchScales, ScaleTable
 from skippipe_jax.models.document_mask import marked_tokens
@@ -92,17 +87,13 @@ class StagedModel:
         ]
         return replace(self, parameters=parameters)
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model's tokens come from.
 
         Raises:
             InputError: if the model has too few tokens for it.
         """
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self.tokenizer_name)
         check_vocabulary(self.config.vocabulary_size, tokenizer)
         return tokenizer
@@ -155,31 +146,13 @@ class StagedModel:
         shown = logits[:, : tokens.shape[-1]]
         return shown if tokens.ndim > 1 else shown[0]
 
-    @overload
     def generate(
         self,
-        prompt: str,
-        max_new_tokens: int = ...,
-        order: Sequence[int] | None = ...,
-        sampling: Sampling = ...,
-    ) -> str: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int = ...,
-        order: Sequence[int] | None = ...,
-        sampling: Sampling = ...,
-    ) -> list[int]: ...
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         max_new_tokens: int = 100,
         order: Sequence[int] | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
-    ) -> str | list[int]:
+    ) -> Prompt:
         """Go on from a text by a text, or from tokens by tokens: at most `max_new_tokens`.
 
         They are drawn as `sampling` says, by all stages or those of `order`, until the end mark.
@@ -187,21 +160,20 @@ class StagedModel:
         Raises:
             InputError: if prompt and tokens are longer than the model's context.
         """
-        chosen, end = replace(self, order=self._order(order)), self.tokenizer.end
-        return continued(
-            self.tokenizer,
-            prompt,
-            lambda tokens: generate_tokens(chosen, tokens, max_new_tokens, sampling, end),
-        )
+        chosen = replace(self, order=self._order(order))
+        return continuation(chosen, prompt, max_new_tokens, sampling)
 
     def decoder(self, slots: int, length: int, scales: ScaleTable | None = None) -> StageExecutor:
-        """Return what `LanguageModel.decoder` says, with scales as `StageExecutor` takes them."""
+        """Return what a `Generator` draws tokens with: `slots` sequences of `length` positions.
+
+        `scales` are as `StageExecutor` takes them.
+        """
         return StageExecutor(self, self.default_order, slots, length, scales=scales)
 
     def likelihoods(
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
-        """Return what `LanguageModel.likelihoods` says."""
+        """Log-likelihood in nats of each sequence's targets, and whether each is the likeliest."""
         x = self.run(self.default_order, batch)
         nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
         return -np.asarray(nats).sum(axis=1), np.logical_and.reduce(greedy, axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections import Counter
@@ -61,7 +62,7 @@ class Runner:
     def __init__(
         self,
         engine: Generator,
-        deliver: Callable[[Sequence[tuple[int, Decoded]]], None],
+        deliver: Callable[[Sequence[Decoded]], None],
         fail: Callable[[BaseException, Collection[int] | None], None],
     ):
         """Prepare the thread; `deliver` and `fail` are called on the event loop.
@@ -71,13 +72,11 @@ class Runner:
         """
         self.slots = engine.slots
         self._engine, self._deliver, self._fail = engine, deliver, fail
-        self._ready = threading.Condition()
-        self._commands: list[Callable[[], None]] = []
-        self._is_stopping = False
-        # Engine's request number to the caller's number, and the reverse.
-        self._numbers: dict[int, int] = {}
-        self._engines: dict[int, int] = {}
-        self._undelivered: list[tuple[int, Decoded]] = []
+        # None ends the thread.
+        self._commands = queue.SimpleQueue[Callable[[], None] | None]()
+        # Sequences that the engine has and that are not done.
+        self._open = set[int]()
+        self._undelivered: list[Decoded] = []
         self._thread = threading.Thread(target=self._run, name="skippipe-engine", daemon=True)
 
     def start(self) -> None:
@@ -87,31 +86,34 @@ class Runner:
 
     def stop(self) -> None:
         """Stop the thread and wait until it has ended."""
-        with self._ready:
-            self._is_stopping = True
-            self._ready.notify()
+        self._commands.put(None)
         self._engine.close()
         self._thread.join()
 
     def submit(self, number: int, request: DecodeRequest) -> None:
         """Decode a sequence, which the caller identifies by `number`."""
-        self._command(lambda: self._submit(number, request))
+        self._commands.put(lambda: self._submit(number, request))
 
     def cancel(self, number: int) -> None:
         """Stop decoding a sequence."""
-        self._command(lambda: self._cancel(number))
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._ready:
-            self._commands.append(command)
-            self._ready.notify()
+        self._commands.put(lambda: self._cancel(number))
 
     # In the engine thread.
 
     def _run(self) -> None:
         try:
-            while self._run_commands():
-                self._step()
+            while True:
+                try:
+                    command = self._commands.get(block=not self._engine.is_busy)
+                except queue.Empty:
+                    self._step()
+                    continue
+                if command is None:
+                    break
+                command()
+                if not self._engine.is_busy:
+                    self._flush()  # If the last running sequence was cancelled, no step does so.
+            self._flush()
         # All waiting requests are answered with an error, and the server ends.
         except BaseException as error:
             self._flush()
@@ -119,19 +121,14 @@ class Runner:
 
     def _step(self) -> None:
         try:
-            decoded = [
-                (self._numbers[result.request], result) for result in self._engine.step(self._flush)
-            ]
+            decoded = self._engine.step(self._flush)
         except Unavailable as error:
             self._engine.clear()
             self._flush()
-            self._loop.call_soon_threadsafe(self._fail, error, [*self._engines])
-            self._numbers.clear()
-            self._engines.clear()
+            self._loop.call_soon_threadsafe(self._fail, error, [*self._open])
+            self._open.clear()
             return
-        for number, result in decoded:
-            if result.is_last:
-                del self._numbers[result.request], self._engines[number]
+        self._open -= {result.request for result in decoded if result.is_last}
         self._flush()
         self._undelivered = decoded
         if not self._engine.is_busy:
@@ -147,31 +144,13 @@ class Runner:
             self._loop.call_soon_threadsafe(self._deliver, self._undelivered)
             self._undelivered = []
 
-    def _run_commands(self) -> bool:
-        """Run the queued commands, wait for work, and return False when the thread must stop."""
-        while True:
-            with self._ready:
-                while not (self._commands or self._is_stopping or self._engine.is_busy):
-                    self._ready.wait()
-                commands, self._commands = self._commands, []
-                if self._is_stopping:
-                    self._flush()
-                    return False
-            for command in commands:
-                command()
-            if self._engine.is_busy:
-                return True
-            self._flush()  # If the last running sequence was cancelled, no step does so.
-
     def _submit(self, number: int, request: DecodeRequest) -> None:
-        request_number = self._engine.submit(request)
-        self._numbers[request_number], self._engines[number] = number, request_number
+        self._engine.submit(request, number)
+        self._open.add(number)
 
     def _cancel(self, number: int) -> None:
-        request_number = self._engines.pop(number, None)
-        if request_number is not None:  # Otherwise it was done before the command arrived.
-            del self._numbers[request_number]
-            self._engine.cancel(request_number)
+        self._engine.cancel(number)
+        self._open.discard(number)
 
 
 class Engines:
@@ -249,13 +228,13 @@ class Engines:
     def _count(self) -> None:
         self._metrics.count(len(self._active), self._slots)
 
-    def _deliver(self, decoded: Sequence[tuple[int, Decoded]]) -> None:
-        for number, result in decoded:
-            entry = self._active.get(number)
+    def _deliver(self, decoded: Sequence[Decoded]) -> None:
+        for result in decoded:
+            entry = self._active.get(result.request)
             if entry is None:  # Cancelled in the meantime.
                 continue
             if result.is_last:
-                del self._active[number]
+                del self._active[result.request]
             _, sequences, place = entry
             sequences.put(place, result)
         self._count()

@@ -28,6 +28,8 @@ class RoutedExecutor(StageExecutor):
     recomputes all sequences along it from their first token, which fills the caches there.
     """
 
+    waits = True
+
     def __init__(self, model: StagedModel, hosts: StageHosts, group: int):
         """Start with empty slots and no route."""
         order, slots = tuple(range(model.stages)), hosts.slots
@@ -43,11 +45,6 @@ class RoutedExecutor(StageExecutor):
         # By slot: the tokens so far, and the stages that have run for all of them.
         self._tokens: dict[int, list[int]] = {}
         self._used: dict[int, set[int]] = {}
-
-    @property
-    def waits(self) -> bool:
-        """Implement `Decoder.waits`."""
-        return True
 
     def begin(self, slot: int, stages: Order | None) -> None:
         """Implement `Decoder.begin`."""

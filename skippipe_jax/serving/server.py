@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -31,21 +30,6 @@ IDLE_S = 15.0
 """Seconds within which a connection must send the complete head of a request."""
 MOST_FILES = 1 << 16
 """Most open files, hence connections, where the system allows it."""
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Limits and keys for the clients of a service.
-
-    Attributes:
-        most_waiting: most sequences that may wait for a slot.
-        drain_s: seconds within which answers must finish after SIGTERM.
-        keys: the API keys; without any, every client that reaches the port is served.
-    """
-
-    most_waiting: int = 256
-    drain_s: float = 30.0
-    keys: tuple[str, ...] = ()
 
 
 def listen(host: str, port: int, keys: tuple[str, ...]) -> socket.socket:
@@ -82,13 +66,25 @@ class Server(uvicorn.Server):
         self,
         served: Served,
         engines: Sequence[Generator],
-        conduct: ServerSettings,
+        *,
+        most_waiting: int,
+        drain_s: float,
+        keys: tuple[str, ...] = (),
         hosts: Callable[[], list[dict[str, Any]]] = list,
     ):
-        """Prepare to serve a model by engines; `hosts` returns descriptions of the stage hosts."""
+        """Prepare to serve a model by engines.
+
+        Args:
+            served: what requests must know of the model.
+            engines: what decodes their sequences.
+            most_waiting: most sequences that may wait for a slot.
+            drain_s: seconds within which answers must finish after SIGTERM.
+            keys: the API keys; without any, every client that reaches the port is served.
+            hosts: returns descriptions of the stage hosts.
+        """
         metrics = Metrics(served.name)
-        self.engines = Engines(engines, conduct.most_waiting, metrics, self._end)
-        app = App(served, self.engines, metrics, int(time.time()), conduct.keys, hosts)
+        self.engines = Engines(engines, most_waiting, metrics, self._end)
+        app = App(served, self.engines, metrics, int(time.time()), keys, hosts)
         self._app = app.starlette()
         config = uvicorn.Config(
             self._until_end,
@@ -100,7 +96,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=int(IDLE_S),
-            timeout_graceful_shutdown=max(int(conduct.drain_s), 1),
+            timeout_graceful_shutdown=max(int(drain_s), 1),
         )
         super().__init__(config)
 

@@ -30,7 +30,7 @@ from skippipe_jax.experts.config import load_experts
 from skippipe_jax.experts.members import MemberFactory
 from skippipe_jax.experts.scoring import score_asked
 from skippipe_jax.experts.tasks import Place, Scored
-from skippipe_jax.inference.model_source import read_model
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scores import score
 from skippipe_jax.storage.run_dir import RunDir
 from tests.experts.examples import CONFIG, write_config, write_text
@@ -227,12 +227,12 @@ def test_exported_experts_say_what_they_said(trained: Path, monkeypatch: pytest.
     assert {folder.name for folder in folders} == {own.name for own in members}
     for own, folder in zip(members, folders, strict=True):
         assert folder.name == own.name
-        model, config, _ = read_model(None, folder, None, None, [])
+        source = open_source(hf=folder)
         domains = tuple(MixtureConfig(**one) for one in place.asked()["domains"])
         told = own.config().data
-        data = replace(told, mixture=domains, tokenizer=config.data.tokenizer)
+        data = replace(told, mixture=domains, tokenizer=source.config.data.tokenizer)
         known = Scored(place, (own,), own.name).scores("prose", FOR_SCORES)
-        found = score(model, data, "prose", FOR_SCORES, len(known.counted))
+        found = score(source.model(), data, "prose", FOR_SCORES, len(known.counted))
         assert found.text == known.text
         np.testing.assert_allclose(
             found.log_probabilities, known.log_probabilities, rtol=1e-4, atol=1e-4

@@ -16,7 +16,7 @@ from skippipe_jax.cluster.membership import Membership
 from skippipe_jax.config import ClusterConfig, ModelConfig, parse_config
 from skippipe_jax.config.run import CheckpointConfig
 from skippipe_jax.inference.evaluation import Evaluation, evaluate
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.models.llama import StageStructure, stage_shapes
 from skippipe_jax.storage.checkpoint import CheckpointItems
@@ -25,8 +25,8 @@ from skippipe_jax.storage.checkpointer import Checkpointer
 
 def evaluate_run(folder: Path, step: int | None, sequences: int) -> Evaluation:
     """What the full model of a run says of held-out sequences."""
-    model, config, step = read_run(folder, step)
-    return evaluate(model, step, config.data, sequences, ())
+    source = open_source(folder, step=step)
+    return evaluate(source.model(), source.step, source.config.data, sequences, ())
 
 
 def random_model(config: ModelConfig, stages: int, seed: int = 0) -> StagedModel:

@@ -23,11 +23,10 @@ from skippipe_jax.data.tokenizer import ByteTokenizer, write_byte_tokenizer
 from skippipe_jax.inference import decoding
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import Generator, Step, generate_tokens
-from skippipe_jax.inference.ensemble import Ensemble, averaged
-from skippipe_jax.inference.ensemble_evaluation import evaluate_ensemble
+from skippipe_jax.inference.domain_losses import evaluate_ensemble
+from skippipe_jax.inference.ensemble import Ensemble, MixtureExecutor, _next_logits, averaged
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.mixture_executor import MixtureExecutor, _next_logits
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import sample
@@ -256,8 +255,8 @@ def test_evaluation_tells_of_each_expert_and_of_all(command: Command, folder: Pa
     code, out, err = command("evaluate", *BOTH, "--sequences", "6", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    read = [read_run(folder / name) for name in ("run0", "run1")]
-    experts, data = [model for model, _, _ in read], read[0][1].data
+    sources = [open_source(folder / name) for name in ("run0", "run1")]
+    experts, data = [source.model() for source in sources], sources[0].config.data
     for domain in ("letters", "digits"):
         part = [score(expert, data, domain, "priors", 100) for expert in experts]
         log_p = np.stack([own.log_probabilities for own in part]).astype(np.float64)
@@ -290,7 +289,7 @@ def test_evaluation_tells_of_each_expert_and_of_all(command: Command, folder: Pa
 
 @pytest.mark.nightly
 def test_domains_are_evaluated_as_the_ensemble_says(experts: list[StagedModel], folder: Path):
-    data = read_run(folder / "run0")[1].data
+    data = open_source(folder / "run0").config.data
     names = ("one", "two")
     ensemble = replace(ensemble_of(experts, "posterior"), names=names)
     found = evaluate_ensemble(ensemble, [None, None], data, 5, "file").ensemble
@@ -327,7 +326,7 @@ def test_domains_are_evaluated_as_the_ensemble_says(experts: list[StagedModel], 
         ("evaluate BOTH --prior none.json", "...must be greater than 0"),
         ("evaluate BOTH --prior less.json", "...does not add up to 1"),
         ("generate BOTH --prompt a --stage-order 0,1", "--stage-order = '0,1': applies to one"),
-        ("generate BOTH --prompt a --scale fit", "--scale = 'fit': applies to one"),
+        ("generate BOTH --prompt a --scale share", "--scale = 'share': applies to one"),
         ("generate BOTH --prompt a --prior cached", "--prior = 'cached'"),
         ("generate BOTH --prompt a --max-new-tokens 47", "...context is 48 tokens"),
         ("lm-eval BOTH --tasks any --keep-fraction 0.5", "--keep-fraction = 0.5: applies to one"),

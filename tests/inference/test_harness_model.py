@@ -12,22 +12,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.cli.arguments import open_language_model
-from skippipe_jax.cli.main import parser
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decoding import generate_tokens
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model
 from skippipe_jax.inference.partial import Order
 from skippipe_jax.inference.staged_model import StagedModel
 from tests.harness.partial_models import logits_of, save_run
-from tests.inference.conftest import Command
+from tests.inference.conftest import Command, language_model
 
 SHAPES = {"width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 32}
 SECTIONS: dict[str, Any] = {"model": SHAPES, "data": {"sequence_length": 32}}
@@ -105,9 +101,8 @@ ALL = (0, 1, 2)
 
 
 def harness(run: Path, *, stages: str | None = None, batch_size: int = 8) -> HarnessModel:
-    words = ["generate", "--run", str(run)] + ([] if stages is None else ["--stage-order", stages])
-    model, _ = open_language_model(parser(["generate"]).parse_args(words))
-    return HarnessModel(model, batch_size)
+    order = [] if stages is None else ["--stage-order", stages]
+    return HarnessModel(language_model("--run", run, *order), batch_size)
 
 
 def encoded(text: str) -> list[int]:
@@ -124,7 +119,7 @@ def test_likelihoods_equal_those_computed_one_by_one(stages: str | None, run: Pa
     pairs[2] = ("space", " word")
     for (context, continuation), (nats, greedy) in zip(pairs, found, strict=True):
         given = [256, *encoded(context)]
-        expected = score_by_hand(read_run(run)[0], order, given, encoded(continuation))
+        expected = score_by_hand(load_model(run), order, given, encoded(continuation))
         assert abs(nats - expected[0]) < 1e-3
         assert greedy == expected[1]
     assert len({round(nats, 3) for nats, _ in found}) == len(pairs)
@@ -136,7 +131,7 @@ def test_long_texts_are_read_in_windows(run: Path):
     text = "".join(map(chr, range(40, 117)))
     tokens = encoded(text)
     parts = [([256], tokens[:32]), (tokens[31:32], tokens[32:64]), (tokens[44:64], tokens[64:])]
-    staged = read_run(run)[0]
+    staged = load_model(run)
     expected = [score_by_hand(staged, ALL, *part)[0] for part in parts]
     short = score_by_hand(staged, ALL, [256], encoded("short"))[0]
     requests = [request("loglikelihood_rolling", text), request("loglikelihood_rolling", "short")]
@@ -148,7 +143,7 @@ def test_texts_are_generated_up_to_a_stop(run: Path):
     how = {"until": [], "max_gen_toks": 12}
     [whole] = model.generate_until([request("generate_until", "begin" * 20, how)])
     prompt = [256, *encoded("begin" * 20)][-20:]
-    tokens = generate_tokens(read_run(run)[0], prompt, 12, Sampling(temperature=0.0), end=257)
+    tokens = generate_tokens(load_model(run), prompt, 12, Sampling(temperature=0.0), end=257)
     assert whole == ByteTokenizer().decode(list(tokens))
     stop = whole[3:5]
     stopped = request("generate_until", "begin" * 20, how | {"until": [stop, "never"]})
@@ -196,28 +191,21 @@ def test_a_continuation_beyond_the_context_is_refused(run: Path):
         harness(run).loglikelihood([request("loglikelihood", "a", "b" * 40)])
 
 
-def test_the_harness_evaluates_some_of_the_stages(run: Path, tasks: Path):
-    model = harness(run, stages="0,2")
-    results: Any = simple_evaluate(
-        model=model,
-        tasks=["choose"],
-        task_manager=TaskManager(include_path=tasks, include_defaults=False),
-    )
-    right = 0
+def test_the_command_runs_tasks_of_ones_own_on_some_of_the_stages(
+    run: Path, tasks: Path, command: Command
+):
+    asked = ["lm-eval", "--run", run, "--stage-order", "0,2", "--tasks-from", tasks, "--tasks"]
+    code, out, _ = command(*asked, "choose,read,write", "--json")
+    results = json.loads(out)["results"]
+    assert (code, set(results)) == (0, {"choose", "read", "write"})
+    assert results["read"]["bits_per_byte,none"] > 0
+    model, right = harness(run, stages="0,2"), 0
     for question in QUESTIONS:
         pairs = [(question["question"], " " + choice) for choice in question["choices"]]
         nats = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
         right += int(np.argmax([of_choice for of_choice, _ in nats])) == question["answer"]
-    assert results["results"]["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
-
-
-def test_the_command_runs_tasks_of_ones_own(run: Path, tasks: Path, command: Command):
-    asked = ["lm-eval", "--run", run, "--keep-fraction", 0.67, "--tasks-from", tasks, "--tasks"]
-    code, out, _ = command(*asked, "choose,read,write", "--limit", 2, "--json")
-    results = json.loads(out)["results"]
-    assert (code, set(results)) == (0, {"choose", "read", "write"})
-    assert results["read"]["bits_per_byte,none"] > 0
-    code, out, _ = command(*asked, "choose")
+    assert results["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+    code, out, _ = command(*asked, "choose", "--limit", 2)
     assert (code, "choose" in out) == (0, True)
 
 
@@ -227,7 +215,7 @@ def test_the_command_takes_several_models(run: Path, tasks: Path, tmp_path: Path
     asked = ["lm-eval", "--run", run, "--run", tmp_path / "other", "--tasks-from", tasks]
     asked += ["--tasks", "read", "--limit", 1, "--json"]
     text = QUESTIONS[0]["question"]
-    ensemble = Ensemble([read_run(run)[0], other], mix="top-1")
+    ensemble = Ensemble([load_model(run), other], mix="top-1")
     [nats] = HarnessModel(ensemble).loglikelihood_rolling([request("loglikelihood_rolling", text)])
     found = json.loads(command(*asked, "--mix", "top-1")[1])["results"]["read"]
     bits = -nats / np.log(2) / len(text)

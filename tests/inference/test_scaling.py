@@ -6,16 +6,13 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import yaml
 from lm_eval.api.instance import Instance
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan
@@ -23,32 +20,17 @@ from skippipe_sched.problem.case import parse_case
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import skippipe_jax as sp
-from skippipe_jax.cli.arguments import open_language_model
-from skippipe_jax.cli.main import parser
-from skippipe_jax.config import DataConfig, parse_config
-from skippipe_jax.data.batches import Batch, TrainingBatches, held_out_batches
-from skippipe_jax.inference import scaling
 from skippipe_jax.inference.evaluation import losses_by_order
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.model_source import read_run
-from skippipe_jax.inference.partial import full
-from skippipe_jax.inference.scaling import (
-    FIT,
-    SHARE,
-    Scale,
-    create_scaling,
-    fitted,
-    scales_of_run,
-    training_text,
-)
-from skippipe_jax.inference.staged_model import StagedModel
+from skippipe_jax.inference.model_source import open_source
+from skippipe_jax.inference.scaling import SHARE, Scale
 from skippipe_jax.interop.conversion import from_huggingface
 from skippipe_jax.models.branch_scales import BranchScales
 from tests.harness.llama_models import random_llama, save
 from tests.harness.messages import expect_error
-from tests.harness.partial_models import logits_of, random_model, save_checkpoint, save_run
+from tests.harness.partial_models import save_run
 from tests.harness.training_runs import SMALL_CASE
-from tests.inference.conftest import Command
+from tests.inference.conftest import Command, language_model
 
 TIME = 32
 CASE = SMALL_CASE | {"nodes": 4, "stages": [1, 1, 1, 1], "microbatches_per_data_node": 8}
@@ -64,8 +46,6 @@ SECTIONS: dict[str, Any] = {
     },
 }
 STAGES = 4
-# Enough to see that they learn; how well is shown where scales are found again.
-FEW_BATCHES = 8
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(scaling, "FIT_BATCHES", FEW_BATCHES)
-
-
-@pytest.fixture(scope="module")
-def of_fit(folder: Path) -> dict[int, BranchScales]:
-    """The fitted scales by how many stages run."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        patched.setattr(scaling, "FIT_BATCHES", FEW_BATCHES)
-        of_run = sp.Run(Path("run")).scaling(FIT)
-        return {count: of_run.scales(count) for count in (STAGES, 2)}
 
 
 def shares_by_hand() -> list[float]:
@@ -101,10 +70,8 @@ def shares_by_hand() -> list[float]:
     return [visits[stage] / len(plan.microbatches) for stage in range(STAGES)]
 
 
-def scales_by_hand(scale: Scale, count: int, of_fit: dict[int, BranchScales]) -> BranchScales:
+def scales_by_hand(scale: Scale, count: int) -> BranchScales:
     """The scales where so many stages run."""
-    if scale == FIT:
-        return of_fit[count]
     more = (STAGES - 1) / (count - 1)
     of_shares = [min(more * share, 1.0) for share in shares_by_hand()[1:]]
     stages = [1.0, *(of_shares if scale == SHARE else [float(scale)] * (STAGES - 1))]
@@ -128,12 +95,12 @@ def test_shares_are_those_of_the_plan_and_more_where_fewer_run_but_never_above_1
     for count in (4, 3):
         inner = [share * 3 / (count - 1) for share in shares[1:]]
         assert max(inner) < 1
-        assert_alike(of_run.scales(count), BranchScales.of_stages([1.0, *inner], of_run.model.cut))
+        assert_alike(of_run.scales(count), BranchScales.of_stages([1.0, *inner], of_run.cut))
     assert of_run.scales() == of_run.scales(4)
     # As many as in training, or fewer: what is unequal among the shares is not made greater than 1.
     assert max(shares[1:]) * 3 > 1.0 == max(of_run.scales(2).attention)
     assert min(of_run.scales(2).attention) == pytest.approx(min(shares[1:]) * 3)
-    assert of_run.scales(1) == BranchScales.of_stages([1.0] * STAGES, of_run.model.cut)
+    assert of_run.scales(1) == BranchScales.of_stages([1.0] * STAGES, of_run.cut)
 
 
 def test_a_number_is_the_same_however_many_stages_run():
@@ -142,86 +109,12 @@ def test_a_number_is_the_same_however_many_stages_run():
         assert of_run.scales(count) == BranchScales((1.0, *[0.7] * 4), (1.0, *[0.7] * 4))
 
 
-@pytest.mark.nightly
-def test_scales_of_a_run_need_no_model(of_fit: dict[int, BranchScales], monkeypatch: Any):
-    assert scales_of_run(FIT, Path("run"))[0] == of_fit[STAGES]
-    monkeypatch.setattr("skippipe_jax.inference.scaling.read_run", None)
-    for scale in (SHARE, 0.7):
-        scales, cut, step = scales_of_run(scale, Path("run"))
-        assert_alike(scales, scales_by_hand(scale, STAGES, {}))
-        assert (cut, step) == ((1, 2, 1, 1), 5)
-
-
-# What is fitted.
-
-
-def answered(model: StagedModel, seed: int = 0) -> Iterator[Batch]:
-    """Batches of random tokens, and targets drawn from what a model says of them."""
-    random = np.random.default_rng(seed)
-    for _ in range(scaling.FIT_BATCHES):
-        tokens = random.integers(0, model.config.vocabulary_size, (32, TIME)).astype(np.int32)
-        logits = logits_of(model, full(model.stages), tokens)
-        targets = (logits + random.gumbel(size=logits.shape)).argmax(axis=-1).astype(np.int32)
-        yield {"tokens": tokens, "targets": targets}
-
-
-def test_scales_that_are_known_are_found_again(monkeypatch: Any):
-    monkeypatch.undo()
-    model = random_model(parse_config(SECTIONS).model, STAGES)
-    attention, feed_forward = (1.0, 0.6, 1.5, 0.8, 1.25), (1.0, 1.4, 0.7, 1.2, 0.65)
-    changed = BranchScales(tuple(1 / s for s in attention), tuple(1 / s for s in feed_forward))
-    found = fitted(model.scaled(changed), answered(model), STAGES)
-    np.testing.assert_allclose(found.attention, attention, atol=0.12)
-    np.testing.assert_allclose(found.feed_forward, feed_forward, atol=0.12)
-
-
-def test_a_fit_repeats_and_knows_nothing_of_what_is_held_out(
-    of_fit: dict[int, BranchScales], tmp_path: Path
-):
-    text = Path("text").read_bytes()
-    (tmp_path / "text").write_bytes(text[:3000] + b"z" * 1000)
-    other = [f"data.path={tmp_path / 'text'}"]
-    for overrides in ([], other):
-        model, config, step = read_run(Path("run"), None, overrides)
-        assert create_scaling(FIT, model, config.data, Path("run"), step).scales(2) == of_fit[2]
-    held_out = [
-        next(held_out_batches(read_run(Path("run"), None, o)[1].data, 2)) for o in ([], other)
-    ]
-    assert np.any(held_out[0]["tokens"] != held_out[1]["tokens"])
-
-
-def test_documents_that_are_packed_are_fitted_each_by_itself(tmp_path: Path):
-    lines = [json.dumps({"text": "ab" * (3 + n % 5)}) for n in range(400)]
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    path = str(tmp_path / "lines.jsonl")
-    data = DataConfig("jsonl", path, packing="documents", sequence_length=TIME)
-    model = random_model(parse_config(SECTIONS).model, STAGES)
-    batches = list(training_text(data))
-    assert all(batch.get("begins", np.zeros(1)).sum() > TIME for batch in batches)
-    scales = create_scaling(FIT, model, data).scales()
-    assert model.scaled(scales).loss(batches[0]) < model.loss(batches[0]) - 0.1
-    # Who sees other documents too learns other scales.
-    unmarked: list[Batch] = [{"tokens": b["tokens"], "targets": b["targets"]} for b in batches]
-    assert fitted(model, unmarked, STAGES) != scales
-
-
-def test_a_batch_has_tokens_enough_and_whole_microbatches(monkeypatch: Any):
-    data = read_run(Path("run"))[1].data
-    microbatches = TrainingBatches(data)
-    for tokens, count in ((1024, 16), (200, 3), (10, 1)):
-        monkeypatch.setattr(scaling, "FIT_TOKENS", tokens)
-        batches = list(training_text(data))
-        assert len(batches) == FEW_BATCHES
-        expected = [microbatches[count + place]["targets"] for place in range(count)]
-        np.testing.assert_array_equal(batches[1]["targets"], np.concatenate(expected))
-
-
 # What is refused.
 
 
 @pytest.mark.parametrize("given", ["half", "0", "-0.5", "nan", "inf", "", True, None, [1.0]])
 def test_what_is_no_scale_is_refused(given: Any):
-    with pytest.raises(InputError, match="Write share, fit, or a number above 0") as caught:
+    with pytest.raises(InputError, match="Write share, or a number above 0") as caught:
         sp.Run(Path("run")).scaling(given)
     assert (caught.value.field, str(caught.value.value)) == ("--scale", str(given))
 
@@ -230,11 +123,11 @@ def test_what_is_no_scale_is_refused(given: Any):
     ("words", "told"),
     [
         ("evaluate --run run --scale half", "--scale = 'half': must be a number"),
+        ("evaluate --run run --scale fit", "--scale = 'fit'...Write share, or a number"),
         ("evaluate --run run --scale 1e90", "--scale = '1e90': must be at most 3.4"),
         ("evaluate --run run --scale 3e38", "--scale = 3e+38: the scaled loss along"),
         ("generate --run run --prompt a --scale 0", "--scale = '0': must be gr"),
         ("convert to-hf --run run -o hf --scale nan", "--scale = 'nan': must be finite"),
-        ("evaluate --run run --scale fit --set data.path=nowhere", "...nowhere: No such file"),
     ],
 )
 def test_commands_refuse_it_in_one_line(words: str, told: str, command: Command):
@@ -257,26 +150,8 @@ def test_where_no_plan_says_who_visited_what_there_is_no_share(tmp_path: Path, c
         ("evaluate", ["--run", other], STAGES),
     ]
     for name, words, stages in refused:
-        told = f"--scale = 'share': needs a plan of {stages} stages...Write fit, or a number"
+        told = f"--scale = 'share': needs a plan of {stages} stages...Write a number such as 0.7"
         expect_error(command(name, *words, "--scale", "share"), told)
-    with pytest.raises(InputError, match=r"data\.path"):
-        scales_of_run(FIT, run_without_text(tmp_path / "textless"))
-
-
-def run_without_text(folder: Path) -> Path:
-    save_run(folder, SECTIONS | {"data": SECTIONS["data"] | {"path": "nowhere"}}, STAGES)
-    return folder
-
-
-def test_a_model_that_has_diverged_has_no_scales(tmp_path: Path):
-    model, _, _ = read_run(Path("run"))
-    stages = [dict(own) for own in model.parameters]
-    stages[0]["embedding"] = stages[0]["embedding"] * jnp.nan
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(SECTIONS))
-    save_checkpoint(tmp_path, stages, 7)
-    with pytest.raises(InputError, match="training had diverged") as caught:
-        scales_of_run(FIT, tmp_path)
-    assert (caught.value.field, caught.value.value) == ("--scale", FIT)
 
 
 @pytest.mark.parametrize("count", [0, 5, 2.0])
@@ -289,19 +164,19 @@ def test_so_many_stages_as_there_are_not_are_refused(count: Any):
 # Who uses them.
 
 
-@pytest.mark.parametrize("scale", [SHARE, FIT, "0.7"])
-def test_evaluation_shows_both(scale: str, of_fit: dict[int, BranchScales], command: Command):
+@pytest.mark.parametrize("scale", [SHARE, "0.7"])
+def test_evaluation_shows_both(scale: str, command: Command):
     asked = ["evaluate", "--run", "run", "--sequences", "4", "--keep-fraction", "1,0.5", "--scale"]
     table = command(*asked, scale, "--plot", "shares.svg")[1]
     found = json.loads(command(*asked, scale, "--json")[1])
     plain = json.loads(command(*asked[:-1], "--json")[1])
     scaled = found.pop("scaled")
     assert found == plain
-    model, config, _ = read_run(Path("run"))
+    model, config = open_source(Path("run")).model(), open_source(Path("run")).config
     rows = {tuple(re.split("  +", line)[:2]): line for line in table.splitlines()}
     for answer, of_plain in zip(scaled["keep"], found["keep"], strict=True):
         count = len(answer["each"][0]["stages"])
-        scales = scales_by_hand(scale, count, of_fit)
+        scales = scales_by_hand(scale, count)
         shown = scaled["scales"][str(count)]
         assert_alike(BranchScales(shown["attention"], shown["feed_forward"]), scales)
         assert f"scales where {count} of 4 stages run: {scales.scales_text(model.cut)}\n" in table
@@ -330,21 +205,19 @@ def test_evaluation_shows_both(scale: str, of_fit: dict[int, BranchScales], comm
                 )
 
 
-@pytest.mark.parametrize("scale", [SHARE, FIT, "0.7"])
+@pytest.mark.parametrize("scale", [SHARE, "0.7"])
 def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
-    scale: str, of_fit: dict[int, BranchScales], command: Command, capsys: Any
+    scale: str, command: Command, capsys: Any
 ):
-    model, scales = read_run(Path("run"))[0], scales_by_hand(scale, 2, of_fit)
+    model, scales = open_source(Path("run")).model(), scales_by_hand(scale, 2)
     words = "--run run --prompt ab --max-new-tokens 12 --keep-fraction 0.5 --temperature 0"
     _, out, told = command("generate", *words.split(), "--scale", scale)
     assert told.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"
     [order] = model.orders(0.5, most=1)
     greedy = sp.SamplingParams(temperature=0)
     assert out == "ab" + model.scaled(scales).generate("ab", 12, order, greedy) + "\n"
-    if scale != FIT:  # What fits a model that has learnt nothing changes little.
-        assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
-    arguments = parser(["generate"]).parse_args(["generate", *words.split(), "--scale", scale])
-    harness = HarnessModel(open_language_model(arguments)[0])
+    assert out != "ab" + model.generate("ab", 12, order, greedy) + "\n"
+    harness = HarnessModel(language_model("--run", "run", "--keep-fraction", 0.5, "--scale", scale))
     assert capsys.readouterr().err.splitlines()[0] == f"scales {scales.scales_text(model.cut)}"
     [(nats, _)] = harness.loglikelihood(
         [Instance(request_type="loglikelihood", doc={}, arguments=("ab", "ab"), idx=0)]
@@ -356,7 +229,7 @@ def test_generation_and_the_harness_use_the_scales_for_so_many_stages(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scale", ["share", "fit", "0.7"])
+@pytest.mark.parametrize("scale", ["share", "0.7"])
 def test_what_is_exported_is_scaled(scale: str, tied: bool, tmp_path: Path, command: Command):
     """Transformers has our logits, and the loss that evaluation tells of the scaled model."""
     sections = SECTIONS | {"model": SECTIONS["model"] | {"tied_head": tied}}

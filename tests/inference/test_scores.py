@@ -15,7 +15,7 @@ from skippipe_jax.config import Config, parse_config
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts, held_out_batches
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.domain_losses import evaluate_domains
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.scores import Scores, require_same_text, score
 from skippipe_jax.inference.staged_model import StagedModel, _scores
 from tests.harness.messages import refusal
@@ -152,7 +152,7 @@ def test_a_model_is_not_scored_on_what_it_does_not_take(config, model):
     with refusal("data.sequence_length = ...longer than the model's context of 32"):
         score(model, replace(config.data, sequence_length=33), "prose", "all", 4)
     other = replace(model, tokenizer_name="bytes")
-    other.__dict__["_tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
+    other.__dict__["tokenizer"] = type("Other", (ByteTokenizer,), {"digest": "other"})()
     with refusal("data.tokenizer = ...is not the model's tokenizer"):
         score(other, config.data, "prose", "all", 4)
 
@@ -237,5 +237,5 @@ def test_a_domain_that_the_run_has_read_is_divided_as_the_run_did(run, key):
     alone = ["data.source=text", "data.mixture=null", f"data.{key}"]
     for path in (prose, code):
         with refusal(f"data.{key.split('=')[0]} = ...that the run has trained on"):
-            read_run(run, None, [*alone, f"data.path={path}"])
-    read_run(run, None, [*alone, f"data.path={run.parent / 'elsewhere'}"])
+            open_source(run, overrides=[*alone, f"data.path={path}"])
+    open_source(run, overrides=[*alone, f"data.path={run.parent / 'elsewhere'}"])

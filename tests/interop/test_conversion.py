@@ -35,7 +35,7 @@ from skippipe_jax.data.chat import TEMPLATES
 from skippipe_jax.data.documents import Document
 from skippipe_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 from skippipe_jax.data.tokenizing import train_bpe
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model
 from skippipe_jax.interop import huggingface
 from skippipe_jax.interop.conversion import from_huggingface, to_huggingface
 from skippipe_jax.models.llama import stage_shapes
@@ -107,7 +107,7 @@ def weights_in(folder: Path) -> Arrays:
 
 def require_same_model(run: Path, *theirs: Any) -> None:
     """That models of transformers compute what the run does."""
-    (model, _, _), (tokens, targets) = read_run(run), random_text()
+    model, (tokens, targets) = load_model(run), random_text()
     logits = logits_of(model, model.default_order, tokens)
     loss = model.loss({"tokens": tokens, "targets": targets})
     for model in theirs:

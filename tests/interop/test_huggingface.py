@@ -19,7 +19,7 @@ from transformers.models.mistral.configuration_mistral import MistralConfig
 
 from skippipe_jax.config import ModelConfig, RopeScaling, parse_config
 from skippipe_jax.config.pretrained import read_model, require_no_window
-from skippipe_jax.inference.model_source import read_model as read_staged_model
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.interop.huggingface import INDEX, WEIGHTS, open_weights
 from skippipe_jax.models.llama import rotary_frequencies
 from tests.harness.llama_models import SMALL, TIME, llama3_rope, llama_config, random_llama, save
@@ -171,7 +171,7 @@ def test_a_name_on_the_hub_is_no_folder_and_how_to_fetch_it_is_said(name: str):
     assert "Name a local folder with config.json" in error.remedy
     assert f"hf download {name} --local-dir Llama-3.2-1B" in error.remedy
     with pytest.raises(InputError, match=r"--hf = .*hf download"):
-        read_staged_model(None, Path(name))
+        open_source(hf=Path(name))
 
 
 def test_what_is_no_name_on_the_hub_is_not_to_be_fetched(tmp_path: Path):

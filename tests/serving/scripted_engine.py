@@ -10,7 +10,7 @@ from typing import Any
 
 from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decode_requests import Decoded, DecodeRequest, ScoredToken
-from skippipe_jax.serving.server import Server, ServerSettings, listen
+from skippipe_jax.serving.server import Server, listen
 from skippipe_jax.serving.service import Served
 
 TOKENIZER = ByteTokenizer()
@@ -54,18 +54,13 @@ class ScriptedEngine:
     def is_busy(self) -> bool:
         return bool(self._left)
 
-    def submit(self, request: DecodeRequest) -> int:
+    def submit(self, request: DecodeRequest, number: int) -> None:
         self.seen.append(request)
-        tokens = [*self.script(request)][: request.max_new_tokens]
-        self._left[len(self.seen)] = request, tokens
-        return len(self.seen)
+        self._left[number] = request, [*self.script(request)][: request.max_new_tokens]
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
-        del self._left[number]
-
-    def clear(self) -> None:
-        self._left.clear()
+        self._left.pop(number, None)
 
     def close(self) -> None:
         self.may_go_on.set()
@@ -97,12 +92,11 @@ def scored(token: int) -> ScoredToken:
 
 @contextlib.contextmanager
 def serving(
-    engine: Any, what: Served | None = None, conduct: ServerSettings | None = None
+    engine: Any, what: Served | None = None, most_waiting: int = 256, keys: tuple[str, ...] = ()
 ) -> Iterator[str]:
     """Serve in a thread; yields the address, as URL."""
-    conduct = ServerSettings(drain_s=5) if conduct is None else conduct
-    listening = listen("127.0.0.1", 0, conduct.keys)
-    server = Server(served() if what is None else what, [engine], conduct)
+    listening, what = listen("127.0.0.1", 0, keys), served() if what is None else what
+    server = Server(what, [engine], most_waiting=most_waiting, drain_s=5, keys=keys)
     failures = []
 
     def answer() -> None:

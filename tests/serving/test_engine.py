@@ -25,11 +25,10 @@ class OneStep:
 
     @property
     def is_busy(self) -> bool:
-        return len(self.running) == 2 or self.running == {1}
+        return len(self.running) == 2 or self.running == {20}
 
-    def submit(self, request: DecodeRequest) -> int:
-        self.running.add(len(self.running))
-        return len(self.running) - 1
+    def submit(self, request: DecodeRequest, number: int) -> None:
+        self.running.add(number)
 
     def cancel(self, number: int) -> None:
         self.running.discard(number)
@@ -42,15 +41,15 @@ class OneStep:
 
     def step(self, on_wait: Callable[[], None] = lambda: None) -> list[Decoded]:
         on_wait()
-        self.running.discard(0)
+        self.running.discard(10)
         self.during_step()
         token = ScoredToken(7)
-        return [Decoded(0, True, token, (), None), Decoded(1, False, token, (), None)]
+        return [Decoded(10, True, token, (), None), Decoded(20, False, token, (), None)]
 
 
 def test_a_last_token_is_delivered_when_the_other_sequence_is_cancelled():
-    async def delivered() -> list[tuple[int, Decoded]]:
-        came = asyncio.Queue[Sequence[tuple[int, Decoded]]]()
+    async def delivered() -> list[Decoded]:
+        came = asyncio.Queue[Sequence[Decoded]]()
         engine: Any = OneStep(lambda: runner.cancel(20))
         runner = Runner(engine, came.put_nowait, lambda *_: None)
         # Both before the start, so that the first step has both.
@@ -63,4 +62,4 @@ def test_a_last_token_is_delivered_when_the_other_sequence_is_cancelled():
         finally:
             await asyncio.to_thread(runner.stop)
 
-    assert (10, True) in [(number, own.is_last) for number, own in asyncio.run(delivered())]
+    assert (10, True) in [(own.request, own.is_last) for own in asyncio.run(delivered())]

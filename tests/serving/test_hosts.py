@@ -24,7 +24,6 @@ import psutil
 import pytest
 from skippipe_sched.errors import TemporaryError
 
-from skippipe_jax.config import DataConfig
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.keys import Keys, Secret
@@ -61,7 +60,7 @@ PROMPT = [256, *b"some words"]
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     folder = tmp_path_factory.mktemp("hosts") / "run"
     save_run(folder, SECTIONS, 4)
-    return open_source(folder, None)
+    return open_source(folder)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_a_sequence_goes_on_over_another_replica(source: ModelSource, model: Sta
 
 def scaling_by(model: StagedModel) -> Scaling:
     """Scales that differ from stage to stage, and with how many of them run."""
-    return Scaling("share", model, DataConfig(), (1.0, 0.2, 0.5, 0.4))
+    return Scaling("share", model.cut, (1.0, 0.2, 0.5, 0.4))
 
 
 @pytest.mark.parametrize("hosts", [0, 2])
@@ -171,7 +170,9 @@ def test_branches_are_scaled_by_how_many_stages_run(
         slots = Slots(1, 3, 64)
         with service(source, hosts, slots=slots, scales=scaling.table()) as own:
             tokens, _ = drawn_by(own.generator(), requests)
-    expected = [greedy(scaling.scaled(len(order)), PROMPT, 12, order) for order in orders]
+    expected = [
+        greedy(model.scaled(scaling.scales(len(order))), PROMPT, 12, order) for order in orders
+    ]
     assert tokens == expected
     assert expected != [greedy(model, PROMPT, 12, order) for order in orders]
 
@@ -181,9 +182,9 @@ def test_without_a_lost_stage_the_others_are_scaled_anew(source: ModelSource, mo
     with service(source, 3, scales=scaling.table()) as own:
         tokens, stages = continued(own, 20, {4: lambda: own.lose(2)})
     assert stages == (0, 1, 3)
-    assert tokens[:5] == greedy(scaling.scaled(4), PROMPT, 5, range(4))
+    assert tokens[:5] == greedy(model.scaled(scaling.scales(4)), PROMPT, 5, range(4))
     # All that has been said so far runs anew, and the sequence goes on by the scales of three.
-    behind = greedy(scaling.scaled(3), PROMPT + tokens[:5], 15, (0, 1, 3))
+    behind = greedy(model.scaled(scaling.scales(3)), PROMPT + tokens[:5], 15, (0, 1, 3))
     assert tokens[5:] == behind
 
 
@@ -250,21 +251,18 @@ def test_sequences_fail_without_a_stage(source: ModelSource, model: StagedModel)
         assert drawn_by(generator, [request])[0] == [greedy(model, PROMPT, 9, range(4))]
 
 
-def test_hosts_that_do_not_reach_each_other_are_reached_by_the_front(
-    source: ModelSource, model: StagedModel
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda own: own.holding(2)[0].part_from(own.threads),  # The front passes on to it.
+        lambda own: own.holding(1)[0].forget_others(),  # It is told of one that it does not know.
+    ],
+)
+def test_sequences_go_on_where_hosts_do_not_reach_each_other(
+    cut: Callable[[Service], None], source: ModelSource, model: StagedModel
 ):
     with service(source, 3) as own:
-        [second] = own.holding(2)
-        cut = {3: lambda: second.part_from(own.threads)}
-        assert continued(own, 12, cut) == alone(model, 12)
-
-
-def test_a_host_may_be_told_to_pass_on_to_one_that_it_does_not_know(
-    source: ModelSource, model: StagedModel
-):
-    with service(source, 3) as own:
-        [first] = own.holding(1)
-        assert continued(own, 12, {3: first.forget_others}) == alone(model, 12)
+        assert continued(own, 12, {3: lambda: cut(own)}) == alone(model, 12)
 
 
 def test_the_service_ends_after_the_connections_of_its_hosts(source: ModelSource):

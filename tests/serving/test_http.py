@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.serving import app, server
-from skippipe_jax.serving.server import ServerSettings
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command
 from tests.serving.scripted_engine import (
@@ -107,15 +106,6 @@ def test_a_conversation_and_its_stream_say_the_same(client: openai.OpenAI, engin
     assert text == ANSWER
     assert reasons[-1] == "stop"
     assert not any(reasons[:-1])
-
-
-def test_a_stream_is_closed_by_the_end_mark_of_the_api(url: str):
-    body = {"prompt": "a", "stream": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(event.startswith("data: {") for event in events[:-2])
 
 
 def test_a_stop_ends_an_answer_before_it(client: openai.OpenAI, engine: ScriptedEngine):
@@ -280,7 +270,7 @@ def test_what_is_no_json_by_its_type_is_refused(url: str):
 
 
 def test_only_who_has_a_key_is_answered(engine: ScriptedEngine):
-    with serving(engine, conduct=ServerSettings(keys=("first", "second"))) as url:
+    with serving(engine, keys=("first", "second")) as url:
         for key in ("first", "second"):
             assert client_of(url, key).models.list().data
         for key in ("third", "firs", ""):
@@ -317,7 +307,7 @@ def endless() -> ScriptedEngine:
 
 
 def test_where_too_many_wait_others_are_told_to_come_again(endless: ScriptedEngine):
-    with serving(endless, conduct=ServerSettings(most_waiting=1)) as url:
+    with serving(endless, most_waiting=1) as url:
         client = client_of(url, max_retries=0)
         ask = lambda: client.completions.create(model=NAME, prompt="a", max_tokens=2)  # noqa: E731
         asking = [threading.Thread(target=ask) for _ in range(2)]
@@ -385,13 +375,15 @@ def test_connections_that_say_nothing_are_closed(
         address = urlsplit(url).hostname, urlsplit(url).port
         idle = [socket.create_connection(address) for _ in range(1000)]
         # One that sends a little now and then is not idle, but does not ask either.
-        idle[0].sendall(b"GET /health HTTP/1.1\r\n")
+        idle[-1].sendall(b"GET /health HTTP/1.1\r\n")
         time.sleep(0.3)
-        idle[0].sendall(b"Host: x\r\n")
+        with contextlib.suppress(ConnectionError):  # On a slow machine it is closed by now.
+            idle[-1].sendall(b"Host: x\r\n")
         began_s = time.monotonic()
         for connection in idle:
             connection.settimeout(10)
-            assert connection.recv(1) == b""
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
             connection.close()
         assert time.monotonic() - began_s < 10
         assert client_of(url).models.list().data
@@ -411,7 +403,7 @@ def test_a_head_without_an_end_is_not_kept(url: str):
     assert client_of(url).models.list().data
 
 
-def test_a_client_of_http_1_0_gets_no_chunks(url: str):
+def test_a_client_of_http_1_0_gets_events_without_chunks(url: str):
     address = urlsplit(url)
     body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 3, "stream": True})
     head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
@@ -420,7 +412,8 @@ def test_a_client_of_http_1_0_gets_no_chunks(url: str):
         received = b""
         while piece := connection.recv(1 << 12):
             received += piece
-    _, _, events = received.partition(b"\r\n\r\n")
+    head, _, events = received.partition(b"\r\n\r\n")
+    assert b"content-type: text/event-stream" in head
     assert [event[:6] for event in events.split(b"\n\n")[:-1]] == [b"data: "] * (
         events.count(b"\n\n")
     )
@@ -448,7 +441,7 @@ def test_a_model_that_has_learnt_no_conversations_says_so(engine: ScriptedEngine
 
 def test_status_is_shown_of_a_service(engine: ScriptedEngine, tmp_path: Path, command: Command):
     (tmp_path / "key").write_text("one\n")
-    with serving(engine, conduct=ServerSettings(keys=("one", "two"), drain_s=5)) as url:
+    with serving(engine, keys=("one", "two")) as url:
         refused = command("status", url)
         assert refused.code == 2
         words = "the service answered with status 401. Give a key of the service by --api-key-file"

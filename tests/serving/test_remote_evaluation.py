@@ -18,15 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe_jax.data.batches import IGNORED_TARGET, Batch, held_out_batches
+from skippipe_jax.data.batches import IGNORED_TARGET, Batch
 from skippipe_jax.data.rows import PackedDocuments, TokenizedDocuments, cut
 from skippipe_jax.inference.decode_requests import DecodeRequest
-from skippipe_jax.inference.model_source import open_source, read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.remote_model import texts_of
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.serving import errors
 from skippipe_jax.serving.model import open_engine
-from skippipe_jax.serving.server import ServerSettings
 from tests.commands.conftest import command as command  # a fixture
 from tests.commands.examples import Command, Result, expect_one_error
 from tests.harness.partial_models import save_run
@@ -68,8 +67,8 @@ def run(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run: Path) -> Iterator[str]:
-    model, config, _ = read_run(run)
-    what, engine = open_engine("tiny", model, config.data, 3, None)
+    source = open_source(run)
+    what, engine = open_engine("tiny", source.model(), source.config.data, 3, None)
     with serving(engine, what) as url:
         yield f"{url}/v1"
 
@@ -139,16 +138,6 @@ def test_the_service_tells_what_the_model_itself_does(
     assert {**found, "step": 5}.keys() == expected.keys()
     assert found["tokens"] == expected["tokens"]
     np.testing.assert_allclose([*losses_in(found)], [*losses_in(expected)], atol=1e-4)
-
-
-def test_packed_rows_have_several_texts_and_targets_that_do_not_count(folder: Path, run: Path):
-    """Or the comparison above would show nothing of them."""
-    settings = ["data.source=chat", f"data.path={folder / 'chat.jsonl'}", "data.packing=documents"]
-    [batch] = held_out_batches(open_source(run, None, overrides=settings).config.data, 64)
-    texts = list(texts_of(batch))
-    assert len(texts) > len({row for row, _, _ in texts})
-    lengths = sum(len(tokens) - 1 for _, _, tokens in texts)
-    assert 0 < (batch["targets"] != IGNORED_TARGET).sum() < lengths
 
 
 @st.composite
@@ -324,7 +313,7 @@ def test_a_service_with_little_room_answers_all_in_the_end(
 ):
     monkeypatch.setattr(errors, "AGAIN_S", 0)
     engine = ScriptedEngine(lambda request: [], slots=1)
-    with serving(engine, served(), ServerSettings(most_waiting=1)) as url:
+    with serving(engine, served(), most_waiting=1) as url:
         found = evaluated(command, "--run", str(run), "--url", f"{url}/v1", "--sequences", "9")
     scored = [token for request in engine.seen for token in request.prompt[1:]]
     assert found["tokens"] == len(scored) == 9 * LENGTH
@@ -337,7 +326,7 @@ def test_the_key_is_that_of_the_first_line(run: Path, tmp_path: Path, command: C
     (tmp_path / "none").write_text("\n")
     asked = ["--run", str(run), "--sequences", "1"]
     engine = ScriptedEngine(lambda request: [])
-    with serving(engine, served(), ServerSettings(keys=("right",))) as url:
+    with serving(engine, served(), keys=("right",)) as url:
         asked += ["--url", f"{url}/v1"]
         key = ["--api-key-file", str(tmp_path / "keys")]
         assert evaluated(command, *asked, *key)["tokens"] == LENGTH

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from experiments.benchmarks.serving import churn
@@ -20,21 +18,12 @@ from experiments.benchmarks.serving.clients import (
     Answer,
     Asked,
     Clients,
-    Requests,
     longest_pause_s,
     pauses_at,
 )
-from skippipe_jax.inference.model_source import read_run
-from tests.harness.partial_models import save_run
 from tests.harness.pictures import overlapping_texts
 from tests.test_benchmarks import report_of
 
-SECTIONS: dict[str, Any] = {
-    "model": {
-        "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 24, "context": 64,
-    },
-    "data": {"sequence_length": 32},
-}  # fmt: skip
 STREAM = Asked((256, 65), 4, 0.0, 0, is_stream=True)
 
 
@@ -51,26 +40,6 @@ def test_half_of_the_hosts_and_of_the_stages_may_go(tmp_path: Path):
     assert len(report["back"]) == len(report["faults"])
     assert [len(level["stages"]) for level in report["levels"]] == [4, 3, 2, 4]
     assert report["levels"][0]["perplexity"] == report["levels"][-1]["perplexity"]
-
-
-@pytest.mark.nightly
-def test_requests_are_answered_while_a_process_dies(tmp_path: Path):
-    save_run(tmp_path / "run", SECTIONS, 3)
-    model, _, _ = read_run(tmp_path / "run")
-    with contextlib.closing(churn.started(tmp_path, tmp_path / "run", 3, 5.0, 240.0)) as service:
-        clients = Clients(churn.HERE, service.port, 60.0)
-        text = np.frombuffer(b"words of a text " * 20, np.uint8)
-        drawn = Requests(text, model.tokenizer.begin, 3, model.context, 0)
-        struck = churn.Struck(service, clients, drawn, 0.01)
-        struck.strike("lost", 20, 2)
-        assert service.holding().keys() == {1, 2} - {struck.faults[0]["host"]}
-        service.end()
-    answers = clients.answers
-    assert len(answers) >= 20
-    assert {answer.outcome for answer in answers} <= {ANSWERED, CANCELLED}
-    found = churn.compared(model, answers)
-    assert not found["different"]
-    assert found["compared"] >= 3
 
 
 def event(**told: Any) -> bytes:

@@ -21,7 +21,7 @@ from skippipe_sched.errors import TEMPORARY_EXIT_CODE
 
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.inference.harness_model import HarnessModel
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import open_source
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.serving.model import open_engine
 from skippipe_jax.training.metrics import CompilationCounter
@@ -51,13 +51,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(run: Path) -> StagedModel:
-    return read_run(run)[0]
+    return open_source(run).model()
 
 
 @pytest.fixture(scope="module")
-def url(run: Path) -> Iterator[str]:
-    model, config, _ = read_run(run)
-    what, engine = open_engine(NAME, model, config.data, 3, None)
+def url(run: Path, model: StagedModel) -> Iterator[str]:
+    what, engine = open_engine(NAME, model, open_source(run).config.data, 3, None)
     with serving(engine, what) as url:
         yield url
 

@@ -25,7 +25,7 @@ from skippipe_jax.config import Config, load_config, parse_config, require_same_
 from skippipe_jax.config.pretrained import parse_init_from, read_model
 from skippipe_jax.data.batches import TrainingBatches
 from skippipe_jax.data.tokenizer import write_byte_tokenizer
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.interop.conversion import to_huggingface
 from skippipe_jax.interop.huggingface import WEIGHTS
@@ -248,7 +248,7 @@ def child(parent: Path, step: int | None = None, **sections: Any) -> Config:
 @functools.cache
 def whole(parent: Path, step: int, dtype: str) -> dict[str, np.ndarray]:
     """The parameters of a checkpoint, of all blocks together, in another dtype."""
-    parameters = read_run(parent, step)[0].parameters
+    parameters = load_model(parent, step).parameters
     stages = [by_name(stage) for stage in parameters]
     return {
         name: np.concatenate([stage[name] for stage in stages]).astype(dtype)
@@ -305,7 +305,7 @@ def test_a_child_begins_where_its_parent_was(
             assert_blocks(by_name(state.parameters), expected, blocks)
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer_state))
         trainer.train_step()
-    model, _, _ = read_run(seed, 1)
+    model = load_model(seed, 1)
     rounded = jax.tree.map(lambda array: array.astype(dtype), model.parameters)
     model = dataclasses.replace(model, parameters=rounded)
     [line] = Run(config.run_dir).metrics

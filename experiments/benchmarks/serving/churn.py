@@ -58,7 +58,7 @@ from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import load_corpora
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.evaluation import evaluate, losses_by_order
-from skippipe_jax.inference.model_source import read_run
+from skippipe_jax.inference.model_source import load_model, open_source
 from skippipe_jax.inference.partial import Order, full, kept
 from skippipe_jax.inference.remote_model import RemoteModel, with_large_batches
 from skippipe_jax.inference.staged_model import StagedModel
@@ -416,20 +416,21 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
         raise InputError("--run", arguments.run, problem, "Choose one of the two")
     with reporting.folder_for(arguments.keep, "serve_churn") as folder:
         run = small_run(folder) if arguments.small else arguments.run.resolve()
-        model, config, step = read_run(run)
+        source = open_source(run)
+        model, data = source.model(), source.config.data
         if model.stages < 3:
             problem = f"has {model.stages} stages, but two stages without the front's are lost"
             raise InputError("--run", str(run), problem, "Choose a run of three or more stages")
-        control = None if arguments.control is None else read_run(arguments.control)[0]
-        text = load_corpora(config.data)[0].held_out.tokens
+        control = None if arguments.control is None else load_model(arguments.control)
+        text = load_corpora(data)[0].held_out.tokens
         drawn = Requests(text, model.tokenizer.begin, model.stages, model.context, arguments.seed)
-        levels = Levels(model, control, config.data, arguments.sequences)
+        levels = Levels(model, control, data, arguments.sequences)
         with contextlib.closing(
             started(folder, run, hosts, arguments.heartbeat_timeout_s, arguments.patience_s)
         ) as service:
             clients = Clients(HERE, service.port, arguments.patience_s)
             struck = Struck(service, clients, drawn, arguments.pause_s)
-            report |= {"step": step, "hosts": hosts, "stages": model.stages}
+            report |= {"step": source.step, "hosts": hosts, "stages": model.stages}
             report["held"] = {str(host): own for host, own in sorted(service.holding().items())}
             struck_service(struck, levels, model.stages, -(-arguments.requests // len(PHASES)))
             service.end()

@@ -177,7 +177,7 @@ def measured_over_hosts(
     """Serve over hosts, with and without their distance; return what was predicted and measured."""
     run = folder / "over_hosts"
     save_run(run, hosts, hosts)
-    model = open_source(run, None).model()
+    model = open_source(run).model()
     locations, latencies, rates = distant_links(hosts, 4 * model.config.width)
     asked = requests_of(sequences, tokens)
     found = []
@@ -338,7 +338,7 @@ def measured_on_one_host(folder: Path, sequences: int, tokens: int, turns: int) 
     """Serve on one host, with one slot and with many, in turns with `generate`."""
     run = folder / "one_host"
     save_run(run, 4, 4)
-    model = open_source(run, None).model()
+    model = open_source(run).model()
     asked = requests_of(sequences, tokens)
     found = []
     with contextlib.ExitStack() as stack:

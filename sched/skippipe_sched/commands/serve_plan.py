@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from skippipe_sched.errors import loading
 
 if TYPE_CHECKING:
-    from skippipe_sched.serving.bound import Bounds
     from skippipe_sched.serving.case import Placement, Route, ServingCase
-    from skippipe_sched.serving.simulate import Prediction
+    from skippipe_sched.serving.simulate import Rates
 
 
 DESCRIPTION = """\
@@ -78,7 +77,7 @@ def _table(placement: Placement, routes: tuple[Route, ...]) -> str:
     return "\n".join(lines)
 
 
-def _summary(case: ServingCase, predicted: Prediction, bound: Bounds) -> str:
+def _summary(case: ServingCase, predicted: Rates, bound: Rates) -> str:
     """Format the predicted rates of the routes and their bounds."""
     return (
         f"{case.groups} groups of {case.slots} sequences: {predicted.tokens_per_s:.1f} tokens/s, "

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import Bounds as Limits
-from scipy.optimize import LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from skippipe_sched.serving.case import FRONT, ServingCase
 from skippipe_sched.serving.packing import hosts_of_stages
 from skippipe_sched.serving.shortest import Run, alone, empty_room, remaining_s, runs_from, shortest
+from skippipe_sched.serving.simulate import Rates
 
 # Limit on nodes of the program's search tree.
 MOST_NODES = 200
@@ -34,19 +34,6 @@ MOST_NODES = 200
 TOLERANCE = 1e-6
 Row = tuple[str, *tuple[int, ...]]
 """Key of a condition: its kind, and its host, stage or link."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds on all placements and routes with as few stages without a host as possible.
-
-    Attributes:
-        tokens_per_s: of all groups at once, at most.
-        seconds_per_token: of one sequence alone, at least.
-    """
-
-    tokens_per_s: float
-    seconds_per_token: float
 
 
 @dataclass(frozen=True)
@@ -66,8 +53,12 @@ class _Column:
     is_integer: bool = False
 
 
-def bounds(case: ServingCase) -> Bounds:
-    """Compute both bounds, which takes about a second for ten hosts, and more for many."""
+def bounds(case: ServingCase) -> Rates:
+    """Return the most tokens per second and the least seconds per token.
+
+    They hold for all placements and routes with as few stages without a host as possible. It takes
+    about a second for ten hosts, and more for many.
+    """
     skips = case.stages - 1 - len(hosts_of_stages(case))
     _, least_s = shortest(case, empty_room(case), alone(case), remaining_s(case, skips))
     columns = [*_visits(case, skips, least_s), *_hops(case, skips, least_s)]
@@ -78,7 +69,7 @@ def bounds(case: ServingCase) -> Bounds:
     else:
         columns += _held_stages(case)
     most = (1.0 + TOLERANCE) * _most_steps(columns, limits)
-    return Bounds(case.slots * min(case.groups, most) / least_s, least_s)
+    return Rates(case.slots * min(case.groups, most) / least_s, least_s)
 
 
 def _visits(case: ServingCase, skips: int, unit_s: float) -> Iterator[_Column]:
@@ -149,7 +140,7 @@ def _most_steps(columns: Sequence[_Column], limits: Mapping[str, float]) -> floa
     solved = milp(
         -np.array([column.steps for column in columns]),
         integrality=is_integer,
-        bounds=Limits(0.0, np.where(is_integer, 1.0, np.inf)),  # pyright: ignore[reportArgumentType]
+        bounds=Bounds(0.0, np.where(is_integer, 1.0, np.inf)),  # pyright: ignore[reportArgumentType]
         constraints=LinearConstraint(matrix, lowest, highest),  # pyright: ignore[reportArgumentType]
         options={"node_limit": MOST_NODES},
     )

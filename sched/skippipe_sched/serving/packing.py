@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float
@@ -27,61 +26,56 @@ def hosts_of_stages(
     # If any choice of this many stages fits, so do the smallest.
     for skips in range(len(by_size)):
         smallest = by_size[: len(by_size) - skips]
-        found = _Packing(case, smallest, np.zeros((case.hosts, case.stages))).found(skips=0)
+        found = _packed(case, smallest, np.zeros((case.hosts, case.stages)), 0)
         if found is not None:
-            cheap = None if loading is None else _Packing(case, by_size, loading).found(skips)
+            cheap = None if loading is None else _packed(case, by_size, loading, skips)
             return found if cheap is None else cheap
     return {}
 
 
-@dataclass(eq=False)
-class _Packing:
-    """Depth-first search: the largest stage first, each on the cheapest and fullest host.
+def _packed(
+    case: ServingCase,
+    stages: Sequence[int],
+    loading: Float[np.ndarray, "hosts stages"],
+    skips: int,
+) -> dict[int, int] | None:
+    """Choose hosts for all stages except `skips` of them; None if no packing was found.
 
+    It is a depth-first search: the largest stage first, each on the cheapest and fullest host.
     `loading` is the cost of a stage on a host.
     """
-
-    case: ServingCase
-    stages: Sequence[int]
-    loading: Float[np.ndarray, "hosts stages"]
-    chosen: dict[int, int] = field(default_factory=dict)
+    order = sorted(stages, key=lambda stage: -case.stage_bytes[stage])
+    free, all_sizes = empty_room(case).free_bytes, case.stage_bytes[order]
+    least_costs = loading.min(axis=0)[order]
+    chosen: dict[int, int] = {}
     best: dict[int, int] | None = None
-    best_cost: float = np.inf
-    tries: int = 0
+    best_cost, tries = np.inf, 0
 
-    def __post_init__(self) -> None:
-        """Start with empty hosts, and compute the sizes and least costs of the stages."""
-        self.order = sorted(self.stages, key=lambda stage: -self.case.stage_bytes[stage])
-        self.free = empty_room(self.case).free_bytes
-        self.sizes = self.case.stage_bytes[self.order]
-        self.least = self.loading.min(axis=0)[self.order]
-
-    def found(self, skips: int) -> dict[int, int] | None:
-        """Choose a host for each stage except `skips` of them; None if no packing was found."""
-        self.choose_from(0, 0.0, skips)
-        return self.best
-
-    def choose_from(self, position: int, cost: float, skips: int) -> None:
+    def choose_from(position: int, cost: float, skips: int) -> None:
         """Choose hosts for the stages from this place in the order on."""
-        sizes = self.sizes[position:]
+        nonlocal best, best_cost, tries
+        sizes = all_sizes[position:]
         needed = len(sizes) - skips
         # The skipped stages may be the most expensive ones.
-        least = np.sort(self.least[position:])[: max(needed, 0)].sum()
-        if self.tries > MOST_TRIES or cost + least >= self.best_cost:
+        least = np.sort(least_costs[position:])[: max(needed, 0)].sum()
+        if tries > MOST_TRIES or cost + least >= best_cost:
             return
         if needed <= 0:
-            self.best, self.best_cost = dict(self.chosen), cost
+            best, best_cost = dict(chosen), cost
             return
-        if np.floor(self.free / sizes[-1]).sum() < needed or self.free.sum() < sizes[skips:].sum():
+        if np.floor(free / sizes[-1]).sum() < needed or free.sum() < sizes[skips:].sum():
             return
-        stage, size = self.order[position], sizes[0]
-        for host in np.lexsort((self.free, self.loading[:, stage])).tolist():
-            if self.free[host] >= size:
-                self.tries += 1
-                self.free[host] -= size
-                self.chosen[stage] = host
-                self.choose_from(position + 1, cost + float(self.loading[host, stage]), skips)
-                del self.chosen[stage]
-                self.free[host] += size
+        stage, size = order[position], sizes[0]
+        for host in np.lexsort((free, loading[:, stage])).tolist():
+            if free[host] >= size:
+                tries += 1
+                free[host] -= size
+                chosen[stage] = host
+                choose_from(position + 1, cost + float(loading[host, stage]), skips)
+                del chosen[stage]
+                free[host] += size
         if skips:
-            self.choose_from(position + 1, cost, skips - 1)
+            choose_from(position + 1, cost, skips - 1)
+
+    choose_from(0, 0.0, skips)
+    return best

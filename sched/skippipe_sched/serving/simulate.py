@@ -22,8 +22,8 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Predicted performance of routes.
+class Rates:
+    """Performance of a service, predicted for its routes or bounded for all placements.
 
     Attributes:
         tokens_per_s: of all groups, in flight at once with all their slots taken.
@@ -43,7 +43,7 @@ class Use:
     after_s: float = 0.0
 
 
-def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> Prediction:
+def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> Rates:
     """Predict the steady state of a service whose groups have these routes.
 
     If the times of all groups repeat, as they usually do, tokens are counted over the repeating
@@ -55,7 +55,7 @@ def simulate(case: ServingCase, routes: Sequence[Route], steps: int = STEPS) -> 
     """
     cycles = [cycle(case, route) for route in checked_routes(case, routes)]
     alone_s = [sum(use.takes_s + use.after_s for use in uses) for uses in cycles]
-    return Prediction(case.slots * steps_per_s(cycles, steps), min(alone_s))
+    return Rates(case.slots * steps_per_s(cycles, steps), min(alone_s))
 
 
 def checked_routes(case: ServingCase, routes: Sequence[Route]) -> Sequence[Route]:

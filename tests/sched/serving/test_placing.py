@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from skippipe_sched.errors import InputError
+from skippipe_sched.serving.bound import bounds
 from skippipe_sched.serving.case import Placement, ServingCase
 from skippipe_sched.serving.placing import OBJECTIVES, Objective, place
 from skippipe_sched.serving.routing import routes
@@ -53,16 +54,20 @@ def test_one_sequence_is_as_quick_as_it_can_be(case: ServingCase):
     assert found == pytest.approx(least_s(case))
 
 
-def test_all_groups_get_most_of_the_tokens_that_are_possible():
-    """Against all placements and routes of small cases."""
-    lost = []
-    for seed in range(12):
+def test_all_groups_get_most_of_the_tokens_that_are_possible_and_bounds_are_near_them():
+    """Against all placements and routes of small cases. A sequence's bound is exact."""
+    lost, gaps = [], []
+    for seed in range(8):
         random = np.random.default_rng(seed)
         case = random_service(random, (3, 4) if seed % 2 else (4, 3), 2 + seed % 2)
         found = simulate(case, routes(case, place(case)), STEPS).tokens_per_s
-        lost.append(1 - found / most_tokens_per_s(case))
+        most, bound = most_tokens_per_s(case), bounds(case)
+        lost.append(1 - found / most)
+        gaps.append(bound.tokens_per_s / most - 1)
+        assert bound.seconds_per_token == pytest.approx(least_s(case))
     assert np.mean(lost) < 0.005
     assert max(lost) < 0.05
+    assert np.mean(gaps) < 0.05
 
 
 def test_a_host_that_joins_changes_no_other():
