@@ -16,7 +16,6 @@ from skippipe_jax import log
 from skippipe_jax.cli.arguments import (
     accept_old_names,
     add_language_model_arguments,
-    check_model_arguments,
     open_language_model,
 )
 from skippipe_jax.config.sampling import Sampling
