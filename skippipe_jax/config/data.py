@@ -83,11 +83,7 @@ def _vocabulary_size_of_file(file: Path) -> int:
     return 1 + max((*numbers, *added))
 
 
-# How documents fill sequences.
-PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
-# Treatment of documents longer than a sequence.
-TOO_LONG = Choice(("drop", "truncate", "split"))
 # A JSON object with one of these keys is a conversation (`skippipe_jax.data.chat`).
 CONVERSATIONS = frozenset({"messages", "conversations", "instruction"})
 # All held-out documents, those for estimating priors, or those for scores.
@@ -238,8 +234,8 @@ class DataConfig(Section, name="data"):
     tokenizer: str | None = None
     chat_template: str | None = None
     today: str | None = None
-    packing: Annotated[str, PACKING] = "windows"
-    too_long: Annotated[str, TOO_LONG] | None = None
+    packing: Annotated[str, Choice(("windows", "documents"))] = "windows"
+    too_long: Annotated[str, Choice(("drop", "truncate", "split"))] | None = None
     sequence_length: Count = 256
     microbatch_size: Count = 4
     held_out: Annotated[float, Real(above=True, end=1.0)] = 0.05
