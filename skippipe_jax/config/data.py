@@ -255,7 +255,12 @@ class DataConfig(Section, name="data"):
             require_values(one, f"data.mixture[{number}]")
         for part in self.sources():
             self._check_source(part)
-        self._check_names()
+        names = [one.name for one in self.mixture or ()]
+        for number, name in enumerate(names):
+            field = f"data.mixture[{number}].name"
+            if name is not None and fields.text(name, field) in names[:number]:
+                problem = "is the name of two domains"
+                raise InputError(field, name, problem, "Name each one differently")
         if self.packing != "documents":
             remedy = "Write packing: documents, or remove data.too_long"
             problem = f"with data.packing: {self.packing}"
@@ -282,18 +287,6 @@ class DataConfig(Section, name="data"):
             problem = "has no effect with source: python"
             remedy = "Remove it or set source: text"
             raise InputError(f"{source.field}.path", source.path, problem, remedy)
-
-    def _check_names(self) -> None:
-        names: set[str] = set()
-        for number, one in enumerate(self.mixture or ()):
-            if one.name is None:
-                continue
-            field = f"data.mixture[{number}].name"
-            if fields.text(one.name, field) in names:
-                raise InputError(
-                    field, one.name, "is the name of two domains", "Name each one differently"
-                )
-            names.add(one.name)
 
     def sources(self) -> tuple[DocumentSource, ...]:
         """Return the source of documents, or those of the mixture."""

@@ -136,11 +136,8 @@ def test_what_contradicts_outer_is_refused(sections: dict[str, Any], told: str):
         {"network": {"averaging": "collective"}, "averaging": OUTER | {"exact_steps": 1}},
         {"network": {"averaging_dtype": "bfloat16"}, "averaging": OUTER | {"exact_steps": 1}},
         {"recovery": {"lost_stage": "stop"}},
-        {"recipe": {"full_every": 3, "redraw_every": 2, "redraws": 2}},
         {"train": {"steps": 12}},
         {"model": {"layers": 6, "stage_layers": [3, 3]}},
-        {"execution": "ready-first", "checkpoint": {"every": 7}, "validation": {"every": 3}},
-        {"optimizer": {"clip_norm": None, "skip_above_norm": 10.0}},
     ],
     ids=str,
 )

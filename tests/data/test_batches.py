@@ -18,7 +18,6 @@ from skippipe_sched.errors import InputError
 from skippipe_jax.config import DataConfig, MixtureConfig
 from skippipe_jax.data.batches import (
     TrainingBatches,
-    check_vocabulary,
     held_out_batches,
     load_corpora,
     too_long_lines,
@@ -73,12 +72,6 @@ def assert_same(first, second):
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one["tokens"], other["tokens"])
         np.testing.assert_array_equal(one["targets"], other["targets"])
-
-
-def test_vocabulary_must_hold_every_token():
-    check_vocabulary(ByteTokenizer.vocabulary_size, ByteTokenizer())
-    with refusal("model.vocabulary_size = ...too small for the tokenizer"):
-        check_vocabulary(ByteTokenizer.vocabulary_size - 1, ByteTokenizer())
 
 
 @given(
