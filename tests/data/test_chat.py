@@ -131,9 +131,12 @@ TEXT = {"type": "text", "text": "Briefly."}
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0] has type 'image_url'",
         ),
-        (
-            {"messages": [{"role": "user", "content": ["hi"]}]},
-            "messages[0].content[0] has type 'hi'",
+        *(
+            (
+                {"messages": [{"role": "user", "content": [text]}]},
+                f"messages[0].content[0] has type '{text}'",
+            )
+            for text in ("hi", "text")
         ),
         ({"conversations": [7]}, "conversations[0] is not an object"),
         ({"conversations": [{"from": "gpt"}]}, "conversations[0] has no text under 'value'"),
