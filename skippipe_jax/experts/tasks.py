@@ -73,7 +73,7 @@ class Scored:
     place: Place
     members: tuple[Member, ...]
 
-    @cached_property
+    @property
     def name(self) -> str:
         """Name of its files."""
         first, *others = self.members
