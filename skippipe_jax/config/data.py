@@ -83,11 +83,7 @@ def _vocabulary_size_of_file(file: Path) -> int:
     return 1 + max((*numbers, *added))
 
 
-# How documents fill sequences.
-PACKING = Choice(("windows", "documents"))
 SOURCES = Choice(("python", "text", "jsonl", "parquet", "tokens", "chat"))
-# Treatment of documents longer than a sequence.
-TOO_LONG = Choice(("drop", "truncate", "split"))
 # A JSON object with one of these keys is a conversation (`skippipe_jax.data.chat`).
 CONVERSATIONS = frozenset({"messages", "conversations", "instruction"})
 # All held-out documents, those for estimating priors, or those for scores.
@@ -238,8 +234,8 @@ class DataConfig(Section, name="data"):
     tokenizer: str | None = None
     chat_template: str | None = None
     today: str | None = None
-    packing: Annotated[str, PACKING] = "windows"
-    too_long: Annotated[str, TOO_LONG] | None = None
+    packing: Annotated[str, Choice(("windows", "documents"))] = "windows"
+    too_long: Annotated[str, Choice(("drop", "truncate", "split"))] | None = None
     sequence_length: Count = 256
     microbatch_size: Count = 4
     held_out: Annotated[float, Real(above=True, end=1.0)] = 0.05
@@ -259,7 +255,12 @@ class DataConfig(Section, name="data"):
             require_values(one, f"data.mixture[{number}]")
         for part in self.sources():
             self._check_source(part)
-        self._check_names()
+        names = [one.name for one in self.mixture or ()]
+        for number, name in enumerate(names):
+            field = f"data.mixture[{number}].name"
+            if name is not None and fields.text(name, field) in names[:number]:
+                problem = "is the name of two domains"
+                raise InputError(field, name, problem, "Name each one differently")
         if self.packing != "documents":
             remedy = "Write packing: documents, or remove data.too_long"
             problem = f"with data.packing: {self.packing}"
@@ -286,18 +287,6 @@ class DataConfig(Section, name="data"):
             problem = "has no effect with source: python"
             remedy = "Remove it or set source: text"
             raise InputError(f"{source.field}.path", source.path, problem, remedy)
-
-    def _check_names(self) -> None:
-        names: set[str] = set()
-        for number, one in enumerate(self.mixture or ()):
-            if one.name is None:
-                continue
-            field = f"data.mixture[{number}].name"
-            if fields.text(one.name, field) in names:
-                raise InputError(
-                    field, one.name, "is the name of two domains", "Name each one differently"
-                )
-            names.add(one.name)
 
     def sources(self) -> tuple[DocumentSource, ...]:
         """Return the source of documents, or those of the mixture."""

@@ -129,10 +129,7 @@ class NodeConfig(Section, name="node"):
 
 
 MODES = Choice(("real", "emulate"))
-AVERAGING = Choice(("auto", "collective", "ring"))
 HOPS = Choice(("float32", "bfloat16", "int8"))
-ROUNDING = Choice(("nearest", "stochastic"))
-ROUNDED = Choice(("bfloat16",))
 
 
 @dataclass(frozen=True)
@@ -171,11 +168,11 @@ class NetworkConfig(Section, name="network"):
     mode: Annotated[str, MODES] = "real"
     emulate_compute: bool = False
     jitter: NonNegative = 0.0
-    averaging: Annotated[str, AVERAGING] = "auto"
+    averaging: Annotated[str, Choice(("auto", "collective", "ring"))] = "auto"
     activation_dtype: Annotated[str, HOPS] | None = None
     gradient_dtype: Annotated[str, HOPS] | None = None
-    gradient_rounding: Annotated[str, ROUNDING] = "nearest"
-    averaging_dtype: Annotated[str, ROUNDED] | None = None
+    gradient_rounding: Annotated[str, Choice(("nearest", "stochastic"))] = "nearest"
+    averaging_dtype: Annotated[str, Choice(("bfloat16",))] | None = None
     deadline_s: Positive = 300.0
 
     def __post_init__(self):

@@ -10,7 +10,6 @@ from skippipe_sched import fields
 from skippipe_jax.config.choices import DTYPES, Choice, Count, Positive, Section
 
 AUTO, XLA, BLOCKWISE, CUDNN, SPLASH = "auto", "xla", "blockwise", "cudnn", "splash"
-ATTENTION = Choice((AUTO, XLA, BLOCKWISE, CUDNN, SPLASH))
 SHORT = 256
 """Longest sequence, in tokens, for which `auto` attention holds all scores at once."""
 CPU_BLOCK, BLOCK = 128, 512
@@ -72,7 +71,6 @@ RECOMPUTE = Choice(
         "stage",
     )
 )
-PRECISIONS = Choice(("default", "high", "highest"))
 
 # Stage partition of a model without a plan: for inference at most `MOST_STAGES` stages, as far as
 # the layers divide; for a run, which is converted stage by stage, one stage per `LAYERS_PER_STAGE`
@@ -216,9 +214,9 @@ class ModelConfig(Section, name="model"):
     stage_layers: tuple[int, ...] | None = None
     parameter_dtype: Annotated[str, DTYPES] = "float32"
     compute_dtype: Annotated[str, DTYPES] = "float32"
-    matmul_precision: Annotated[str, PRECISIONS] = "default"
+    matmul_precision: Annotated[str, Choice(("default", "high", "highest"))] = "default"
     recompute: Annotated[str, RECOMPUTE] = "none"
-    attention: Annotated[str, ATTENTION] = AUTO
+    attention: Annotated[str, Choice((AUTO, XLA, BLOCKWISE, CUDNN, SPLASH))] = AUTO
 
     def __post_init__(self):
         """Reject shapes and names that do not make a model."""

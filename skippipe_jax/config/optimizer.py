@@ -144,11 +144,7 @@ class AveragingConfig(Section, name="averaging"):
             raise self.error("fragments", problem, remedy)
 
 
-SCHEDULES = Choice(("cosine", "warmup-stable-decay"))
-MEMORIES = Choice(("device", "host"))
-DECAY_SHAPES = Choice(("linear", "1-sqrt"))
 ADAMW, MUON = "adamw", "muon"
-NAMES = Choice((ADAMW, MUON))
 
 
 @dataclass(frozen=True)
@@ -189,13 +185,13 @@ class OptimizerConfig(Section, name="optimizer"):
             apart from the loss. It keeps logits small.
     """
 
-    name: Annotated[str, NAMES] = ADAMW
+    name: Annotated[str, Choice((ADAMW, MUON))] = ADAMW
     learning_rate: NonNegative = 3e-4
-    schedule: Annotated[str, SCHEDULES] = "cosine"
+    schedule: Annotated[str, Choice(("cosine", "warmup-stable-decay"))] = "cosine"
     warmup_steps: Annotated[int, Whole(0)] = 10
     decay_steps: Count | None = None
     decay_fraction: Annotated[float, Real(above=True, most=1.0)] = 0.2
-    decay_shape: Annotated[str, DECAY_SHAPES] = "linear"
+    decay_shape: Annotated[str, Choice(("linear", "1-sqrt"))] = "linear"
     final_ratio: Annotated[float, Real(most=1.0)] = 0.1
     muon_momentum: Decay = 0.95
     beta1: Decay = 0.9
@@ -205,7 +201,7 @@ class OptimizerConfig(Section, name="optimizer"):
     decay_embeddings: bool = True
     decay_head: bool = True
     moment_dtype: Annotated[str, DTYPES] = "float32"
-    state_memory: Annotated[str, MEMORIES] = "device"
+    state_memory: Annotated[str, Choice(("device", "host"))] = "device"
     clip_norm: Positive | None = 1.0  # At 0 it stops all learning.
     skip_above_norm: Positive | None = None
     z_loss: NonNegative = 0.0

@@ -178,12 +178,12 @@ def read_files(path: Path, named: str, overrides: Sequence[str] = ()) -> ConfigF
     if len(trees) == 1:
         return ConfigFiles(merged)
     origins = {
-        own: str(file) for file, content in reversed(trees.items()) for own in _value_paths(content)
+        own: str(file) for file, content in reversed(trees.items()) for own, _ in leaves(content)
     }
     for override in overrides:
         key = override.partition("=")[0]
-        origins |= {own: SET for own in _value_paths(merged) if f"{own}.".startswith(f"{key}.")}
-    return ConfigFiles(merged, {own: origins[own] for own in _value_paths(merged)})
+        origins |= {own: SET for own, _ in leaves(merged) if f"{own}.".startswith(f"{key}.")}
+    return ConfigFiles(merged, {own: origins[own] for own, _ in leaves(merged)})
 
 
 def mapping(value: Any, name: str, shown: Any) -> dict[str, Any]:
@@ -229,13 +229,13 @@ def _merged(base: Mapping[str, Any], extending: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def _value_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Return the paths of all values that are not mappings."""
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of all values that are not mappings."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _value_paths(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def _rebase_link_table(tree: Mapping[str, Any], folder: Path, first: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.config.parsing import to_tree
+from skippipe_jax.config.parsing import leaves, to_tree
 from skippipe_jax.config.run import Config
 
 # Initialization, stage partition and computation of the model: the parameters of a run that has
@@ -114,15 +114,12 @@ def settings(config: Config) -> Mapping[str, str]:
     return _as_texts(to_tree(config))
 
 
-def _as_texts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of all keys as short texts, for comparison and for messages."""
     texts = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            texts |= _as_texts(value, f"{prefix}{key}.")
-            continue
+    for path, value in leaves(tree):
         text = value if isinstance(value, str) else json.dumps(value)
-        texts[prefix + key] = text if len(text) <= LONGEST_TEXT else digest(value)
+        texts[path] = text if len(text) <= LONGEST_TEXT else digest(value)
     return texts
 
 

@@ -387,8 +387,9 @@ def _text_of(entry: Mapping[str, Any], key: str, place: str, refuse: ErrorOf) ->
         raise refuse(f"{place} has no text under {key!r}")
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text" or not isinstance(part.get("text"), str):
+        is_object = isinstance(part, dict)
+        kind = part.get("type") if is_object else part
+        if not is_object or kind != "text" or not isinstance(part.get("text"), str):
             name = f"{place}.{key}[{number}]"
             raise refuse(f"{name} has type {kind!r}, but only text is supported")
         texts.append(part["text"])

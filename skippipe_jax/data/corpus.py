@@ -112,33 +112,23 @@ def groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
-def texts_of(
+def encode(
     documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer
-) -> list[Any]:
-    """Return the texts of documents: bytes for a `ByteTokenizer`, else strings from UTF-8."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return [document.text for document in documents]
-    return [document.decoded(source) for document in documents]
-
-
-Encoded = tuple[
-    Integer[np.ndarray, " token"],
-    Int64[np.ndarray, " document"],
-    Bool[np.ndarray, " token"] | None,
-]
-
-
-def encode(documents: Sequence[Document], source: DocumentSource, tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens of documents, where each ends, and the loss mask, None if all count.
+) -> TokenizedDocuments:
+    """Return the tokens of documents, of which there is at least one.
 
     Raises:
         InputError: if one is not UTF-8, or not a conversation in a source of conversations.
     """
     if source.kind != "chat":
-        return *encode_documents(tokenizer, texts_of(documents, source, tokenizer)), None
+        texts: list[Any] = [document.text for document in documents]
+        if not isinstance(tokenizer, ByteTokenizer):
+            texts = [document.decoded(source) for document in documents]
+        return TokenizedDocuments(*encode_documents(tokenizer, texts))
     encoded = [encode_conversation(document, source, tokenizer) for document in documents]
     tokens, learnt = zip(*encoded, strict=True)
-    return np.concatenate(tokens), np.cumsum([len(one) for one in tokens]), np.concatenate(learnt)
+    ends = np.cumsum([len(one) for one in tokens])
+    return TokenizedDocuments(np.concatenate(tokens), ends, np.concatenate(learnt))
 
 
 def _tokenize(
@@ -147,11 +137,11 @@ def _tokenize(
     tokens = [np.empty(0, token_dtype(tokenizer.vocabulary_size))]
     lengths, learnt = [np.empty(0, np.int64)], [np.empty(0, bool)]
     for group in groups(documents):
-        of_group, ends, learnt_of_group = encode(group, source, tokenizer)
-        tokens.append(of_group)
-        lengths.append(np.diff(ends, prepend=0))
-        if learnt_of_group is not None:
-            learnt.append(learnt_of_group)
+        encoded = encode(group, source, tokenizer)
+        tokens.append(encoded.tokens[:])
+        lengths.append(np.diff(encoded.ends, prepend=0))
+        if encoded.learnt is not None:
+            learnt.append(encoded.learnt)
     all_tokens = np.concatenate(tokens)
     all_tokens.flags.writeable = False
     return TokenizedDocuments(

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from skippipe_jax.config import DocumentSource
 from skippipe_jax.config.extras import require
 from skippipe_jax.data.chat import message_texts
-from skippipe_jax.data.corpus import Encoded, cut_in_two, encode, groups, place_of
+from skippipe_jax.data.corpus import cut_in_two, encode, groups, place_of
 from skippipe_jax.data.documents import Document, read_documents, require_disjoint
+from skippipe_jax.data.rows import TokenizedDocuments
 from skippipe_jax.data.token_shards import PARTS, PartWriter, TokenIndex, write_index
 from skippipe_jax.data.tokenizer import (
     MARKS,
@@ -87,13 +88,14 @@ def write_tokens(
     writers = [PartWriter(folder, part, dtype) for part in PARTS]
     with tqdm(unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress:
         encoded = _tokenized(inputs, tokenizer_name, tokenizer, processes)
-        for documents, tokens, ends, learnt in encoded:
-            lengths = np.diff(ends, prepend=0)
+        for documents, group in encoded:
+            lengths, learnt = np.diff(group.ends, prepend=0), group.learnt
             is_out = np.array([is_held_out(document) for document in documents])
             for writer, chosen in zip(writers, (~is_out, is_out), strict=True):
                 is_selected = np.repeat(chosen, lengths)
                 selected_learnt = None if learnt is None else learnt[is_selected]
-                writer.add(tokens[is_selected], np.cumsum(lengths[chosen]), selected_learnt)
+                tokens = group.tokens[:][is_selected]
+                writer.add(tokens, np.cumsum(lengths[chosen]), selected_learnt)
             progress.update(sum(len(document.text) for document in documents))
     parts = {part: writer.close() for part, writer in zip(PARTS, writers, strict=True)}
     total = sum(part.documents for part in parts.values())
@@ -133,13 +135,13 @@ def _inputs(
 
 def _tokenized(
     inputs: Inputs, name: str, tokenizer: Tokenizer, processes: int
-) -> Iterator[tuple[list[Document], *Encoded]]:
+) -> Iterator[tuple[list[Document], TokenizedDocuments]]:
     """Yield groups of documents in their order, each encoded."""
     work = ((group, source) for source, documents in inputs for group in groups(documents))
     if processes == 1:
-        yield from ((group, *encode(group, source, tokenizer)) for group, source in work)
+        yield from ((group, encode(group, source, tokenizer)) for group, source in work)
         return
-    running: deque[tuple[list[Document], Future[Encoded]]] = deque()
+    running: deque[tuple[list[Document], Future[TokenizedDocuments]]] = deque()
     # Spawned: the packages' threads would not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
@@ -148,9 +150,9 @@ def _tokenized(
             # Waiting groups take memory, so they must not be all of the text.
             if len(running) > 2 * processes:
                 done, encoded = running.popleft()
-                yield done, *encoded.result()
+                yield done, encoded.result()
         for done, encoded in running:
-            yield done, *encoded.result()
+            yield done, encoded.result()
 
 
 def _start_worker() -> None:
@@ -166,7 +168,7 @@ def _start_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _encode(name: str, documents: list[Document], source: DocumentSource) -> Encoded:
+def _encode(name: str, documents: list[Document], source: DocumentSource) -> TokenizedDocuments:
     return encode(documents, source, _tokenizer_of_worker(name))
 
 

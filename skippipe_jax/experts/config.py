@@ -22,7 +22,7 @@ from skippipe_jax.config.choices import (
     Seed,
     require_values,
 )
-from skippipe_jax.config.parsing import load_as
+from skippipe_jax.config.parsing import load_as, mapping
 from skippipe_jax.config.pretrained import SHAPES
 
 LANES = ("easy", "medium", "hard")
@@ -36,6 +36,20 @@ RUN_KEYS = {
     "train": "seeds.steps, probe.steps and arms.NAME.steps set the number of steps",
     "seed": "all runs use the seed of the ensemble",
 }
+UNSUITABLE_KEYS = (
+    (
+        "checkpoint",
+        "copy_to",
+        "would be the same target for all runs",
+        "Remove it, and copy the folder yourself",
+    ),
+    (
+        "validation",
+        "patience",
+        "could stop runs early, but ensembles are compared at equal steps",
+        "Remove it",
+    ),
+)
 DATA_KEYS = ("source", "path", "text_field", "mixture")
 OWN_DATA_KEYS = ("microbatch_size",)
 """Keys of `data` in which seeds and experts may differ from `run`; held-out text must be the
@@ -350,27 +364,18 @@ def _require_own_keys(name: str, tree: Mapping[str, Any]) -> None:
     for key, why in RUN_KEYS.items():
         if key in tree:
             raise InputError(f"{name}.{key}", tree[key], why, "Remove it")
-    for section in ("data", "model"):
-        content = tree.get(section, {})
-        if not isinstance(content, dict):
-            problem = "is not a mapping"
-            raise InputError(f"{name}.{section}", content, problem, "Write key: value lines")
-    data, model = tree.get("data", {}), tree.get("model", {})
+    data, model = (
+        mapping(tree.get(section, {}), f"{name}.{section}", tree.get(section))
+        for section in ("data", "model")
+    )
     for key in DATA_KEYS:
         if key in data:
             problem = "domains set the source of the text"
             raise InputError(f"{name}.data.{key}", data[key], problem, "Remove it")
-    checkpoint = tree.get("checkpoint")
-    if isinstance(checkpoint, dict) and checkpoint.get("copy_to") is not None:
-        problem = "would be the same target for all runs"
-        field = f"{name}.checkpoint.copy_to"
-        remedy = "Remove it, and copy the folder yourself"
-        raise InputError(field, checkpoint["copy_to"], problem, remedy)
-    validation = tree.get("validation")
-    if isinstance(validation, dict) and validation.get("patience") is not None:
-        problem = "could stop runs early, but ensembles are compared at equal steps"
-        field = f"{name}.validation.patience"
-        raise InputError(field, validation["patience"], problem, "Remove it")
+    for section, key, problem, remedy in UNSUITABLE_KEYS:
+        content = tree.get(section)
+        if isinstance(content, dict) and content.get(key) is not None:
+            raise InputError(f"{name}.{section}.{key}", content[key], problem, remedy)
     if name == "run":
         return
     for key in data:

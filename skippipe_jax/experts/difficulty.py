@@ -23,7 +23,7 @@ def measured(place: Place) -> dict[str, float]:
     """
     probes = MemberFactory(place.config).probes()
     return {
-        domain: Scored(place, (member,), member.name).scores(domain, FOR_PRIORS).loss
+        domain: Scored(place, (member,)).scores(domain, FOR_PRIORS).loss
         for domain, member in probes.items()
     }
 

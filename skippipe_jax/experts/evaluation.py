@@ -38,15 +38,8 @@ DIGITS = 4
 def scored_models(place: Place, arm: Arm) -> dict[str, Scored]:
     """Return the models whose scores an arm mixes: its experts, or its only model."""
     if arm.averages:
-        return {"averaged": averaged_model(place, arm)}
-    return {name: Scored(place, (member,), member.name) for name, member in arm.members.items()}
-
-
-def averaged_model(place: Place, arm: Arm) -> Scored:
-    """Return the mean of the experts of an arm."""
-    members = tuple(arm.members.values())
-    digest = Scored(place, members, "").digest
-    return Scored(place, members, f"averaged-{digest[:8]}")
+        return {"averaged": Scored(place, tuple(arm.members.values()))}
+    return {name: Scored(place, (member,)) for name, member in arm.members.items()}
 
 
 def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[str, float]:

@@ -68,16 +68,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Scored:
-    """Model that scores all domains: a run, or the mean of several, which is a task of its own.
-
-    Attributes:
-        members: the runs.
-        name: name of its files.
-    """
+    """Model that scores all domains: a run, or the mean of several, which is a task of its own."""
 
     place: Place
     members: tuple[Member, ...]
-    name: str
+
+    @property
+    def name(self) -> str:
+        """Name of its files."""
+        first, *others = self.members
+        return f"averaged-{self.digest[:8]}" if others else first.name
 
     @property
     def folder(self) -> Path:
@@ -165,7 +165,7 @@ class Training:
     @property
     def model(self) -> Scored:
         """The trained run as a model that scores."""
-        return Scored(self.place, (self.member,), self.name)
+        return Scored(self.place, (self.member,))
 
     def is_done(self) -> bool:
         """Return whether the run is trained and its scores exist."""

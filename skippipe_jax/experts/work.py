@@ -21,7 +21,6 @@ from skippipe_jax.data.batches import (
 )
 from skippipe_jax.data.tokenizer import load_tokenizer
 from skippipe_jax.experts import difficulty, evaluation
-from skippipe_jax.experts.evaluation import averaged_model
 from skippipe_jax.experts.members import EXPERT, Arm, Member, MemberFactory, naming
 from skippipe_jax.experts.nodes import division_path, on_nodes, require_case
 from skippipe_jax.experts.picture import picture
@@ -216,8 +215,12 @@ def probings(place: Place) -> list[Training]:
 
 
 def averagings(place: Place, arms: Iterable[Arm]) -> list[Scored]:
-    """Return the models that are means of others."""
-    return [averaged_model(place, arm) for arm in arms if arm.averages]
+    """Return the models that are means of others; the mean of one run is the run."""
+    return [
+        Scored(place, tuple(arm.members.values()))
+        for arm in arms
+        if arm.averages and len(arm.members) > 1
+    ]
 
 
 def compare(place: Place, arms: Sequence[Arm], hard: Mapping[str, float] | None) -> dict[str, Any]:

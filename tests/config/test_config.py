@@ -90,22 +90,44 @@ def test_numbers_may_be_written_as_people_write_them(tmp_path: Path, text: str, 
 
 
 @pytest.mark.parametrize(
-    ("tree", "field"),
+    ("tree", "field", "meant"),
     [
-        ({"trian": {}}, "config.trian"),
-        ({"train": {"step": 3}}, "train.step"),
-        ({"model": {"preset": "tiny", "depth": 3}}, "model.depth"),
-        ({"model": {"rope_scaling": {"faktor": 2}}}, "model.rope_scaling.faktor"),
-        ({"cluster": {"hosts": 3}}, "cluster.hosts"),
-        ({3: 4}, "config.3"),
+        ({"trian": {"steps": 3}}, "config.trian", "train"),
+        ({"train": {"step": 3}}, "train.step", "steps"),
+        ({"model": {"preset": "tiny", "zzz": 3}}, "model.zzz", None),
+        ({"model": {"rope_scaling": {"faktor": 2}}}, "model.rope_scaling.faktor", "factor"),
+        ({"recipe": {"phases": [{"from_stop": 3}]}}, "recipe.phases[0].from_stop", "from_step"),
+        ({3: 4}, "config.3", None),
     ],
 )
-def test_unknown_keys_are_refused_at_every_level(tree: Any, field: str):
+def test_unknown_keys_are_refused_at_every_level(tree: Any, field: str, meant: str | None):
     error = refused(tree)
     assert (error.field, error.problem) == (field, "unknown key")
     assert "use one of: " in error.remedy
+    guess = error.remedy.partition("? ")[0] if "Did you mean" in error.remedy else None
+    assert guess == (meant and f"Did you mean {meant}")
 
 
+PYTHON = {"source": "python"}
+WRONG_DATA: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("path", {"source": "text"}),
+    ("path", {"path": "text"}),
+    ("path", {"source": "text", "path": ""}),
+    ("path", {"source": "mixture", "path": "a", "mixture": [PYTHON]}),
+    ("text_field", {"source": "jsonl", "path": "a", "text_field": ""}),
+    ("packing", {"source": "chat", "path": "a"}),
+    ("today", {"source": "chat", "path": "a", "packing": "documents", "today": "tomorrow"}),
+    ("today", {"today": "2026-11-22"}),
+    ("too_long", {"packing": "documents", "too_long": "shorten"}),
+    ("too_long", {"packing": "windows", "too_long": "drop"}),
+    ("mixture", {"source": "mixture"}),
+    ("mixture", {"mixture": [PYTHON]}),
+    ("mixture", {"source": "mixture", "mixture": [*[PYTHON | {"weight": 1e-9}] * 2, PYTHON]}),
+    ("mixture[0].source", {"source": "mixture", "mixture": [{"source": "mixture"}]}),
+    ("mixture[1].path", {"source": "mixture", "mixture": [PYTHON, {"source": "text"}]}),
+    ("mixture[0].weight", {"source": "mixture", "mixture": [PYTHON | {"weight": 0.0}]}),
+    ("held_out", {"held_out": 0.1, "source": "tokens", "path": "tokens"}),
+)
 ROUNDED = {"activation_dtype": "int8", "gradient_rounding": "stochastic"}
 WRONG: dict[str, list[Any]] = {
     "train.steps": ["100", True, 1.5, 1.0, None, [1], 0],
@@ -175,10 +197,9 @@ def test_what_is_no_mapping_is_no_configuration(tree: Any):
 @pytest.mark.parametrize(
     ("field", "tree"),
     [
+        *((f"data.{key}", {"data": values}) for key, values in WRONG_DATA),
         ("checkpoint.keep_every", {"checkpoint": {"keep_every": 30, "every": 20}}),
         ("plan.file", {"plan": {"file": "plan.json", "case": "case.yaml"}}),
-        ("data.path", {"data": {"source": "text"}}),
-        ("data.path", {"data": {"path": "text"}}),
         ("data.mixture[1].wait", {"data": {"mixture": [{"source": "text"}, {"wait": 3}]}}),
         ("data.mixture[0].source", {"data": {"mixture": [{"source": 3}]}}),
         ("network.gradient_rounding", {"network": ROUNDED | {"gradient_dtype": "bfloat16"}}),
@@ -279,19 +300,18 @@ def test_how_a_run_goes_on_may_change():
         {
             "run_dir": "moved",
             "optimizer": {"learning_rate": 1.0},
-            "train": {"steps": 9},
+            "averaging": {"mode": "outer"},
+            "model": {"stage_layers": [5, 5], "recompute": "block", "layers": 10},
+            "train": {"steps": 90},
             "checkpoint": {"every": 1},
             "cluster": {"host_of_node": [0]},
             "plan": {"method": "full", "case": {"nodes": 3}},
         }
     )
-    assert require_same_run(now, Config()) == [("optimizer.learning_rate", 1.0, 3e-4)]
-
-
-def test_how_the_model_is_cut_and_computed_may_change():
-    model = {"stage_layers": [1, 3], "recompute": "block"}
-    assert require_same_run(parse_config({"model": model}), Config()) == [
-        ("model.stage_layers", [1, 3], None),
+    assert require_same_run(now, parse_config({"model": {"layers": 10}})) == [
+        ("optimizer.learning_rate", 1.0, 3e-4),
+        ("averaging.mode", "outer", "exact"),
+        ("model.stage_layers", [5, 5], None),
         ("model.recompute", "block", "none"),
     ]
 

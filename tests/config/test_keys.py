@@ -138,19 +138,16 @@ def test_what_is_as_by_default_is_not_shown():
 
 
 @pytest.mark.parametrize(
-    ("tree", "overrides", "meant"),
+    ("override", "meant"),
     [
-        ({"trian": {"steps": 3}}, [], "train"),
-        ({"optimizer": {"learning_rte": 1e-3}}, [], "learning_rate"),
-        ({}, ["model.head=3"], "heads"),
-        ({}, ["model.recompute=blocks"], "block"),
-        ({}, ["plan.method=joins"], "joint"),
-        ({"recipe": {"phases": [{"from_stop": 3}]}}, [], "from_step"),
+        ("model.head=3", "heads"),
+        ("model.recompute=blocks", "block"),
+        ("plan.method=joins", "joint"),
     ],
 )
-def test_what_was_meant_is_guessed(tree: Any, overrides: list[str], meant: str):
+def test_what_was_meant_is_guessed(override: str, meant: str):
     with pytest.raises(InputError, match=rf"Did you mean {meant}\? .*[Uu]se one of: "):
-        parse_config(tree, overrides)
+        parse_config({}, [override])
 
 
 def test_keys_of_other_trainers_are_known():
@@ -166,12 +163,6 @@ def test_a_key_is_set_of_what_auto_stands_for():
     assert (config.plan.measure, config.plan.budget_s) == (True, 1.0)
     with pytest.raises(InputError, match="plan is not a section"):
         parse_config({"plan": "manual"}, ["plan.budget_s=1"])
-
-
-def test_what_could_mean_anything_is_not_guessed():
-    with pytest.raises(InputError) as caught:
-        parse_config({"zzz": 1})
-    assert "Did you mean" not in str(caught.value)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:

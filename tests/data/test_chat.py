@@ -131,9 +131,12 @@ TEXT = {"type": "text", "text": "Briefly."}
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0] has type 'image_url'",
         ),
-        (
-            {"messages": [{"role": "user", "content": ["hi"]}]},
-            "messages[0].content[0] has type 'hi'",
+        *(
+            (
+                {"messages": [{"role": "user", "content": [text]}]},
+                f"messages[0].content[0] has type '{text}'",
+            )
+            for text in ("hi", "text")
         ),
         ({"conversations": [7]}, "conversations[0] is not an object"),
         ({"conversations": [{"from": "gpt"}]}, "conversations[0] has no text under 'value'"),
@@ -396,35 +399,32 @@ def parts_of(config: DataConfig) -> list[tuple[int, int]]:
     return [(int((part > config.sequence_length + 1).sum()), len(part)) for part in sizes]
 
 
-@pytest.mark.parametrize("too_long", [None, "drop"])
-def test_conversations_longer_than_a_sequence_are_left_out_and_counted(long_and_short, too_long):
-    config = replace(long_and_short, too_long=too_long)
-    (long, every), (long_out, every_out) = parts_of(config)
-    assert min(long, long_out) > 0
-    assert learnt_letters(config) == (8 * (every - long), 8 * (every_out - long_out))
-    told = f"{long} of {every} documents (training) and {long_out} of {every_out} documents (held"
-    assert TrainingBatches(config).too_long == [
-        f"{config.path}: {told} out) are longer than a sequence of 64 tokens, and dropped "
-        "(data.too_long)"
-    ]
-    # Nothing is said where all is as long as it may be.
-    assert not TrainingBatches(replace(config, sequence_length=128)).too_long
-
-
 # Before the answer there are the begin mark, <|user|>, 2 letters, <|assistant|> and 3 ends of
 # lines; the last token that is kept has a target too.
 @pytest.mark.parametrize(
     ("too_long", "told", "letters"),
-    [("split", "split", 80), ("truncate", "truncated", 64 + 1 - (1 + 8 + 2 + 13 + 3))],
+    [
+        (None, "dropped", 0),
+        ("drop", "dropped", 0),
+        ("split", "split", 80),
+        ("truncate", "truncated", 64 + 1 - (1 + 8 + 2 + 13 + 3)),
+    ],
 )
-def test_long_conversations_are_split_or_truncated_if_the_user_says_so(
+def test_conversations_longer_than_a_sequence_are_counted_and_dropped_unless_the_user_says_so(
     long_and_short, too_long, told, letters
 ):
     config = replace(long_and_short, too_long=too_long)
-    expected = [8 * (every - long) + letters * long for long, every in parts_of(config)]
+    (long, every), (long_out, every_out) = parts = parts_of(config)
+    assert min(long, long_out) > 0
+    expected = [8 * (whole - cut) + letters * cut for cut, whole in parts]
     assert [*learnt_letters(config)] == expected
-    [line] = TrainingBatches(config).too_long
-    assert line.endswith(f"and {told} (data.too_long)")
+    counts = f"{long} of {every} documents (training) and {long_out} of {every_out} documents (held"
+    assert TrainingBatches(config).too_long == [
+        f"{config.path}: {counts} out) are longer than a sequence of 64 tokens, and {told} "
+        "(data.too_long)"
+    ]
+    # Nothing is said where all is as long as it may be.
+    assert not TrainingBatches(replace(config, sequence_length=128)).too_long
 
 
 def test_conversations_that_lose_their_answers_by_being_truncated_are_counted(tmp_path):

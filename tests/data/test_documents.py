@@ -176,17 +176,3 @@ def test_files_are_told_apart_by_what_a_glob_leaves_open(tmp_path):
         assert found[0] == found[1] == found[2]
     finally:
         memory.rm("/library", recursive=True)
-
-
-def test_no_document_is_in_both_parts_however_few_there_are(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    for seed in range(6):
-        file.write_text(lines(["one text" * 9, "one text" * 9, "another text" * 9]))
-        config = DataConfig("jsonl", str(file), sequence_length=8, held_out=1e-6, shuffle_seed=seed)
-        [corpus] = load_corpora(config)
-        parts = [
-            {piece.tobytes() for piece in np.split(part.tokens[:], part.ends[:-1])}
-            for part in (corpus.training, corpus.held_out)
-        ]
-        assert len(parts[0]) == len(parts[1]) == 1
-        assert not parts[0] & parts[1]

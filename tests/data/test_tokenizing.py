@@ -35,7 +35,7 @@ def command(*words: str | Path) -> list[str]:
 def texts() -> list[str]:
     random = np.random.default_rng(0)
     words = ["stage", "skip", "swap", "pipeline", "Köln", "\n", "  ", "microbatch", "path"]
-    return [" ".join(random.choice(words, 900)) for _ in range(600)]
+    return [" ".join(random.choice(words, 900)) for _ in range(300)]
 
 
 @pytest.fixture(scope="module")

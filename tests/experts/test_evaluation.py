@@ -184,6 +184,17 @@ def test_a_mean_of_parameters_is_scored_as_a_model_of_its_own(place: Place, arms
     assert asked["runs"] == [str(place.run_dir(own)) for own in arms[0].members.values()]
 
 
+def test_the_mean_of_one_run_is_that_run(tmp_path: Path):
+    one = {"equal": ARMS["equal"], "mean": ARMS["mean"]}
+    outside = ["code", "tables", "letters"]
+    place = place_in(tmp_path, arms=one, outside=outside, lanes={"easy": ["prose"]})
+    equal, mean = MemberFactory(place.config).arms()
+    assert work.averagings(place, [equal, mean]) == []
+    [scored] = scored_models(place, mean).values()
+    assert scored == scored_models(place, equal)["prose"]
+    assert scored.name in {task.name for task in work.trainings(place, [mean])}
+
+
 def test_what_is_asked_names_every_domain_and_part(place: Place, arms: list[Arm]):
     asked = place.asked()
     names = place.config.names

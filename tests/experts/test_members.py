@@ -207,7 +207,7 @@ def test_scores_are_known_by_all_that_they_come_from():
     member = of_arm(config)["prose"]
 
     def digest(own: ExpertsConfig, *members: Member) -> str:
-        return Scored(Place(own, Path()), members, "").digest
+        return Scored(Place(own, Path()), members).digest
 
     known = digest(config, member)
     assert known == digest(config_of(folder="x", seed=4), member)

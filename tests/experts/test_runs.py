@@ -139,7 +139,7 @@ def test_results_tell_of_every_arm_and_domain(trained: Path):
     place = place_of(trained)
     [equal, *_] = MemberFactory(place.config, found["difficulty"]).arms()
     losses = {
-        name: {d: Scored(place, (own,), own.name).scores(d, FOR_SCORES).loss for d in equal.members}
+        name: {d: Scored(place, (own,)).scores(d, FOR_SCORES).loss for d in equal.members}
         for name, own in equal.members.items()
     }
     for domain in equal.members:
@@ -231,7 +231,7 @@ def test_exported_experts_say_what_they_said(trained: Path, monkeypatch: pytest.
         domains = tuple(MixtureConfig(**one) for one in place.asked()["domains"])
         told = own.config().data
         data = replace(told, mixture=domains, tokenizer=source.config.data.tokenizer)
-        known = Scored(place, (own,), own.name).scores("prose", FOR_SCORES)
+        known = Scored(place, (own,)).scores("prose", FOR_SCORES)
         found = score(source.model(), data, "prose", FOR_SCORES, len(known.counted))
         assert found.text == known.text
         np.testing.assert_allclose(
