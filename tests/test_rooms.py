@@ -26,7 +26,6 @@ WIDE_SIGNATURES = {
     "skippipe_jax.connections.mesh: Mesh.__init__",
     "skippipe_jax.runtime.runtime: Runtime.__init__",
     "skippipe_jax.runtime.runtime: open_runtime",
-    "skippipe_sched.search.anneal_division: trade",
 }
 
 

@@ -109,15 +109,15 @@ def _plan(place: Place) -> int:
     with loading():
         from skippipe_sched.division.picture import picture, table
 
-        from skippipe_jax.experts.nodes import DIVISION, compared
+        from skippipe_jax.experts.nodes import DIVISION, divided
         from skippipe_jax.experts.work import divisible_arms
         from skippipe_jax.storage.files import atomic_write
 
     for arm in divisible_arms(place):
-        divisions = compared(place, arm)
+        division = divided(place, arm)
         drawn = place.folder / DIVISION / f"{arm.name}.svg"
-        atomic_write(drawn, picture(divisions, arm.name))
-        print(arm.name, table(divisions), drawn, sep="\n")
+        atomic_write(drawn, picture(division, arm.name))
+        print(arm.name, table(division), drawn, sep="\n")
     return 0
 
 

@@ -141,8 +141,7 @@ class NodesConfig(Section, name="nodes"):
     Attributes:
         case: case of all nodes, as a mapping or the path of a YAML file; its times are those of the
             probe's size.
-        budget_s: time limit in seconds of the search for the division of an arm. It follows a
-            search of the same length for equal numbers of nodes, whose result is its start.
+        budget_s: time limit in seconds of the search for the division of an arm.
     """
 
     case: str | dict = ""

@@ -56,11 +56,10 @@ def _cost(member: Member) -> tuple[float, float]:
     return float(each), float(stage_parameters(model, model.layers, is_data_stage=True))
 
 
-def compared(place: Place, arm: Arm) -> dict[str, Division]:
-    """Return the nodes of the case divided among the lanes of an arm, and in equal numbers.
+def divided(place: Place, arm: Arm) -> Division:
+    """Divide the nodes of the case among the lanes of an arm.
 
-    The search for the division starts from equal numbers, so its result is not worse. The division
-    is saved for the training of the experts, unless one is saved already.
+    The division is saved for the training of the experts, unless one is saved already.
 
     Raises:
         InputError: if there is no case, it cannot be read, or it has too few nodes.
@@ -68,17 +67,11 @@ def compared(place: Place, arm: Arm) -> dict[str, Division]:
     nodes = place.config.nodes
     if nodes is None:
         raise InputError("nodes", None, "is missing", "Write nodes: {case: FILE}")
+    search = Search(seed=place.config.seed, budget_s=nodes.budget_s)
     source, lanes = _source(place.config, nodes), lanes_of(place.config, arm)
-
-    def divided(seed: int, **how: Any) -> Division:
-        search = Search(seed=seed, budget_s=nodes.budget_s)
-        return divide(source, Path(), lanes, search, **how)
-
-    seed = 2 * place.config.seed
-    equal = divided(seed, equal=True)
-    divisions = {"divided": divided(seed + 1, begin=equal), "equal": equal}
-    _save_division(place, arm, divisions["divided"])
-    return divisions
+    division = divide(source, Path(), lanes, search)
+    _save_division(place, arm, division)
+    return division
 
 
 def require_case(config: ExpertsConfig, nodes: NodesConfig) -> None:
@@ -150,5 +143,5 @@ def _division_plans(place: Place, arm: Arm) -> dict[str, str]:
     path = division_path(place, arm)
     if not path.exists():
         print(f"dividing the nodes among the lanes of arm {arm.name}", flush=True)
-        compared(place, arm)
+        divided(place, arm)
     return fields.load_json(path, str(path))["plans"]

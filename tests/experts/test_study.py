@@ -7,12 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from skippipe_sched import fields
 
 from experiments.benchmarks import side_by_side
-from experiments.benchmarks.planner import division
 from experiments.experts import study
-from experiments.paper import cases
 from skippipe_jax.experts.config import load_experts
 
 INSIDE, OUTSIDE = ("tables", "code"), ("manual",)
@@ -70,16 +67,3 @@ def test_how_far_apart_lanes_end_is_a_share_of_the_first():
     figures = side_by_side.figures_of(lanes)
     assert figures["apart"] == pytest.approx(0.08)
     assert "the last lane ends 8.0% after the first" in side_by_side.table(figures)
-
-
-def test_nodes_as_listed_are_all_dealt_out_and_keep_their_links():
-    source = fields.load_yaml(cases.FOLDER / "gcp20.yaml", "case")
-    blocks = division.blocks(source, 3)
-    assert [len(block) for block in blocks] == [7, 7, 6]
-    assert [node for block in blocks for node in block] == list(range(20))
-    part = division.part_of(source, cases.FOLDER, blocks[1])
-    whole = cases.load("gcp20")
-    assert [node["location"] for node in part["nodes"]] == [
-        whole.nodes[node].location for node in blocks[1]
-    ]
-    assert part["microbatches"] == sum(whole.microbatches)

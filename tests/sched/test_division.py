@@ -1,6 +1,5 @@
 """Nodes divided among lanes of experts: who is where, what a part is, and when the last is done."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -44,10 +43,10 @@ def lane(name: str, steps: int, size: float = 1.0) -> Lane:
 LANES = (lane("easy", 30, 0.8), lane("hard", 60, 1.2))
 
 
-def searched(lanes=LANES, case=CASE, seed=0, budget_s=BUDGET_S, **options):
-    search = Search(seed, budget_s)
+def searched(lanes=LANES, case=CASE, budget_s=BUDGET_S):
+    search = Search(0, budget_s)
     search.stopped = lambda: False  # pyright: ignore[reportAttributeAccessIssue]
-    return divide(case, HERE, lanes, search, **options)
+    return divide(case, HERE, lanes, search)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +63,12 @@ def counts_of(division) -> list[int]:
     steps=st.lists(st.integers(1, 50), min_size=1, max_size=3),
     speeds=st.lists(st.sampled_from([0.3, 0.4, 0.8]), min_size=10, max_size=10),
     contention=st.sampled_from(["none", "link"]),
-    equal=st.booleans(),
 )
-def test_every_node_is_in_one_place_and_every_plan_keeps_its_rules(
-    steps, speeds, contention, equal
-):
+def test_every_node_is_in_one_place_and_every_plan_keeps_its_rules(steps, speeds, contention):
     nodes = [{"forward_s": speed} for speed in speeds]
     lanes = [lane(f"lane {number}", count) for number, count in enumerate(steps)]
-    found = searched(lanes, CASE | {"nodes": nodes, "contention": contention}, equal=equal)
-    everyone = [node for part in found.parts for node in part.nodes] + list(found.idle)
-    assert sorted(everyone) == list(range(10))
-    if equal:
-        assert max(counts_of(found)) - min(counts_of(found)) <= 1
+    found = searched(lanes, CASE | {"nodes": nodes, "contention": contention})
+    assert sorted(node for part in found.parts for node in part.nodes) == list(range(10))
     for own, part in zip(lanes, found.parts, strict=True):
         assert part.lane == own
         for plan, seconds in zip(part.plans, part.iteration_s, strict=True):
@@ -85,14 +78,6 @@ def test_every_node_is_in_one_place_and_every_plan_keeps_its_rules(
         ends = [one.steps * s for one, s in zip(own.trainings, part.iteration_s, strict=True)]
         assert part.seconds == pytest.approx(sum(ends))
     assert found.seconds == max(part.seconds for part in found.parts)
-
-
-@pytest.mark.nightly
-def test_a_known_division_is_never_made_worse():
-    control = searched(equal=True)
-    assert max(counts_of(control)) - min(counts_of(control)) <= 1
-    for seed in range(3):
-        assert searched(seed=seed, begin=control).seconds <= control.seconds
 
 
 def test_the_same_seed_and_budget_give_the_same(found):
@@ -108,11 +93,8 @@ def test_in_one_place_nodes_go_where_the_work_is():
     near = CASE | {"locations": ["Iowa"], "hop_overhead_s": 0, "stage_bytes": 0, "memory": 8}
     near |= {"stage_cost": 1, "microbatches_per_data_node": 4}
     lanes = (lane("much", 40), lane("little", 10))
-    control = searched(lanes, near, equal=True)
-    found = searched(lanes, near, budget_s=1.0)
-    much, little = counts_of(found)
+    much, little = counts_of(searched(lanes, near))
     assert much > little
-    assert found.seconds < 0.9 * control.seconds
 
 
 def test_lanes_are_divided_in_any_order_also_with_as_few_nodes_as_they_need():
@@ -196,10 +178,8 @@ def test_what_cannot_be_divided_is_refused_in_a_line(name):
 
 
 def test_table_and_picture_tell_of_every_lane(found):
-    both = {"divided": found, "equal": replace(found, idle=())}
-    lines = table(both).splitlines()
-    assert len(lines) == 1 + 2 * len(LANES)
-    assert lines[1].startswith("divided  easy")
-    drawn = ElementTree.fromstring(picture(both, "case"))
+    lines = table(found).splitlines()
+    assert [line.split()[0] for line in lines] == ["lane", "easy", "hard"]
+    drawn = ElementTree.fromstring(picture(found, "case"))
     classes = [element.get("class", "") for element in drawn.iter()]
-    assert sum(name.startswith("expert-") for name in classes) == 2 * 2 * len(LANES)
+    assert sum(name.startswith("expert-") for name in classes) == 2 * len(LANES)

@@ -133,10 +133,9 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """All lanes on their nodes; `idle` are the nodes of the case that no lane uses."""
+    """All lanes on their nodes."""
 
     parts: tuple[Part, ...]
-    idle: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
@@ -145,8 +144,4 @@ class Division:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object without the plans."""
-        return {
-            "seconds": self.seconds,
-            "idle": list(self.idle),
-            "lanes": [part.to_json() for part in self.parts],
-        }
+        return {"seconds": self.seconds, "lanes": [part.to_json() for part in self.parts]}

@@ -1,10 +1,10 @@
-"""Layout of the nodes of a case during a division: on a stage of a lane, or idle."""
+"""Layout of the nodes of a case during a division: on a stage of a lane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Int
@@ -16,9 +16,7 @@ TRIES = 20
 # Number of cuts that are examined for a set of nodes.
 SCREENED = 8
 # Share of the first layouts in which all lanes have about as many nodes, whatever their work.
-ALIKE_SHARE = 0.4
-# Share of the first layouts that leave nodes idle.
-FEWER_SHARE = 0.3
+EQUAL_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -38,41 +36,19 @@ class Place:
         start = sum(self.cut.sizes[:number])
         return slice(start, start + self.cut.sizes[number])
 
-    def without(self, stage: int, node: int) -> Place:
-        """Return a copy with one replica less."""
-        sizes = _changed(self.cut.sizes, stage, -1)
-        return Place(
-            replace(self.cut, sizes=sizes), tuple(own for own in self.nodes if own != node)
-        )
-
-    def with_node(self, stage: int, node: int) -> Place:
-        """Return a copy with one replica more."""
-        at = self.stage(stage).stop
-        sizes = _changed(self.cut.sizes, stage, 1)
-        return Place(replace(self.cut, sizes=sizes), (*self.nodes[:at], node, *self.nodes[at:]))
+    def moved(self, node: int, target: int) -> Place:
+        """Return a copy with a node on another stage."""
+        stages = [
+            [own for own in self.nodes[self.stage(stage)] if own != node]
+            for stage in range(len(self.cut.sizes))
+        ]
+        stages[target].append(node)
+        sizes = tuple(map(len, stages))
+        return Place(replace(self.cut, sizes=sizes), tuple(chain.from_iterable(stages)))
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Places of all lanes, and the idle nodes."""
-
-    places: tuple[Place, ...]
-    idle: tuple[int, ...]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Number of nodes of each lane."""
-        return tuple(len(place.nodes) for place in self.places)
-
-    @property
-    def groups(self) -> tuple[frozenset[int], ...]:
-        """Set of nodes of each lane."""
-        return tuple(frozenset(place.nodes) for place in self.places)
-
-
-def _changed(sizes: tuple[int, ...], stage: int, by: int) -> tuple[int, ...]:
-    return (*sizes[:stage], sizes[stage] + by, *sizes[stage + 1 :])
-
+Layout = tuple[Place, ...]
+"""Places of all lanes."""
 
 Placed = Callable[[int, Sequence[int], np.random.Generator], Place]
 
@@ -80,15 +56,15 @@ Placed = Callable[[int, Sequence[int], np.random.Generator], Place]
 class LayoutSampler:
     """Generator of layouts: initial ones, and ones with small changes.
 
-    With `equal`, the numbers of nodes of any two lanes differ by one at most.
+    All nodes are used. How many each lane gets is drawn once, equal or by the work: small changes
+    at most exchange the numbers of two lanes.
     """
 
-    def __init__(self, whole: Whole, work: Sequence[float], placed: Placed, *, equal: bool):
+    def __init__(self, whole: Whole, work: Sequence[float], placed: Placed):
         """Take the `work` of each lane, in any unit; `placed` puts nodes on a lane's stages."""
         self.placed = placed
         self.whole = whole
         self.work = np.array(work)
-        self.equal = equal
         self.near_s = whole.case.round_trip_s + whole.case.round_trip_s.T
 
     def first(self, random: np.random.Generator) -> Layout:
@@ -101,19 +77,15 @@ class LayoutSampler:
         for lane in random.permutation(len(counts)):
             own, nodes = nodes[: counts[lane]], nodes[counts[lane] :]
             places[lane] = self.placed(int(lane), own, random)
-        return Layout(tuple(places), tuple(nodes))
+        return tuple(places)
 
     def counts(self, random: np.random.Generator) -> np.ndarray:
-        """Draw the number of nodes of each lane; usually all nodes are used."""
-        lanes, fewest = len(self.work), self.whole.fewest_nodes
-        total = len(self.whole.case.nodes)
-        if random.random() < FEWER_SHARE:
-            total = int(random.integers(lanes * fewest, total + 1))
-        alike = self.equal or random.random() < ALIKE_SHARE
-        share = self.work ** (0.0 if alike else random.uniform(0.0, 2.0))
-        counts = np.full(lanes, fewest)
+        """Share out all nodes, equally or by the work; return the number of each lane."""
+        lanes = len(self.work)
+        share = self.work ** (0.0 if random.random() < EQUAL_SHARE else random.uniform(0.0, 2.0))
+        counts = np.full(lanes, self.whole.fewest_nodes)
         first = random.permutation(lanes)
-        for _ in range(total - counts.sum()):
+        for _ in range(len(self.whole.case.nodes) - counts.sum()):
             counts[first[np.argmax((share / counts)[first])]] += 1
         return counts
 
@@ -139,56 +111,39 @@ class LayoutSampler:
     ) -> Layout | None:
         """Return a copy with one or two changes; None if none is found."""
         for _ in range(TRIES):
-            changes = 1 + random.integers(2)
-            other = reduce(
-                lambda now, _: self.with_change(now, ends, random) if now else None,
-                range(changes),
-                layout,
-            )
-            counts = other.counts if other else ()
-            if other and other != layout and not (self.equal and max(counts) - min(counts) > 1):
+            other = layout
+            for _ in range(1 + random.integers(2)):
+                other = self.with_change(other, ends, random)
+            if other != layout:
                 return other
         return None
 
     def with_change(
         self, layout: Layout, ends: Sequence[float], random: np.random.Generator
-    ) -> Layout | None:
-        """Move one node elsewhere, or give a lane another cut; return None if impossible."""
-        places = list(layout.places)
-        idle = list(layout.idle)
+    ) -> Layout:
+        """Let two lanes exchange all nodes, cut one anew, or move a node to another stage.
+
+        If the change is impossible, the layout is returned as it is.
+        """
+        places = list(layout)
         lanes = len(places)
         kind = random.random()
-        if kind < 0.1 and lanes > 1:
+        # The lane that ends last is changed more often than others.
+        lane = int(np.argmax(ends)) if random.random() < 0.4 else int(random.integers(lanes))
+        if kind < 0.15 and lanes > 1:
             one, other = random.permutation(lanes)[:2]
             places[one], places[other] = places[other], places[one]
-            return Layout(tuple(places), tuple(idle))
-        if kind < 0.2:
-            lane = int(random.integers(lanes))
+        elif kind < 0.4:
             places[lane] = self.placed(lane, places[lane].nodes, random)
-            return Layout(tuple(places), tuple(idle))
-        # -1 means idle; the lane that ends last takes nodes more often than others.
-        giver = int(random.integers(-1, lanes))
-        taker = int(np.argmax(ends)) if random.random() < 0.4 else int(random.integers(-1, lanes))
-        if kind < 0.5:
-            giver = taker
-        if giver >= 0:
-            stages = [stage for stage, size in enumerate(places[giver].cut.sizes) if size > 1]
-            if not stages:
-                return None
-            stage = stages[random.integers(len(stages))]
-            replicas = places[giver].nodes[places[giver].stage(stage)]
-            node = replicas[random.integers(len(replicas))]
-            places[giver] = places[giver].without(stage, node)
         else:
-            if not idle:
-                return None
-            node = idle.pop(int(random.integers(len(idle))))
-        if taker >= 0:
-            sizes = places[taker].cut.sizes
-            stage = int(random.integers(len(sizes))) if random.random() < 0.7 else 0
-            if stage == 0 and sizes[0] == sum(self.whole.case.microbatches):
-                return None
-            places[taker] = places[taker].with_node(stage, node)
-        else:
-            idle.append(node)
-        return Layout(tuple(places), tuple(idle))
+            sizes = places[lane].cut.sizes
+            sources = [stage for stage, size in enumerate(sizes) if size > 1]
+            target = int(random.integers(len(sizes))) if random.random() < 0.7 else 0
+            # Each data node sends a microbatch.
+            has_room = target > 0 or sizes[0] < sum(self.whole.case.microbatches)
+            if sources and has_room:
+                source = places[lane].stage(sources[random.integers(len(sources))])
+                replicas = places[lane].nodes[source]
+                node = replicas[random.integers(len(replicas))]
+                places[lane] = places[lane].moved(node, target)
+        return tuple(places)

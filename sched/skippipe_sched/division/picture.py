@@ -1,9 +1,8 @@
-"""Tables and SVG pictures of divisions."""
+"""Table and SVG picture of a division."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from xml.etree.ElementTree import SubElement
 
 from skippipe_sched.division.lanes import Division, Part
@@ -25,14 +24,13 @@ from skippipe_sched.figures.svg import (
 )
 from skippipe_sched.figures.tables import aligned
 
-HEADINGS = ("", "lane", "nodes", "stages", "iteration", "done", "where")
+HEADINGS = ("lane", "nodes", "stages", "iteration", "done", "where")
 
 # Pixels.
 PLOT_TOP = 60.0
 ROW = 24.0
 BAR_TOP = 4.0
 BAR = 16.0
-BETWEEN = 14.0
 AXIS = 40.0
 FIGURES = 230.0
 HOUR_S = 3600.0
@@ -48,61 +46,53 @@ def locations(part: Part) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
-def table(divisions: Mapping[str, Division]) -> str:
-    """Format divisions by name as aligned text: a line for each lane."""
+def table(division: Division) -> str:
+    """Format a division as aligned text: a line for each lane."""
     lines: list[tuple[str, ...]] = [HEADINGS]
-    for name, division in divisions.items():
-        for number, part in enumerate(division.parts):
-            stages = dict.fromkeys(" ".join(map(str, plan.case.stages)) for plan in part.plans)
-            iterations = dict.fromkeys(f"{seconds:.2f} s" for seconds in part.iteration_s)
-            first = "" if number else name, part.lane.name, str(len(part.nodes))
-            cuts, seconds = ", ".join(stages), ", ".join(iterations)
-            lines.append((*first, cuts, seconds, duration_text(part.seconds), locations(part)))
-    return aligned(lines, (0, 1, 3, 6))
+    for part in division.parts:
+        stages = dict.fromkeys(" ".join(map(str, plan.case.stages)) for plan in part.plans)
+        iterations = dict.fromkeys(f"{seconds:.2f} s" for seconds in part.iteration_s)
+        cuts, seconds, done = ", ".join(stages), ", ".join(iterations), duration_text(part.seconds)
+        nodes = str(len(part.nodes))
+        lines.append((part.lane.name, nodes, cuts, seconds, done, locations(part)))
+    return aligned(lines, (0, 2, 5))
 
 
-def picture(divisions: Mapping[str, Division], case_name: str) -> str:
-    """Draw divisions by name and return the text of an SVG.
+def picture(division: Division, name: str) -> str:
+    """Draw a division and return the text of an SVG.
 
     Each lane has a bar, with a part for each expert as long as it trains; a mark shows when the
-    last expert of a division is done.
+    last expert is done.
     """
-    lanes = [part.lane for part in next(iter(divisions.values())).parts]
-    names = [*(lane.name for lane in lanes), *divisions]
-    left = MARGIN + CHARACTER * max(map(len, names)) + 14
-    longest_s = max(division.seconds for division in divisions.values())
-    scale = (WIDTH - MARGIN - FIGURES - left) / longest_s
-    block = ROW * (len(lanes) + 1) + BETWEEN
-    bottom = PLOT_TOP + block * len(divisions) - BETWEEN
-    about = f"Nodes of {case_name} divided among lanes of experts"
+    lanes = [part.lane for part in division.parts]
+    left = MARGIN + CHARACTER * max(len(lane.name) for lane in lanes) + 14
+    scale = (WIDTH - MARGIN - FIGURES - left) / division.seconds
+    bottom = PLOT_TOP + ROW * len(lanes)
+    about = f"Nodes of {name} divided among lanes of experts"
     colours = "".join(
         f".division .expert-{number}{{fill:{oklch(0.72, 0.1, 250 + GOLDEN_ANGLE * number)}}}\n"
         for number in range(max(len(lane.trainings) for lane in lanes))
     )
     svg = start_picture("division", (WIDTH, bottom + AXIS), about, STYLE + colours)
-    add_title(svg, case_name, "hours until each expert is done, by lane")
-    ticks = {left + scale * HOUR_S * h: f"{h:g}" for h in round_ticks(longest_s / HOUR_S)}
+    done = f"hours until each expert is done, by lane; all done: {duration_text(division.seconds)}"
+    add_title(svg, name, done)
+    ticks = {left + scale * HOUR_S * h: f"{h:g}" for h in round_ticks(division.seconds / HOUR_S)}
     add_ticks(svg, ticks, PLOT_TOP, bottom)
-    for place, (name, division) in enumerate(divisions.items()):
-        top = PLOT_TOP + block * place
-        last = left + scale * division.seconds
-        add_text(svg, "stage", MARGIN, top + BAR_TOP + 12, name)
-        add_text(svg, "", left, top + BAR_TOP + 12, f"all done: {duration_text(division.seconds)}")
-        for number, part in enumerate(division.parts, start=1):
-            down = top + ROW * number + BAR_TOP
-            add_text(svg, "", MARGIN, down + 12, part.lane.name)
-            begin = left
-            for kind, (training, seconds, iteration_s) in enumerate(
-                zip(part.lane.trainings, part.training_s, part.iteration_s, strict=True)
-            ):
-                group = SubElement(svg, "g")
-                end = begin + scale * seconds
-                add_rect(group, f"expert-{kind}", (begin, end), (down, down + BAR), radius=2)
-                about = f"{training.name}: {training.steps} iterations of"
-                add_tip(group, f"{about} {seconds_text(iteration_s)}; {locations(part)}")
-                begin = end
-            nodes = f"{len(part.nodes)} nodes in {len(part.plans[0].stages)} stages"
-            figures = f"{duration_text(part.seconds)} · {nodes}"
-            add_text(svg, "", begin + 8, down + 12, figures)
-        add_line(svg, "end-of-last", (last, top + ROW), (last, top + ROW * (len(lanes) + 1)))
+    for number, part in enumerate(division.parts):
+        down = PLOT_TOP + ROW * number + BAR_TOP
+        add_text(svg, "", MARGIN, down + 12, part.lane.name)
+        begin = left
+        for kind, (training, seconds, iteration_s) in enumerate(
+            zip(part.lane.trainings, part.training_s, part.iteration_s, strict=True)
+        ):
+            group = SubElement(svg, "g")
+            end = begin + scale * seconds
+            add_rect(group, f"expert-{kind}", (begin, end), (down, down + BAR), radius=2)
+            about = f"{training.name}: {training.steps} iterations of"
+            add_tip(group, f"{about} {seconds_text(iteration_s)}; {locations(part)}")
+            begin = end
+        nodes = f"{len(part.nodes)} nodes in {len(part.plans[0].stages)} stages"
+        add_text(svg, "", begin + 8, down + 12, f"{duration_text(part.seconds)} · {nodes}")
+    last = left + scale * division.seconds
+    add_line(svg, "end-of-last", (last, PLOT_TOP), (last, bottom))
     return svg_text(svg)

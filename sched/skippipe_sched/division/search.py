@@ -1,10 +1,11 @@
 """Division of the nodes of a case among lanes of experts that train in parallel.
 
-The search tries many layouts: numbers of nodes of the lanes, and the cut of each model over its
-nodes. Each layout is annealed for all its lanes at once: nodes trade places within a lane and
-between lanes, and paths change, judged by the simulation of a whole iteration. The best layouts
-have children with small changes. At the end `joint` plans every expert of the few best layouts,
-starting from the annealed paths, and the division with the earliest last end is returned.
+The search tries many layouts: nodes of the lanes, as many for each or by its work, and the cut of
+each model over its nodes. Each layout is annealed for all its lanes at once: nodes trade places
+within a lane and between lanes, and paths change, judged by the simulation of a whole iteration.
+The best layouts have children with small changes. At the end `joint` plans every expert of the few
+best layouts, starting from the annealed paths, and the division with the earliest last end is
+returned.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from skippipe_sched.division.parts import Cut, Whole
 from skippipe_sched.errors import InputError
 from skippipe_sched.methods import make_plan, with_prediction
 from skippipe_sched.methods.dtfm_skip import random_paths
-from skippipe_sched.methods.joint import THREADS, dealt
+from skippipe_sched.methods.joint import THREADS
 from skippipe_sched.methods.routes import (
     Routes,
     data_node_of_microbatches,
@@ -72,28 +73,20 @@ HOTTEST, COLDEST = 0.05, 0.0005
 
 
 def divide(
-    source: Mapping[str, Any],
-    folder: Path,
-    lanes: Sequence[Lane],
-    search: Search,
-    *,
-    equal: bool = False,
-    begin: Division | None = None,
+    source: Mapping[str, Any], folder: Path, lanes: Sequence[Lane], search: Search
 ) -> Division:
     """Divide the nodes of a case, a mapping as read from YAML, among lanes that train in parallel.
 
     A part of the case has the links between its nodes and all its microbatches; the search chooses
-    the number of replicas of each stage and whether neighboring stages are merged (`Whole`). Nodes
-    that only slow a lane down stay idle. With `equal`, the numbers of nodes of two lanes differ by
-    at most one: the control, with the same search. With `begin`, the search also starts from a
-    known division, and returns none that is worse.
+    the number of replicas of each stage and whether neighboring stages are merged (`Whole`). All
+    nodes are used.
 
     As for a plan, the result depends only on the seed and the budget on a fast enough machine.
 
     Raises:
         InputError: if the case, a lane or an expert is invalid, or there are too few nodes.
     """
-    return _Search(Whole(source, folder), checked(lanes), search, equal).run(begin)
+    return _Search(Whole(source, folder), checked(lanes), search).run()
 
 
 @dataclass(eq=False)
@@ -109,17 +102,16 @@ class _Member:
     @property
     def found(self) -> Layout:
         """Layout that annealing has produced."""
-        places = tuple(
+        return tuple(
             replace(place, nodes=tuple(chain.candidate.node_of_slot.tolist()))
-            for place, chain in zip(self.layout.places, self.chains, strict=True)
+            for place, chain in zip(self.layout, self.chains, strict=True)
         )
-        return Layout(places, self.layout.idle)
 
 
 class _Search:
     """A search for a division."""
 
-    def __init__(self, whole: Whole, lanes: tuple[Lane, ...], search: Search, equal: bool):
+    def __init__(self, whole: Whole, lanes: tuple[Lane, ...], search: Search):
         self.whole, self.lanes, self.search = whole, lanes, search
         nodes, needed = len(whole.case.nodes), whole.fewest_nodes * len(lanes)
         if nodes < needed:
@@ -127,7 +119,7 @@ class _Search:
             remedy = f"Add {needed - nodes} nodes, or train fewer lanes in parallel"
             raise InputError("case.nodes", nodes, problem, remedy)
         work = [lane.work for lane in lanes]
-        self.layouts = LayoutSampler(whole, work, self.screened, equal=equal)
+        self.layouts = LayoutSampler(whole, work, self.screened)
         self.weights = np.array([lane.steps for lane in lanes], dtype=float)
         self.weights /= self.weights.max()
         self.chains = _Chains(whole, lanes)
@@ -136,20 +128,20 @@ class _Search:
         operations += OPERATIONS_OF_MOVE
         self.steps_per_s = WORKING_SHARE * THREADS * OPERATIONS_PER_S / operations
 
-    def run(self, begin: Division | None) -> Division:
+    def run(self) -> Division:
         """Search for the best division, and plan its experts."""
         self.compile()
         self.search.start_clock()
-        members = self.evolved(begin)
+        members = self.evolved()
         finalists: dict[tuple[frozenset[int], ...], _Member] = {}
         for member in members:
-            finalists.setdefault(member.found.groups, member)
+            groups = tuple(frozenset(place.nodes) for place in member.found)
+            finalists.setdefault(groups, member)
         chosen = list(finalists.values())[:FINALISTS]
         plans = sum(len(_kinds(lane)) for lane in self.lanes) * len(chosen)
         share = (1.0 - DIVIDING_SHARE) / plans
         divisions = [self.planned(member, share) for member in chosen]
-        known = [begin] if begin else []
-        return min(known + divisions, key=lambda division: division.seconds)
+        return min(divisions, key=lambda division: division.seconds)
 
     def compile(self) -> None:
         """Run the compiled functions once, so that compiling does not count as searching."""
@@ -159,10 +151,10 @@ class _Search:
             place = Place(Cut(1, (1,) * stages, self.whole.case.path_length), tuple(range(stages)))
             chain = self.chains.random(0, place, random, 0)
             self.chains.anneal_alone(0, place.cut, chain, 1)
-            member = _Member(Layout((place,), ()), [chain], np.zeros(1), random)
+            member = _Member((place,), [chain], np.zeros(1), random)
             self.anneal(member, 1, HOTTEST)
 
-    def evolved(self, begin: Division | None) -> list[_Member]:
+    def evolved(self) -> list[_Member]:
         """Evolve layouts; return the best ones, best first."""
         seeds = itertools.count(self.search.seed * 1_000_003)
         each = STEPS_OF_LANE * len(self.lanes)
@@ -178,8 +170,6 @@ class _Search:
                     list(threads.map(lambda member: self.anneal(member, each, hottest), new))
                 return _unlike(sorted([*best, *new], key=lambda member: member.last))[:PARENTS]
 
-            if begin is not None:
-                best = judged([self.known(begin, next(seeds))], OF_CHILD)
             for _ in range(max(1, firsts)):
                 if best and self.search.stopped():
                     break
@@ -203,7 +193,7 @@ class _Search:
             layout = self.layouts.first(random)
             chains = [
                 self.chains.random(lane, place, random, seed + lane)
-                for lane, place in enumerate(layout.places)
+                for lane, place in enumerate(layout)
             ]
         except InputError as refusal:
             self.refusal = self.refusal or refusal
@@ -241,11 +231,11 @@ class _Search:
             if layout is None:
                 return None
             chains = []
-            for lane, place in enumerate(layout.places):
+            for lane, place in enumerate(layout):
                 # Continue each lane from the previous one that shares most of its nodes.
-                shared = [len({*place.nodes} & {*other.nodes}) for other in before.places]
+                shared = [len({*place.nodes} & {*other.nodes}) for other in before]
                 origin = int(np.argmax(shared))
-                old, chain = before.places[origin], parent.chains[origin]
+                old, chain = before[origin], parent.chains[origin]
                 chain = self.chains.carried(old, chain, lane, place, random, seed + lane)
                 if old.cut.model != place.cut.model:  # Its paths were drawn at random.
                     self.chains.anneal_alone(lane, place.cut, chain, STEPS_OF_LANE)
@@ -254,25 +244,11 @@ class _Search:
             return None
         return _Member(layout, chains, np.zeros(len(chains)), random)
 
-    def known(self, division: Division, seed: int) -> _Member:
-        """Make a member from the plans of a division."""
-        stages = len(self.whole.case.stages)
-        places, chains = [], []
-        for lane, part in enumerate(division.parts):
-            plan = part.plans[0]
-            cut = Cut(stages // len(plan.stages), plan.case.stages, plan.case.path_length)
-            on_stages = [part.nodes[node] for replicas in plan.stages for node in replicas]
-            places.append(Place(cut, tuple(on_stages)))
-            chains.append(self.chains.of_plan(lane, places[-1], plan, seed + lane))
-        layout = Layout(tuple(places), division.idle)
-        return _Member(layout, chains, np.zeros(len(chains)), np.random.default_rng(seed))
-
     def anneal(self, member: _Member, steps: int, hottest: float) -> None:
         """Anneal all lanes of a member together."""
         problems = [
-            self.chains.problem(lane, place.cut) for lane, place in enumerate(member.layout.places)
+            self.chains.problem(lane, place.cut) for lane, place in enumerate(member.layout)
         ]
-        idle = np.array(member.layout.idle, dtype=np.int64)
         lanes = len(problems)
 
         def ends(mean_weight: float) -> np.ndarray:
@@ -290,28 +266,26 @@ class _Search:
             first, second = member.random.permutation(lanes)[:2] if lanes > 1 else (0, 0)
             fast(trade)(
                 problems[first], member.chains[first], problems[second], member.chains[second],
-                idle, now, np.array([first, second]), self.weights,
+                now, np.array([first, second]), self.weights,
                 Piece(
                     min(PIECE, steps), scale * hottest * cooling ** (done * PIECE), cooling,
                     WEIGHTS, MEAN_WEIGHT,
                 ),
             )  # fmt: skip
-        member.layout = replace(member.layout, idle=tuple(idle.tolist()))
         member.ends = ends(0.0)
         member.last = float(member.ends.max())
 
     def planned(self, member: _Member, share: float) -> Division:
         """Make the division of a member, with the plans of all its experts."""
-        layout = member.found
         parts = []
-        for lane, place, chain in zip(self.lanes, layout.places, member.chains, strict=True):
+        for lane, place, chain in zip(self.lanes, member.found, member.chains, strict=True):
             plans = {
                 kind: self.plan(place, chain, training, share)
                 for kind, training in _kinds(lane).items()
             }
             of_trainings = tuple(plans[_kind(training)] for training in lane.trainings)
             parts.append(Part(lane, tuple(sorted(place.nodes)), of_trainings))
-        return Division(tuple(parts), tuple(sorted(layout.idle)))
+        return Division(tuple(parts))
 
     def plan(self, place: Place, chain: ChainState, training: Training, share: float) -> Plan:
         """Plan an expert by `joint`, starting from the annealed paths."""
@@ -344,10 +318,6 @@ class _Chains:
         """
         case, stages = self.on_stages(place, self.trainings[lane])
         return self.started(lane, place, random_paths(case, stages, random), seed)
-
-    def of_plan(self, lane: int, place: Place, plan: Plan, seed: int) -> ChainState:
-        """Make a chain from the paths of a plan."""
-        return self.started(lane, place, dealt(plan.case, plan), seed)
 
     def started(
         self, lane: int, place: Place, paths: Sequence[NodePath] | np.ndarray, seed: int
@@ -428,7 +398,7 @@ def _unlike(members: Sequence[_Member]) -> list[_Member]:
     seen: Counter[tuple[Cut, ...]] = Counter()
     kept = []
     for member in members:
-        cuts = tuple(place.cut for place in member.layout.places)
+        cuts = tuple(place.cut for place in member.layout)
         seen[cuts] += 1
         if seen[cuts] <= ALIKE:
             kept.append(member)

@@ -2,7 +2,7 @@
 
 Each pipeline is a candidate on slots of its own, and the problems of all pipelines contain all
 nodes of the whole case. So a node moves between pipelines as two nodes of one pipeline trade
-places: by two numbers. Nodes that serve in none are `idle`.
+places: by two numbers.
 
 The cost is the end of the last pipeline. The other ends count a little, by a high power mean:
 otherwise nearly all trades would leave the cost unchanged.
@@ -49,13 +49,13 @@ def _cost_s(problem, chain, limit_s, piece):
 
 
 @kernel
-def trade(first, a, second, b, idle, ends, places, weights, piece):
-    """Run the moves of a piece in two pipelines, and trades between them and with `idle` nodes.
+def trade(first, a, second, b, ends, places, weights, piece):
+    """Run the moves of a piece in two pipelines, and trades of nodes between them.
 
     `first` and `second` are the problems of the chains `a` and `b`; `ends` has the end of every
     pipeline, those of these two at `places`, each its iteration's cost [s] times its weight in
     `weights`. The temperature is in the unit of `ends`. A single pipeline is passed as both of
-    them, and trades with idle nodes only.
+    them, and trades no nodes.
     """
     temperature = piece.temperature
     alone = places[0] == places[1]
@@ -69,7 +69,7 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
         power_b = 0.0 if alone else ends[places[1]] ** POWER
         mean = (others + power_a + power_b) ** (1.0 / POWER)
         room = (mean - temperature * math.log(1.0 - uniform(a.state))) ** POWER - others
-        if uniform(a.state) >= TRADES_SHARE:
+        if alone or uniform(a.state) >= TRADES_SHARE:
             within_a = alone or uniform(a.state) < 0.5
             problem, chain = (first, a) if within_a else (second, b)
             place, beside = (places[0], power_b) if within_a else (places[1], power_a)
@@ -84,24 +84,13 @@ def trade(first, a, second, b, idle, ends, places, weights, piece):
             revert(problem, chain.candidate, chain.undo, move, made)
             continue
         x = below(a.state, a.candidate.node_of_slot.shape[0])
+        y = below(a.state, b.candidate.node_of_slot.shape[0])
         given = a.candidate.node_of_slot[x]
-        with_idle = idle.shape[0] > 0 and (alone or uniform(a.state) < 0.5)
-        if alone and not with_idle:
-            continue
-        if with_idle:
-            y = below(a.state, idle.shape[0])
-            taken = idle[y]
-        else:
-            y = below(a.state, b.candidate.node_of_slot.shape[0])
-            taken = b.candidate.node_of_slot[y]
-        _put(first, a, x, taken)
-        beside = power_b if with_idle else 0.0
-        limit_s = _remaining_s(room, beside, weights[places[0]])
+        _put(first, a, x, b.candidate.node_of_slot[y])
+        limit_s = _remaining_s(room, 0.0, weights[places[0]])
         cost_s = _cost_s(first, a, limit_s, piece)
         kept = cost_s < limit_s
-        if kept and with_idle:
-            idle[y] = given
-        elif kept:
+        if kept:
             _put(second, b, y, given)
             power_now = (cost_s * weights[places[0]]) ** POWER
             limit_b_s = _remaining_s(room, power_now, weights[places[1]])
