@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +30,9 @@ METHODS_BEGIN, METHODS_END = (
     "<!-- end of methods -->\n",
 )
 HELP_WIDTH = 92
+# In the usage of a command, an option that may be left out; in its list, --help itself.
+OPTIONAL = re.compile(r" \[-[^][]*(?:\[[^][]*\][^][]*)*\]")
+HELP = re.compile(r"^  -h, --help .*\n", re.M)
 
 
 def main() -> int:
@@ -101,8 +105,11 @@ def commands() -> str:
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
+    """Return the --help of a command, without what the list of its options says again."""
     parser.formatter_class = functools.partial(parser.formatter_class, width=HELP_WIDTH)  # pyright: ignore[reportCallIssue]
-    return parser.format_help()
+    usage, _, rest = parser.format_help().partition("\n\n")
+    required = OPTIONAL.sub("", " ".join(usage.split()))
+    return f"{required.replace(parser.prog, f'{parser.prog} [options]')}\n\n{HELP.sub('', rest)}"
 
 
 if __name__ == "__main__":

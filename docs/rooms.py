@@ -79,8 +79,8 @@ def _is_package(module: str) -> bool:
     return file_of(module).name == "__init__.py"
 
 
-def modules_and_imports(floors: Floors) -> tuple[dict[Room, list[str]], dict[Room, set[Room]]]:
-    """Return the modules of every room, and the lower rooms that it imports from.
+def imports_of(floors: Floors) -> dict[Room, set[Room]]:
+    """Return the lower rooms that every room imports from.
 
     That there are no other imports is what `lint-imports` says.
     """
@@ -88,14 +88,12 @@ def modules_and_imports(floors: Floors) -> tuple[dict[Room, list[str]], dict[Roo
     graph = grimp.build_graph(*packages, cache_dir=None)
     floor_of = {room: number for number, floor in enumerate(floors) for room in floor}
     of_module = {m: room for m in sorted(graph.modules) for room in floor_of if room.holds(m)}
-    modules: dict[Room, list[str]] = {room: [] for room in floor_of}
     imports: dict[Room, set[Room]] = {room: set() for room in floor_of}
     for module, room in of_module.items():
-        modules[room].append(module)
         for other in graph.find_modules_directly_imported_by(module):
             if other in of_module and floor_of[of_module[other]] > floor_of[room]:
                 imports[room].add(of_module[other])
-    return modules, imports
+    return imports
 
 
 def shown_imports(imports: Mapping[Room, set[Room]]) -> list[tuple[Room, Room]]:
@@ -114,16 +112,14 @@ def shown_imports(imports: Mapping[Room, set[Room]]) -> list[tuple[Room, Room]]:
 def written() -> dict[Path, str]:
     """Return the page with the table of rooms as it is now."""
     floors = floors_of_contracts()
-    table = "\n".join(_table(floors, *modules_and_imports(floors)))
+    table = "\n".join(_table(floors, imports_of(floors)))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return {PAGE: f"{before}{BEGIN}\n{table}\n\n{END}{rest.partition(END)[2]}"}
 
 
-def _table(
-    floors: Floors, modules: Mapping[Room, Sequence[str]], imports: Mapping[Room, set[Room]]
-) -> Iterator[str]:
-    yield "| layer | room | what it is for, and offers | imports from | modules |"
-    yield "| --- | --- | --- | --- | --- |"
+def _table(floors: Floors, imports: Mapping[Room, set[Room]]) -> Iterator[str]:
+    yield "| layer | room | what it is for, and offers | imports from |"
+    yield "| --- | --- | --- | --- |"
     shown = shown_imports(imports)
     for number, floor in zip(range(len(floors), 0, -1), floors, strict=True):
         for room in floor:
@@ -132,15 +128,13 @@ def _table(
                 for own, other in shown
                 if own == room
             )
-            files = ", ".join(_link(module) for module in modules[room] if not _is_package(module))
             told = " ".join(room.told.split())
-            yield f"| {number} | `{room.package}`: {room.name} | {told} | {below} | {files} |"
+            yield f"| {number} | `{room.package}`: {_link(room)} | {told} | {below} |"
 
 
-def _link(module: str) -> str:
-    """Return the short name of a module, as a link to its file."""
-    path = file_of(module)
-    return f"[`{path.stem}`](../{path.relative_to(ROOT).as_posix()})"
+def _link(room: Room) -> str:
+    """Return the name of a room, as a link to the file whose docstring introduces it."""
+    return f"[{room.name}](../{file_of(room.modules[0]).relative_to(ROOT).as_posix()})"
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def test_no_signature_has_too_many_parameters():
 
 
 def test_imports_that_are_left_out_are_led_to_by_others():
-    _, imports = rooms.modules_and_imports(rooms.floors_of_contracts())
+    imports = rooms.imports_of(rooms.floors_of_contracts())
     shown: dict[rooms.Room, set[rooms.Room]] = {room: set() for room in imports}
     for room, other in rooms.shown_imports(imports):
         shown[room].add(other)
