@@ -72,6 +72,7 @@ def report_of(folder: Path, module: str, *words: str) -> dict[str, Any]:
         ),
         ("planner.settings", "--cases 8b --settings outer-free outer --seeds 1 --budget 0.1"),
         ("network.late", "--iterations 2"),
+        ("serving.many_requests", "--slots 2 --requests 2 --turns 1"),
     ],
 )
 def test_a_small_run_reports_its_results(tmp_path: Path, module: str, arguments: str):
