@@ -35,6 +35,9 @@ from skippipe_jax.models.branch_scales import BranchScales, ScaleTable
 from skippipe_jax.models.document_mask import marked_tokens
 from skippipe_jax.models.llama import StageStructure, create_stage
 
+CPU_TOKENS = 256
+"""Tokens that a CPU scores together: activations of more do not fit into its caches."""
+
 Tokens = Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*sequence position"]
 """A sequence of tokens, or several of one length."""
 
@@ -174,9 +177,17 @@ class StagedModel:
         self, batch: Batch
     ) -> tuple[Float[np.ndarray, " sequence"], Bool[np.ndarray, " sequence"]]:
         """Log-likelihood in nats of each sequence's targets, and whether each is the likeliest."""
-        x = self.run(self.default_order, batch)
-        nats, greedy = self.scores(x, jnp.asarray(batch["targets"]))
-        return -np.asarray(nats).sum(axis=1), np.logical_and.reduce(greedy, axis=1)
+        sequences, length = batch["targets"].shape
+        is_cpu = jax.default_backend() == "cpu"
+        at_once = max(1, CPU_TOKENS // length) if is_cpu else sequences
+        nats, greedy = [], []
+        for start in range(0, sequences, at_once):
+            part: Any = {name: rows[start : start + at_once] for name, rows in batch.items()}
+            x = self.run(self.default_order, part)
+            losses, are_greedy = self.scores(x, jnp.asarray(part["targets"]))
+            nats.append(-np.asarray(losses).sum(axis=1))
+            greedy.append(np.logical_and.reduce(are_greedy, axis=1))
+        return np.concatenate(nats), np.concatenate(greedy)
 
     def _tokens(self, inputs: str | Tokens) -> Int[np.ndarray, "*sequence position"]:
         if isinstance(inputs, str):
