@@ -180,9 +180,11 @@ class StagedModel:
         sequences, length = batch["targets"].shape
         is_cpu = jax.default_backend() == "cpu"
         at_once = max(1, CPU_TOKENS // length) if is_cpu else sequences
+        arrays: dict[str, Any] = {**batch}
         nats, greedy = [], []
         for start in range(0, sequences, at_once):
-            part: Any = {name: rows[start : start + at_once] for name, rows in batch.items()}
+            rows = slice(start, start + at_once)
+            part: Any = {name: array[rows] for name, array in arrays.items()}
             x = self.run(self.default_order, part)
             losses, are_greedy = self.scores(x, jnp.asarray(part["targets"]))
             nats.append(-np.asarray(losses).sum(axis=1))
