@@ -253,7 +253,7 @@ class _Joint:
         """
         search, compiling = replace(self.search), compilation()  # It has its own random numbers.
         if search.waits_for_compiler and compiling.succeeded() is None:
-            print("compiling the search (once per machine, 1 to 2 minutes)", file=sys.stderr)
+            print("compiling the search (once per machine, 30 to 90 s)", file=sys.stderr)
             while compiling.succeeded() is None and not search.end.interrupted:
                 time.sleep(annealer.LOOK_S)
         if compiling.succeeded():
