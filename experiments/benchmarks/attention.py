@@ -68,7 +68,7 @@ def seconds_of(program: Any, arrays: list[Array]) -> float:
 
 
 def measured(model: ModelConfig, length: int, is_packed: bool, turns: int) -> dict[str, Any]:
-    """What is `compared` of each way that the device has."""
+    """Compare all ways that the device has, each as `compared` says."""
     arrays = inputs(model, length)
     kernels = [kernel for kernel, own in PLATFORM_OF.items() if own == jax.default_backend()]
     ways = [XLA, BLOCKWISE, *(way for way in kernels if not model.unsupported_reason(way, length))]

@@ -1,4 +1,4 @@
-"""How figures look: sizes, colours, seeds as bands, intervals as bars."""
+"""Style of figures: sizes, colours, seeds as bands, intervals as bars."""
 
 from __future__ import annotations
 

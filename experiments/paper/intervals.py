@@ -22,7 +22,7 @@ LEVEL = 0.95
 OWN_SEEDS = 3
 DIGITS = 5
 Losses = dict[str, list[float]]
-"""Of each arm, the held-out losses of its seeds [nats per byte]."""
+"""Held-out losses of the seeds of each arm [nats per byte]."""
 HOW = (
     f"mean over seeds with its {LEVEL:.0%} interval by Student's t; differences are paired by "
     f"seed; pooled: of fewer than {OWN_SEEDS} seeds, so by the deviation pooled over all arms "

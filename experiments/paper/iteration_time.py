@@ -292,7 +292,7 @@ def gain(seconds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def correlation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How seconds of an iteration go with bytes between locations, by ranks.
+    """Correlate by ranks the seconds of an iteration with its bytes between locations.
 
     Of all plans, and of those that skip alone: that full paths send more and take longer is one
     thing, whether bytes tell a good partial plan from a bad one another. None where bytes or

@@ -195,7 +195,7 @@ def options(setting: Setting) -> dict[str, dict[str, GatedRun]]:
 
 
 NamedTask = tuple[str, str, int, GatedTask]
-"""What a task is of, its arm, its seed, and itself."""
+"""A task: what it is of, its arm, its seed, and the task itself."""
 
 
 class Study(study_command.Study):

@@ -232,7 +232,7 @@ echo "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def bash_script() -> str:
-    """What lets bash complete; other shells are told of commands and options too."""
+    """A script that lets bash complete; other shells are told of commands and options too."""
     scripts = {}
     for shell in skippipe.SHELLS:
         with contextlib.redirect_stdout(io.StringIO()) as script:
