@@ -7,6 +7,7 @@ itself, over a cache of its own: a `Decoder` may as well be one whose stages are
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -54,15 +55,18 @@ PREFILL_TOKENS = 128
 """The most tokens of a prompt that run through the stages at once."""
 ROWS_FACTOR = 4
 """Factor between the numbers of slots that one program may run: 1, 4, 16, ..., or all."""
-MIN_ATTENDED = 128
-"""Attention looks at a power of two of positions, at least so many, not at all of a long cache."""
+FIRST_PAGE = 128
+"""Positions of the first page of a cache; each later page has as many as all before it."""
 
 
-class KVCache(NamedTuple):
-    """Keys and values of a stage at every position of every slot."""
+class KVPage(NamedTuple):
+    """Keys and values of a stage at consecutive positions of every slot.
 
-    keys: Float[Array, "layer slot kv_heads length head_width"]
-    values: Float[Array, "layer slot kv_heads length head_width"]
+    Attention reads whole pages: XLA would copy a part of a longer array in each step.
+    """
+
+    keys: Float[Array, "layer slot kv_heads page head_width"]
+    values: Float[Array, "layer slot kv_heads page head_width"]
 
 
 class Step(NamedTuple):
@@ -145,14 +149,18 @@ class StageExecutor(Decoder):
         config = model.config
         self.vocabulary_size = config.vocabulary_size
 
-        def empty(stage: int) -> Array:
-            shape = (model.cut[stage], slots, config.kv_heads, length, config.head_width)
+        self._page_ends = [min(end, length) for end in _powers(FIRST_PAGE, length)]
+
+        def empty(stage: int, size: int) -> Array:
+            shape = (model.cut[stage], slots, config.kv_heads, size, config.head_width)
             # Where the weights are, from the beginning: the first step compiles for all others.
             place = jax.tree.leaves(model.parameters[stage])[0].sharding
             return jax.device_put(jnp.zeros(shape, config.compute_dtype), place)
 
+        sizes = np.diff(self._page_ends, prepend=0).tolist()
         self._caches = {
-            stage: KVCache(empty(stage), empty(stage)) for stage in local_stages or order
+            stage: [KVPage(empty(stage, size), empty(stage, size)) for size in sizes]
+            for stage in local_stages or order
         }
         # By slot: the stages of the model that its sequence does not use.
         self._skipped: list[frozenset[int]] = [frozenset()] * slots
@@ -181,17 +189,12 @@ class StageExecutor(Decoder):
 
         The data stage takes tokens [row time]. What blocks add is multiplied by `scales`.
         """
-        last = step.positions[step.positions < self.length].max(initial=0)
-        attended = padded_length(int(last) + 1, self.length, MIN_ATTENDED)
+        last = int(step.positions[step.positions < self.length].max(initial=0))
+        pages = bisect.bisect_right(self._page_ends, last) + 1
         structure, parameters = self.model.structures[stage], self.model.parameters[stage]
-        after, self._caches[stage] = _forward(
-            (structure, attended),
-            parameters,
-            self._caches[stage],
-            x,
-            step.positions,
-            step.slot,
-            scales,
+        cache = self._caches[stage]
+        after, cache[:pages] = _forward(
+            structure, parameters, cache[:pages], x, step.positions, step.slot, scales
         )
         return after
 
@@ -241,8 +244,7 @@ class StageExecutor(Decoder):
 
     def warm_up_steps(self) -> Iterator[Step]:
         """Yield a step for each program that sequences may need."""
-        last = {min(attended, self.length) - 1 for attended in _powers(MIN_ATTENDED, self.length)}
-        for position in sorted(last):
+        for position in (end - 1 for end in self._page_ends):
             for time in _powers(MIN_LENGTH, PREFILL_TOKENS):
                 positions = np.full((1, time), self.length, np.int32)
                 positions[0, 0] = position
@@ -307,17 +309,16 @@ def _scored_logits(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _forward(
-    static: tuple[StageStructure, int],
+    structure: StageStructure,
     parameters: Any,
-    cache: KVCache,
+    cache: list[KVPage],
     x: Array,
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
     scales: Float[Array, "row block 2"] | None,
-) -> tuple[Float[Array, "row time width"], KVCache]:
-    """Merge a stage and run it; `static` is its structure, and how many positions are looked at."""
-    structure, attended = static
-    return run_stage(structure.merge(parameters), x, cache, positions, slot, attended, scales)
+) -> tuple[Float[Array, "row time width"], list[KVPage]]:
+    """Merge a stage and run it."""
+    return run_stage(structure.merge(parameters), x, cache, positions, slot, scales)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -331,27 +332,27 @@ def _logits(
 def run_stage(
     stage: Stage,
     x: Array,
-    cache: KVCache,
+    cache: list[KVPage],
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
-    attended: int,
     scales: Float[Array, "row block 2"] | None,
-) -> tuple[Float[Array, "row time width"], KVCache]:
+) -> tuple[Float[Array, "row time width"], list[KVPage]]:
     """Return the residual stream after all blocks of a stage, and its cache.
 
-    What attention and the feed-forward of a block add is multiplied by `scales`.
+    The cache has the first pages, up to the last position. What attention and the feed-forward of
+    a block add is multiplied by `scales`.
     """
     if isinstance(stage, DataStage):
         x = stage.embedding[...][x].astype(stage.config.compute_dtype)
     structure, parameters = nnx.split(stage.blocks)
 
     def run_block(
-        carry: tuple[Array, KVCache], block_inputs: tuple[Array, Any, Array | None]
+        carry: tuple[Array, list[KVPage]], block_inputs: tuple[Array, Any, Array | None]
     ) -> Any:
         (x, cache), (layer, block_parameters, factors) = carry, block_inputs
         block: Block = nnx.merge(structure, block_parameters)
         normed = block.attention_norm(x)
-        added, cache = attend(block, normed, cache, layer, positions, slot, attended)
+        added, cache = attend(block, normed, cache, layer, positions, slot)
         x = x + times(added, factors, 0)
         return (x + times(block.feed_forward(block.ffn_norm(x)), factors, 1), cache), None
 
@@ -361,7 +362,7 @@ def run_stage(
         return branch * factors[:, which, None, None].astype(branch.dtype)
 
     # Carried along, the cache is written in place; as outputs of the loop it would be copied.
-    layers = jnp.arange(cache.keys.shape[0])
+    layers = jnp.arange(cache[0].keys.shape[0])
     block_scales = None if scales is None else jnp.moveaxis(scales, 1, 0)
     (x, cache), _ = jax.lax.scan(run_block, (x, cache), (layers, parameters, block_scales))
     return x, cache
@@ -370,36 +371,44 @@ def run_stage(
 def attend(
     block: Block,
     x: Float[Array, "row time width"],
-    cache: KVCache,
+    cache: list[KVPage],
     layer: Int[Array, ""],
     positions: Int[Array, "row time"],
     slot: Int[Array, ""] | None,
-    attended: int,
-) -> tuple[Float[Array, "row time width"], KVCache]:
-    """Causal attention of tokens to the first `attended` positions of their slots."""
+) -> tuple[Float[Array, "row time width"], list[KVPage]]:
+    """Causal attention of tokens to all positions of their slots that the cache has pages for."""
     query, key, value = block.project(x, rotations(block.config, positions))
     rows = jnp.arange(len(x))[:, None] if slot is None else slot
+    sizes = [page.keys.shape[-2] for page in cache]
+    ends = np.cumsum(sizes).tolist()
 
-    def written(cached: Array, new: Array) -> Array:
-        # Behind the last position, where padding is, nothing is written.
-        return cached.at[layer, rows, :, positions].set(new, mode="drop")
+    def written(cached: Array, new: Array, end: int) -> Array:
+        size = cached.shape[-2]
+        place = positions - (end - size)
+        # What belongs to another page, or is padding behind the last, is not written.
+        place = jnp.where(place < 0, size, place)
+        return cached.at[layer, rows, :, place].set(new, mode="drop")
 
     def seen(cached: Array) -> Array:
-        _, _, heads, _, width = cached.shape
         start = (layer, 0 if slot is None else slot, 0, 0, 0)
-        size = (1, len(x), heads, attended, width)
-        return jax.lax.dynamic_slice(cached, start, size)[0]
+        return jax.lax.dynamic_slice(cached, start, (1, len(x), *cached.shape[2:]))[0]
 
-    cache = KVCache(written(cache.keys, key), written(cache.values, value))
-    keys, values = seen(cache.keys), seen(cache.values)
-    grouped = query.reshape(*x.shape[:2], keys.shape[1], -1, keys.shape[-1])
-    scores = jnp.einsum(
-        "rtkgw,rksw->rkgts", grouped, keys, preferred_element_type=jnp.float32
-    ) / np.sqrt(keys.shape[-1])
-    is_past = jnp.arange(attended) <= positions[:, None, None, :, None]
-    weights = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf), axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("rkgts,rksw->rtkgw", weights, values)
-    return block.output(mixed.reshape(x.shape)), cache
+    cache = [
+        KVPage(written(page.keys, key, end), written(page.values, value, end))
+        for page, end in zip(cache, ends, strict=True)
+    ]
+    kv_heads, width = key.shape[-2:]
+    grouped = query.reshape(*x.shape[:2], kv_heads, -1, width)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = [product("rtkgw,rksw->rkgts", grouped, seen(page.keys)) for page in cache]
+    is_past = jnp.arange(ends[-1]) <= positions[:, None, None, :, None]
+    scores = jnp.where(is_past, jnp.concatenate(scores, -1) / np.sqrt(width), -jnp.inf)
+    weights = jnp.split(jax.nn.softmax(scores).astype(x.dtype), ends[:-1], axis=-1)
+    mixed = sum(
+        product("rkgts,rksw->rtkgw", own, seen(page.values))
+        for own, page in zip(weights, cache, strict=True)
+    )
+    return block.output(jnp.astype(mixed, x.dtype).reshape(x.shape)), cache
 
 
 class Generator:

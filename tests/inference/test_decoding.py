@@ -29,7 +29,7 @@ from skippipe_jax.data.tokenizer import ByteTokenizer
 from skippipe_jax.inference.decode_requests import DecodeRequest
 from skippipe_jax.inference.decoding import (
     Generator,
-    KVCache,
+    KVPage,
     StageExecutor,
     Step,
     _forward,
@@ -66,13 +66,13 @@ def test_matrices_are_multiplied_as_precisely_as_in_training():
     structures, parameters = model.structures, model.parameters
     tokens = np.zeros((1, 16), np.int32)
     x = model.embed({"tokens": tokens, "targets": tokens})
-    cache = KVCache(*jnp.zeros((2, 2, 1, 2, 16, 8)))
+    cache = [KVPage(*jnp.zeros((2, 2, 1, 2, 16, 8)))]
     for function, arguments in (
         (_apply, (structures[1], parameters[1], x)),
         (_loss, (structures[0], parameters[0], x, tokens)),
         (_scores, (structures[0], parameters[0], x, tokens)),
         (_logits, (structures[0], parameters[0], x)),
-        (_forward, ((structures[1], 16), parameters[1], cache, x, tokens, None, None)),
+        (_forward, (structures[1], parameters[1], cache, x, tokens, None, None)),
         (next_logits, (structures[0], parameters[0], x[:, :1])),
     ):
         products = re.findall(r"dot_general.*", function.lower(*arguments).as_text())
