@@ -76,9 +76,12 @@ def _section(section: Section) -> str:
     name = section.name
     rows = [
         f"| `{key.name}` | {key.kind(f'[section](#{_anchor(key.path)})')} | "
-        f"{'' if key.is_section else f'`{json.dumps(key.default)}`'} | {key.about} |"
+        f"`{json.dumps(key.default)}` | {key.about} |"
         for key in section.keys
+        if not key.is_section
     ]
+    # A heading below describes each of them.
+    links = [f"[`{key.name}`](#{_anchor(key.path)})" for key in section.keys if key.is_section]
     return "\n".join(
         [
             f"## `{name}` {{#{_anchor(name)}}}" if name else "## At the top",
@@ -89,6 +92,7 @@ def _section(section: Section) -> str:
             "| --- | --- | --- | --- |",
             *rows,
             "",
+            *([f"Sections: {', '.join(links)}.", ""] if links else []),
         ]
     )
 
