@@ -156,8 +156,8 @@ class NetworkConfig(Section, name="network"):
         gradient_rounding: rounding of gradients to `int8`: `nearest`, or `stochastic`, which keeps
             the mean exact.
         averaging_dtype: `bfloat16` rounds gradients, and their partial sums, in each step of the
-            ring. With `averaging.mode: outer` this key applies to the first, exact steps only.
-            null: no rounding.
+            ring, except between replicas that share a device. With `averaging.mode: outer` this key
+            applies to the first, exact steps only. null: no rounding.
         deadline_s: seconds that a host waits for any transfer from another host before the run
             ends.
     """
