@@ -29,6 +29,8 @@ METHODS_BEGIN, METHODS_END = (
     "<!-- methods: python -m docs.reference -->\n",
     "<!-- end of methods -->\n",
 )
+# Sections of experts with the keys of a section of a run.
+SAME_KEYS = {"domains": "data.mixture"}
 HELP_WIDTH = 92
 # In the usage of a command, an option that may be left out; in its list, --help itself.
 OPTIONAL = re.compile(r" \[-[^][]*(?:\[[^][]*\][^][]*)*\]")
@@ -68,20 +70,27 @@ def methods() -> str:
 
 
 def configuration(kind: type = Config) -> str:
-    """All keys of a configuration, section by section, as Markdown."""
+    """Return all keys of a configuration, section by section, as Markdown."""
     return "\n".join(map(_section, sections(kind)))
 
 
 def _section(section: Section) -> str:
     name = section.name
+    heading = f"## `{name}` {{#{_anchor(name)}}}" if name else "## At the top"
+    if name in SAME_KEYS:
+        of_run = SAME_KEYS[name]
+        return f"{heading}\n\nThe keys of [`{of_run}`](configuration.md#{_anchor(of_run)}).\n"
     rows = [
         f"| `{key.name}` | {key.kind(f'[section](#{_anchor(key.path)})')} | "
-        f"{'' if key.is_section else f'`{json.dumps(key.default)}`'} | {key.about} |"
+        f"`{json.dumps(key.default)}` | {key.about} |"
         for key in section.keys
+        if not key.is_section
     ]
+    # A heading below describes each of them.
+    links = [f"[`{key.name}`](#{_anchor(key.path)})" for key in section.keys if key.is_section]
     return "\n".join(
         [
-            f"## `{name}` {{#{_anchor(name)}}}" if name else "## At the top",
+            heading,
             "",
             section.about,
             "",
@@ -89,6 +98,7 @@ def _section(section: Section) -> str:
             "| --- | --- | --- | --- |",
             *rows,
             "",
+            *([f"Sections: {', '.join(links)}.", ""] if links else []),
         ]
     )
 

@@ -23,10 +23,10 @@ class ClusterConfig(Section, name="cluster"):
     Attributes:
         host_of_node: id of the host that serves each node. null: the plan's nodes in order, evenly
             distributed over the hosts.
-        runtime: `independent`: every host runs its own JAX with its local devices only, and hosts
-            exchange arrays through transfer servers. `distributed`: one JAX (`jax.distributed`)
-            spans the devices of all hosts, so that its collectives can sum over them. `auto` is
-            `distributed` under SLURM, on TPU pods and with `--distributed`, else `independent`.
+        runtime: `independent`: every host runs its own JAX, and hosts exchange arrays through
+            transfer servers. `distributed`: one JAX (`jax.distributed`) spans the devices of all
+            hosts. `auto` is `distributed` under SLURM, on TPU pods and with `--distributed`, else
+            `independent`.
         heartbeat_timeout_s: seconds of silence after which a host counts as failed. In
             `independent` mode, hosts reconnect after a third of it.
         connect_timeout_s: seconds within which all hosts must connect at startup; also the longest
@@ -34,28 +34,24 @@ class ClusterConfig(Section, name="cluster"):
         rejoin_s: in `independent` mode, seconds that hosts without a majority wait for the others,
             or a host that asks to rejoin waits for admission. Then they exit with code 75.
         grace_s: in `independent` mode, seconds that a host has after SIGTERM to hand over the state
-            that only it holds. A graceful leave takes up to two steps; after this time the host
-            exits in any case.
-        bind_address: IP address of this host on which the run listens: for messages, transfer
-            servers and, in `distributed` mode, the CPU's collectives. Hosts share the
+            that only it holds, before it exits. A graceful leave takes up to two steps.
+        bind_address: IP address of this host on which the run listens. Hosts share the
             configuration, so set each host's own address in the environment variable
             SKIPPIPE_BIND_ADDRESS, which takes precedence. null: the address over which this host
             and host 0 reach each other.
         transfer_port: base port p. Of N hosts, host i listens on port p + iN + j for transfers to
-            host j and, except host 0, on p + iN + i for messages, so several hosts may share a
-            machine. Host k of `join.places`, k >= N, uses the ports p + kk to p + kk + 2k, and so
-            do the others for it. The arrays themselves use any free ports, which JAX does not let
-            one choose. null: all ports are free ones.
+            host j and, except host 0, on p + iN + i for messages. Host k of `join.places`, k >= N,
+            uses the ports p + kk to p + kk + 2k, and so do the others for it. The arrays themselves
+            use free ports, which cannot be chosen. null: all ports are free ones.
         secret: path of the file with the run's secret, which `skippipe keygen FILE` creates and
             every host needs. Hosts use it to authenticate each other and to encrypt their messages.
             The environment variable SKIPPIPE_SECRET_FILE, a path, takes precedence over this key,
-            and SKIPPIPE_SECRET, the secret itself, over both. null: hosts listen and connect on
-            loopback addresses only.
+            and SKIPPIPE_SECRET, the secret itself, over both. null: hosts use loopback addresses
+            only.
         insecure: allow hosts without a secret to use other addresses, with a warning: anyone who
             can reach them can join the run. A secret in the environment takes precedence.
-        insecure_transfers: allow hosts with a secret to listen on public addresses too. Transfers
-            are not encrypted, even with a secret: set this only where a tunnel or a firewall
-            protects these addresses.
+        insecure_transfers: allow hosts with a secret to listen on public addresses. Transfers are
+            not encrypted: set this only where a tunnel or a firewall protects these addresses.
     """
 
     host_of_node: tuple[int, ...] | None = None
@@ -151,17 +147,16 @@ class RecoveryConfig(Section, name="recovery"):
 
     Attributes:
         lost_stage: policy for a stage without a remaining replica. `rewind`: all stages return to
-            the last checkpoint, on the remaining hosts. `buddy`: the lost stage continues from its
-            buddy checkpoint, a copy on a host of another stage that is some steps old; the other
-            stages keep their state. `average`: the lost stage becomes the mean of the stages before
-            and after it, weighted by the norms of their gradients. `skip`: paths bypass the stage
+            the last checkpoint. `buddy`: the lost stage continues from its buddy checkpoint, an
+            older copy on a host of another stage. `average`: it becomes the mean of the stages
+            before and after it, weighted by the norms of their gradients. `skip`: paths bypass it
             until a host serves it again, from the last checkpoint. `stop`: the run ends. Only
-            `rewind` is exact. `rewind` also replaces `buddy` if the copy is lost too; `average` for
-            the first stage, the last stage, and a stage whose number of blocks differs from its
-            neighbors'; `skip` for the first stage, and before the first checkpoint. With
-            `averaging.mode: outer` only `rewind` and `stop` are allowed.
-        buddy_every: with `buddy`, copy the states every N steps. The transfer is spread over the
-            next N steps, each of which sends an equal part.
+            `rewind` is exact. It replaces `buddy` if the copy is lost too; `average` for the first
+            stage, the last stage, and a stage whose number of blocks differs from its neighbors';
+            `skip` for the first stage, and before the first checkpoint. With `averaging.mode:
+            outer` only `rewind` and `stop` are allowed.
+        buddy_every: with `buddy`, copy the states every N steps, in equal parts over the next N
+            steps.
     """
 
     lost_stage: Annotated[str, LOST_STAGE] = REWIND

@@ -194,10 +194,10 @@ class DataConfig(Section, name="data"):
 
     Attributes:
         source: kind of source. ``text``: plain text, a document per file; ``jsonl`` or ``parquet``:
-            a document per line or row, in `text_field`; ``chat``: a conversation per line of JSON
-            (see `skippipe_jax.data.chat`), of which the assistant's messages are trained on;
-            ``tokens``: a folder written by `skippipe tokenize`, read on demand; ``python``: the
-            standard library of the running Python; ``mixture``: the sources in `mixture`.
+            a document per line or row, in `text_field`; ``chat``: a conversation per line of JSON,
+            of which the assistant's messages are trained on; ``tokens``: a folder written by
+            `skippipe tokenize`; ``python``: the standard library of the running Python;
+            ``mixture``: the sources in `mixture`.
         path: a file, a folder whose files (except hidden ones) are read, or a glob. Except for
             ``tokens`` it may be a URL that fsspec supports.
         text_field: for ``jsonl`` and ``parquet``, key or column of the text.
@@ -210,15 +210,14 @@ class DataConfig(Section, name="data"):
             ``plain``, which needs only the tokenizer's begin and end tokens. The run saves it with
             its tokenizer.
         today: for conversations, the current date in chat templates that write it, such as
-            2026-11-22. It stays the same when the run is resumed or evaluated. null: templates get
-            no date, and some write a fixed one.
+            2026-11-22, also when the run is resumed or evaluated. null: templates get no date, and
+            some write a fixed one.
         packing: ``windows``: documents are concatenated and split into sequences; ``documents``:
             sequences are filled with whole documents, and attention stays within a document.
         too_long: with ``packing: documents``, treatment of documents longer than a sequence.
             ``split``: cut them into pieces, and attention stays within a piece; ``truncate``: keep
             the first `sequence_length` tokens; ``drop``: leave them out. null: drop conversations,
-            because pieces of an answer lack the question, and split all other documents. A run
-            prints their number at its start.
+            and split all other documents.
         sequence_length: tokens in a sequence, each of which predicts the next one.
         microbatch_size: sequences in a microbatch.
         held_out: fraction of the documents, between 0 and 1, that is held out for evaluation; of a

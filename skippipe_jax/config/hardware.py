@@ -84,14 +84,14 @@ class NodeConfig(Section, name="node"):
 
     Attributes:
         fsdp: number of devices over which every array of a stage, its gradients and the optimizer's
-            state are sharded along the width. Each device computes some sequences of a microbatch
-            or, if there are not enough, some tokens. null: all devices that the host has for each
-            of its nodes.
+            state are sharded along the width. Each computes some sequences of a microbatch or, if
+            there are not enough, some tokens. null: all devices that the host has for each of its
+            nodes.
         tensor: number of devices that share the attention heads, the feed-forward layer and the
             vocabulary and, between blocks, the tokens.
-        gather: when weights sharded by `fsdp` are gathered: once an `iteration`, and each device
-            holds them whole until its end; or layer by layer for every `microbatch`. `auto`: once
-            an iteration if the `memory_bytes` of the node's devices in the case allow it or are not
+        gather: when weights sharded by `fsdp` are gathered: once an `iteration`, until whose end
+            each device holds them whole; or layer by layer for every `microbatch`. `auto`: once an
+            iteration if the `memory_bytes` of the node's devices in the case allow it or are not
             set.
     """
 
@@ -146,19 +146,18 @@ class NetworkConfig(Section, name="network"):
         jitter: with `emulate`, each operation, hop and averaging takes 1 + x times as long, where x
             is exponential with this mean, drawn for each step from the seed.
         averaging: `collective` sums a stage's gradients over its replicas by a collective of JAX;
-            `ring` sends them around a ring in chunks, in the planner's order of the replicas.
-            `auto` uses the ring in `independent` mode (`cluster.runtime`), and where a link between
-            hosts has less than 1 GiB/s in the case. With `averaging.mode: outer` this key applies
-            to the first, exact steps only: outer gradients always use the ring.
+            `ring` sends them around a ring in chunks. `auto` uses the ring in `independent` mode
+            (`cluster.runtime`), and where a link between hosts has less than 1 GiB/s in the case.
+            With `averaging.mode: outer` this key applies to the first, exact steps only.
         activation_dtype: type in which activations are sent between nodes. `bfloat16` takes half
-            the bytes of `float32`, `int8` about a quarter: a token's channels are quantized in
-            groups of 128, each with its own scale. null: the type in which they are computed.
+            the bytes of `float32`, `int8` about a quarter, with one scale for 128 channels of a
+            token. null: the type in which they are computed.
         gradient_dtype: type in which the gradients of activations are sent. null: as activations.
         gradient_rounding: rounding of gradients to `int8`: `nearest`, or `stochastic`, which keeps
-            the mean exact. Its random numbers depend on seed, step, microbatch and stage.
-        averaging_dtype: `bfloat16` rounds gradients, and partial sums of gradients, in each step of
-            the ring. Replicas that share a device exchange nothing. With `averaging.mode: outer`
-            this key applies to the first, exact steps only. null: no rounding.
+            the mean exact.
+        averaging_dtype: `bfloat16` rounds gradients, and their partial sums, in each step of the
+            ring, except between replicas that share a device. With `averaging.mode: outer` this key
+            applies to the first, exact steps only. null: no rounding.
         deadline_s: seconds that a host waits for any transfer from another host before the run
             ends.
     """

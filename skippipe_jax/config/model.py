@@ -182,20 +182,20 @@ class ModelConfig(Section, name="model"):
         initial_deviation: standard deviation of the normal distribution from which matrices and
             embedding are initialized. null: one over the square root of the width.
         stage_layers: number of blocks of each stage. null: distributed evenly.
-        parameter_dtype: `float32` or `bfloat16`. Most updates are smaller than the resolution of
-            bfloat16: training rounds them stochastically, so that small ones add up.
-        compute_dtype: `float32` or `bfloat16`, type of activations and their gradients.
-        matmul_precision: precision of matrix products, in JAX's names: `default` (the device's
-            fastest, often fewer bits than float32), `high` or `highest`.
+        parameter_dtype: type of the parameters. Training rounds bfloat16 stochastically, so that
+            small updates add up.
+        compute_dtype: type of activations and their gradients.
+        matmul_precision: precision of matrix products, in JAX's names: `default` is the device's
+            fastest, often fewer bits than float32.
         recompute: what the backward pass recomputes (activation checkpointing): `none`; `block`,
             each block from its input; `stage`, the whole stage from its input. The other values
-            recompute each block from its input and saved results: `save_only_attention` saves the
-            outputs of attention, `dots_with_no_batch_dims_saveable` the products with weight
-            matrices, `offload_dot_with_no_batch_dims` these products in host memory.
+            also save results of each block: `save_only_attention` the outputs of attention,
+            `dots_with_no_batch_dims_saveable` the products with weight matrices,
+            `offload_dot_with_no_batch_dims` these products in host memory.
         attention: `xla` holds all scores of a sequence at once; `blockwise` computes them block by
-            block; `cudnn` is the fused kernel of NVIDIA GPUs, `splash` that of TPUs. `auto` selects
-            `xla` for sequences of up to 256 tokens, else the kernel of the device if the shapes fit
-            it, else `blockwise`.
+            block; `cudnn` is the fused kernel of NVIDIA GPUs, `splash` that of TPUs. `auto`: `xla`
+            for sequences of up to 256 tokens, else the kernel of the device if the shapes fit it,
+            else `blockwise`.
     """
 
     preset: Annotated[str, Choice(PRESETS)] | None = None

@@ -40,18 +40,15 @@ class AveragingConfig(Section, name="averaging"):
 
     Attributes:
         mode: `exact`: gradients are averaged within every step, and replicas never differ. `outer`:
-            each replica takes local steps, and their outer gradients are averaged in the
-            background, during the next steps, without blocking (streaming DiLoCo). The trained
-            model differs from that of `exact`.
+            each replica takes local steps, and their outer gradients are averaged in the background
+            (streaming DiLoCo). The trained model differs from that of `exact`.
         every: number of steps in which all parameters are averaged once.
-        fragments: number of parts that are averaged one by one, spread over these steps. A fragment
-            consists of whole blocks of each stage, so every stage needs at least this number of
-            blocks.
-        delay: number of steps between sending a fragment at the end of a step and applying its
-            average at the end of a later one. The transfer may take all that time. 0: the next step
-            begins after the average is applied.
-        dtype: type in which outer gradients are sent. `int8` has one scale for 128 numbers. The
-            rounding error is added to the next outer gradient (error feedback).
+        fragments: number of parts that are averaged one by one, spread over these steps. Every
+            stage needs at least this number of blocks.
+        delay: number of steps between sending a fragment and applying its average, both at the end
+            of a step. 0: the next step begins after the average is applied.
+        dtype: type in which outer gradients are sent; `int8` has one scale for 128 numbers. The
+            rounding error is added to the next outer gradient.
         rate: learning rate of the outer optimizer, which is SGD with Nesterov momentum on the mean
             outer gradient.
         momentum: momentum of the outer optimizer.
@@ -154,7 +151,7 @@ class OptimizerConfig(Section, name="optimizer"):
     Attributes:
         name: `adamw`, or `muon`: matrices of blocks are updated by their orthogonalized momentum,
             all other parameters by AdamW. With `muon`, replicas of a stage on devices of different
-            kinds drift apart, because the devices round the orthogonalization differently.
+            kinds drift apart.
         learning_rate: peak learning rate.
         schedule: `cosine` decays from the end of the warmup. `warmup-stable-decay` stays at the
             peak and decays in the last part only.
@@ -171,18 +168,17 @@ class OptimizerConfig(Section, name="optimizer"):
         weight_decay: weight decay of matrices. Norm scales and biases never decay.
         decay_embeddings: apply weight decay to the embedding, and to a head tied to it.
         decay_head: apply weight decay to the head.
-        moment_dtype: `float32` or `bfloat16`, type of both moments. bfloat16 is rounded
-            stochastically, so that small changes add up.
-        state_memory: memory that holds the moments between updates: `device`, or `host`, from which
-            each update fetches them.
+        moment_dtype: type of both moments. bfloat16 is rounded stochastically, so that small
+            changes add up.
+        state_memory: memory that holds the moments between updates: `device` or `host`.
         clip_norm: maximum norm of the gradients over all stages; larger gradients are scaled down.
             null: no clipping.
         skip_above_norm: skip an update whose gradient norm, before clipping, exceeds this value or
-            is not finite; parameters, moments and the schedule then stay as they are. null: no
-            update is skipped, and the run ends if the loss or a gradient is not finite.
+            is not finite; parameters, moments and the schedule then stay as they are. null: the run
+            ends if the loss or a gradient is not finite.
         z_loss: coefficient of the mean of log(Z)^2 over all target tokens, where Z is the
-            normalizer of the softmax. The term is added to the training objective and reported
-            apart from the loss. It keeps logits small.
+            normalizer of the softmax. The term keeps logits small; it is reported apart from the
+            loss.
     """
 
     name: Annotated[str, Choice((ADAMW, MUON))] = ADAMW

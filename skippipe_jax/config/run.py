@@ -50,8 +50,8 @@ class CheckpointConfig(Section, name="checkpoint"):
         keep: keep the last N checkpoints. Use 2 or more where hosts may fail.
         keep_every: keep the checkpoint of every N-th step permanently. null: none.
         copy_to: URL of a folder (``gs://``, ``s3://``, ``file://`` or any other that fsspec
-            supports) to which the checkpoints and the run's own files are copied in the background.
-            If the run directory is lost, the run resumes from this copy.
+            supports) to which checkpoints and the run's files are copied in the background. If the
+            run directory is lost, the run resumes from this copy.
     """
 
     every: Count = 50
@@ -75,14 +75,13 @@ class PlanConfig(Section, name="plan"):
 
     Attributes:
         file: path of a plan (JSON).
-        case: a case: the path of a YAML file, or the case itself. The link table of an inline case
-            lies beside the config file. Where the case omits `activation_bytes`, `stage_bytes` or
-            `averaging`, or sets them to `auto`, they follow from the model, the data, the network
-            and the section `averaging`; `memory: auto` follows from `memory_bytes` as well.
+        case: a case: the path of a YAML file, or the case itself, whose link table then lies beside
+            the config file. If the case omits `activation_bytes`, `stage_bytes` or `averaging`, or
+            sets them to `auto`, they follow from the configuration; `memory: auto` follows from
+            `memory_bytes` as well.
         measure: measure links, computation times, sizes and memory at startup and plan for them.
-            `case`, or the case of the plan in `file`, then supplies only what cannot be measured,
-            where the defaults of `skippipe measure` do not fit: names of locations, stages, path
-            lengths, microbatches and rules. All its other values are ignored.
+            `case`, or the case of the plan in `file`, then supplies only what cannot be measured:
+            names of locations, stages, path lengths, microbatches and rules.
         method: planning method.
         seed: seed of the search.
         budget_s: time limit of the search for one plan, in seconds.
@@ -294,8 +293,8 @@ class LogConfig(Section, name="log"):
     Attributes:
         tensorboard: write event files to RUN/tensorboard.
         wandb: project on Weights & Biases to which the run is logged. null: none.
-        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile.
-            The operations in a trace carry the names of their stages and microbatches. null: none.
+        profile_steps: steps, counted from 1, of which JAX's profiler writes traces to RUN/profile,
+            with the names of stages and microbatches. null: none.
     """
 
     tensorboard: bool = False
@@ -341,19 +340,16 @@ class Config(Section, name=""):
     Attributes:
         run_dir: run directory, to which the run writes its files.
         seed: seed of the initial parameters.
-        init_from: source of the initial parameters instead of the seed: `hf:DIR`, the folder of a
-            Hugging Face model; `run:DIR@STEP`, a checkpoint of another run; `run:DIR`, the newest
-            checkpoint of a run. The source also sets the shapes in `model`, before a preset does,
-            and the tokenizer. Of the shapes only the context may be changed, to a shorter one.
-            null: none.
+        init_from: source of the initial parameters, the tokenizer and the shapes in `model`:
+            `hf:DIR`, a Hugging Face folder; `run:DIR@STEP`, a checkpoint of another run; `run:DIR`,
+            its newest checkpoint. These shapes take precedence over a preset; only a shorter
+            context may be set. null: initialize from the seed.
         execution: `strict`: every node keeps to the plan's order, and repeated runs are bitwise
             equal. `ready-first`: of the operations whose inputs have arrived, a node runs the
-            earliest in the plan's order, so that a late transfer does not block it; sums are then
-            rounded in the order of arrival.
+            earliest in the plan's order; sums are then rounded in the order of arrival.
         trace: `never`, or `every N`: record the timeline of every N-th step in the run directory
             and plot it beside the predicted one.
-        compilation_cache: folder of the cache of programs compiled by XLA, shared between runs.
-            null: no cache.
+        compilation_cache: folder of XLA's compiled programs, shared between runs. null: no cache.
         model: shape and numerics of the model.
         plan: source of the plan, which assigns nodes to stages and paths to microbatches.
         recipe: several plans in one run.

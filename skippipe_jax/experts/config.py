@@ -62,10 +62,10 @@ class SeedsConfig(Section, name="seeds"):
     """Seed models, from which experts branch: one of each size in use.
 
     Attributes:
-        steps: training steps of each seed, on all domains except those in `outside`.
+        steps: training steps of each seed.
         run: sections that differ from the top-level `run`, as in a configuration.
-        init_from: existing models to use instead of a trained seed, by size; values as `init_from`
-            of a run.
+        init_from: existing models to use instead of a trained seed, by size, as `init_from` of a
+            run.
     """
 
     steps: Count = 300
@@ -95,15 +95,15 @@ class ArmConfig:
     Attributes:
         size: size of all experts of the arm, or a size for each lane.
         steps: training steps of every expert, or for each lane; for a `dense` or `scratch` model,
-            its total number of steps, without those of the seed.
+            its total, without those of the seed.
         by_difficulty: make the steps of an expert proportional to how hard its domain is by the
-            probe; `steps` is then their mean.
+            probe; `steps` is their mean.
         lanes: lanes of this arm. null: the top-level `lanes`.
-        begins: by domain, the domain whose expert its expert starts from, or `seed`. By default an
-            expert starts from the previous one in its lane, the first from the seed.
+        begins: by domain, the domain whose expert its expert starts from, or `seed`. By default it
+            starts from the previous one in its lane, the first from the seed.
         kind: `experts`; `dense`: one model on all domains, continued from the seed; `scratch`: one
-            model trained from scratch; `averaged`: one model with the mean of the parameters of the
-            experts of the arm `of`.
+            trained from scratch; `averaged`: the mean of the parameters of the experts of the arm
+            `of`.
         of: arm to average, for `averaged`.
     """
 
@@ -122,8 +122,8 @@ class EvaluationConfig(Section, name="evaluation"):
 
     Attributes:
         sequences: maximum number of sequences of each domain for perplexities.
-        prior_sequences: maximum number of sequences of each domain for estimating a cached prior.
-            They come from other documents than `sequences`.
+        prior_sequences: maximum number of sequences of each domain for estimating a cached prior,
+            of other documents than `sequences`.
         decay: decay of the prior, which forgets older sequences.
         batch_size: sequences in a batch.
     """
@@ -161,8 +161,8 @@ class ExpertsConfig(Section, name=""):
     Attributes:
         folder: output folder, for runs, scores, results.json and results.svg.
         seed: seed of the initial parameters and of random lanes.
-        prepare: Python module that writes text before anything else; it is called once, with the
-            folder FOLDER/text.
+        prepare: Python module that writes text; it is called once, first, with the folder
+            FOLDER/text.
         at_once: number of runs that train in parallel, each on its share of the CPU cores.
         run: settings of all runs, as in a configuration of `train`.
         domains: source of the text of each domain; each needs a `name`.
@@ -171,7 +171,7 @@ class ExpertsConfig(Section, name=""):
         seeds: seed models, from which experts branch.
         experts: sections of a configuration in which experts differ from `run`.
         lanes: domains of each lane, in the order in which each expert starts from the previous one;
-            or `measured`, lanes of easy, medium and hard domains by the probe; or `random`.
+            `measured`, easy, medium and hard domains by the probe; or `random`.
         probe: measurement of how hard domains are.
         arms: variants to compare, by name; the first is the reference.
         evaluation: amount of held-out text, and the mixing of experts.
