@@ -22,8 +22,8 @@ from skippipe_jax.inference.scores import Scores
 from skippipe_jax.models.flops import iteration_flops
 from skippipe_jax.storage.run_dir import RunDir
 from skippipe_jax.training.planning import make_plans
-from tests.ensemble import by_hand
 from tests.experts.examples import CONFIG, place_in
+from tests.harness import ensemble_by_hand as by_hand
 
 DECAY = 0.3
 ROWS, LENGTH = {FOR_PRIORS: 5, FOR_SCORES: 4}, 12
