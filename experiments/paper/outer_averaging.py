@@ -28,9 +28,9 @@ from typing import Any
 from skippipe_sched.problem.averaging import parse_averaging
 from skippipe_sched.timing.simulate import simulate_plan
 
-from experiments.paper import jobs, plans, study_command
+from experiments.paper import intervals, jobs, plans, study_command
 from experiments.paper.campaign import Campaign, Run
-from experiments.paper.intervals import HOW, by_seed, intervals, paired, with_ends
+from experiments.paper.intervals import HOW, by_seed, paired, with_ends
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
 
@@ -311,8 +311,8 @@ class Study(study_command.CampaignStudy):
                 for arm, own in of_arm.items()
                 if own["loss"]["outer"]
             }
-            for arm, interval in intervals(differences).items():
-                of_arm[arm][f"minus_{other}"] = interval.figures()
+            for arm, interval in intervals.figures(differences).items():
+                of_arm[arm][f"minus_{other}"] = interval
         return of_arm
 
     def _of_arm(self, first: OuterRun, found: Mapping[OuterRun, Summary | None]) -> dict[str, Any]:
