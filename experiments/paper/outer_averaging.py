@@ -91,8 +91,6 @@ TRIED = (
     Setting(20, 150, 1.0, 0.6),
 )
 QUICK_TRIED = 2
-# The cycle of the planner's figures.
-PLANNED_EVERY = 20
 OTHER_TEXT = "test/*.py"
 SEED, SEQUENCES = 5, 512
 # Skipping leaves each replica fewer microbatches of its own, so it is the harder of the two.
@@ -118,18 +116,11 @@ class Trials:
         found = {name: job.summary() for name, job in self.jobs().items()}
         return {name: own.curve[-1][-1] for name, own in found.items() if own is not None}
 
-    def chosen(self) -> tuple[Setting, ...]:
-        """The best of those that have been trained, and the best with the planner's cycle.
-
-        They may be the same one.
-        """
+    def best(self) -> Setting | None:
+        """Return the best setting of those that have been trained, None before there is one."""
         losses = self.losses()
-        best_first = sorted(
-            (setting for setting in self.tried if setting.name in losses),
-            key=lambda setting: losses[setting.name],
-        )
-        planned = [setting for setting in best_first if setting.every == PLANNED_EVERY]
-        return tuple(dict.fromkeys(best_first[:1] + planned[:1]))
+        trained = [setting for setting in self.tried if setting.name in losses]
+        return min(trained, key=lambda setting: losses[setting.name], default=None)
 
     def figures(self) -> dict[str, Any]:
         """What is written of them."""
@@ -229,16 +220,12 @@ class Study(study_command.CampaignStudy):
         self.trials = Trials(self.campaign, self.summaries / "trials", self.folder)
 
     def runs(self) -> list[OuterRun]:
-        """Those with the settings that are best so far, first seeds first.
-
-        With the best one there are runs of equal data, and then of equal time too.
-        """
-        chosen = self.trials.chosen()
-        compared = [(own, equal_time) for own in chosen[:1] for equal_time in (False, True)]
-        compared += [(own, False) for own in chosen[1:]]
+        """Return runs with the best setting so far, of equal data and of equal time."""
+        best = self.trials.best()
         return [
-            OuterRun(setting, arm, seed, equal_time)
-            for setting, equal_time in compared
+            OuterRun(best, arm, seed, equal_time)
+            for equal_time in (False, True)
+            if best is not None
             for seed in range(1 if self.quick else SEEDS)
             for arm in EQUAL_TIME
         ]
@@ -276,7 +263,7 @@ class Study(study_command.CampaignStudy):
 
     def figures(self) -> dict[str, Any]:
         """What is written, of the runs that have been trained."""
-        chosen = self.trials.chosen()
+        settings = dict.fromkeys(run.setting for run in self.runs())
         found = {run: self.job(run).summary() for run in self.runs()}
         trials = [job.name for job in self.trials.jobs().values() if job.summary() is None]
         return {
@@ -286,11 +273,11 @@ class Study(study_command.CampaignStudy):
             "interval": HOW,
             "iteration_s": {
                 arm: {"exact": round(iteration_s(arm), 3)}
-                | {own.name: round(iteration_s(arm, own.every), 3) for own in chosen}
+                | {own.name: round(iteration_s(arm, own.every), 3) for own in settings}
                 for arm in EQUAL_TIME
             },
-            "equal_data": {own.name: self._compared(own, False, found) for own in chosen},
-            "equal_time": {own.name: self._compared(own, True, found) for own in chosen[:1]},
+            "equal_data": {own.name: self._compared(own, False, found) for own in settings},
+            "equal_time": {own.name: self._compared(own, True, found) for own in settings},
             "not_trained": trials + [run.name for run, own in found.items() if own is None],
         }
 
