@@ -33,7 +33,6 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -235,18 +234,13 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
     own = ["--recompute", recompute, "--part", part]
     for name in (*WORKLOAD, *TURNS):
         own += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    finished = subprocess.run(
-        [sys.executable, "-m", "experiments.benchmarks.overhead", *own],
-        env={
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        | os.environ,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(finished.stdout.splitlines()[-1])["found"]
+    caching = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    environment = {name: os.environ.get(name, value) for name, value in caching.items()}
+    module = "-m", "experiments.benchmarks.overhead"
+    return reporting.found_by(*module, *own, **environment)["found"]
 
 
 def _part(arguments: argparse.Namespace) -> Any:

@@ -7,7 +7,7 @@ First settings of `averaging: {mode: outer}` are tried, with one seed and one ar
 Python's standard library, which the campaign's source leaves out: so nothing is chosen by the text
 that is reported. Beside them stands the same run with gradients averaged in every iteration. Then
 the control and the arm with a third of the stages skipped are trained once more for each seed with
-those that were chosen, the same in all but that: for as many iterations as the campaign's own run
+the best setting, the same in all but that: for as many iterations as the campaign's own run
 of that seed, which averages gradients in every iteration, and for as many as take the time of the
 control by the planner's clock. Summaries are committed, so each run is trained once, and figures
 are of the seeds that are there. (The seconds in summaries are those of exact averaging, for which

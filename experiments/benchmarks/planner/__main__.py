@@ -17,11 +17,8 @@ scale       42, 200 and 1,000 nodes, each against random paths.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -89,17 +86,9 @@ def first(seeds: int) -> dict[str, Any]:
     balanced_s = make_plan(case, "balanced").predicted.iteration_s
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            finished = subprocess.run(
-                [
-                    *(sys.executable, "-m", "experiments.benchmarks.planner.first_plan"),
-                    *map(str, (time.time(), seed, FIRST_BUDGET_S, balanced_s)),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-                env=os.environ | {"XDG_CACHE_HOME": folder},
-            )
-        runs.append(json.loads(finished.stdout.splitlines()[-1]))
+            module = "-m", "experiments.benchmarks.planner.first_plan"
+            given = map(str, (time.time(), seed, FIRST_BUDGET_S, balanced_s))
+            runs.append(reporting.found_by(*module, *given, XDG_CACHE_HOME=folder))
         print(f"first: {runs[-1]}", flush=True)
     own = make_plan(case, "joint", Search(0))
     losses = []
@@ -207,13 +196,8 @@ def scale(sizes: list[int]) -> dict[str, Any]:
     """Larger cases, each in a process of its own for its peak memory."""
     runs = []
     for nodes in sizes:
-        finished = subprocess.run(
-            [sys.executable, "-m", "experiments.benchmarks.planner", "--size", str(nodes)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        runs.append(json.loads(finished.stdout.splitlines()[-1])["found"])
+        words = "-m", "experiments.benchmarks.planner", "--size", str(nodes)
+        runs.append(reporting.found_by(*words)["found"])
         print(f"scale: {runs[-1]}", flush=True)
     return {"runs": runs}
 
