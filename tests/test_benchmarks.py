@@ -337,7 +337,7 @@ def test_lost_stages_shows_each_policy_beside_the_undisturbed_run():
         (lost_stages, ["--steps", "1"], "--steps"),
         (lost_stages, ["--set", "recovery.buddy_evry=3"], "recovery.buddy_evry"),
         (regions, ["--iterations", "1"], "--iterations"),
-        (wan, ["--hosts", "4", "--links", "none.csv"], "none.csv"),
+        (wan, ["--hosts", "4", "--shared-connections", "0"], "--shared-connections"),
     ],
 )
 def test_a_benchmark_says_what_is_wrong_with_its_arguments(

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.paper import calm, first_weights, jobs
+from experiments.paper import calm, jobs
 from experiments.paper.campaign import Campaign, Run
 from experiments.paper.jobs import REPOSITORY
 from skippipe_jax.campaign import running
@@ -71,9 +71,9 @@ def test_first_weights_are_drawn_as_a_run_draws_them(
         def create(key: jax.Array, first_layer: int) -> tuple[Any, None, None]:
             return (jax.random.key_data(key).tolist(), first_layer), None, None
 
-    monkeypatch.setattr(first_weights, "functions_of_run", lambda _, stages: [Functions] * stages)
+    monkeypatch.setattr(calm, "functions_of_run", lambda _, stages: [Functions] * stages)
     config = parse_config(Campaign(tmp_path, quick=True).config(Run("full", 7)))
-    weights = first_weights.drawn(config, 6)
+    weights = calm.drawn_weights(config, 6)
     key = jax.random.key_data(jax.random.key(7)).tolist()
     assert [weights(stage) for stage in range(6)] == [(key, 2 * stage) for stage in range(6)]
 
@@ -84,7 +84,7 @@ def test_first_weights_change_by_as_much_as_they_are_told(tmp_path: Path):
     shapes = stage_shapes(config.model, 6)
     given = jax.tree.map(lambda own: random.normal(size=own.shape).astype(own.dtype), shapes)
     for name, changed_by, draw in (("as_they_are", 0.0, 1), ("one", 1e-6, 1), ("two", 1e-6, 2)):
-        first_weights.write(config.model, 6, given.__getitem__, changed_by, draw, tmp_path / name)
+        calm.write_weights(config.model, 6, given.__getitem__, changed_by, draw, tmp_path / name)
 
     def read(name: str) -> list[np.ndarray]:
         # As a run does that begins from them.
@@ -140,7 +140,7 @@ def test_first_weights_that_are_there_are_not_written_again(
         target.mkdir()
         drawn.append(draw)
 
-    monkeypatch.setattr(first_weights, "write", write)
+    monkeypatch.setattr(calm, "write_weights", write)
     monkeypatch.setattr(jobs, "train", lambda *_: None)
     for _ in range(2):
         study.train()

@@ -47,6 +47,7 @@ import numpy as np
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
+from skippipe_jax.campaign.running import ONE_THREAD
 from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.model import RECOMPUTE
 
@@ -60,11 +61,6 @@ PROGRAMS: dict[str, Callable[[Workload], Iteration]] = {
     PLAIN[1]: functools.partial(one_device, scanned=False, accumulating=False),
     "accumulating, scanned": functools.partial(one_device, scanned=True, accumulating=True),
     ACCUMULATING: functools.partial(one_device, scanned=False, accumulating=True),
-}
-ONE_THREAD = {
-    "JAX_PLATFORMS": "cpu",
-    "PJRT_NPROC": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
 }
 PRODUCTS, COPIES, NUMBERS = "products", "copies", "number by number"
 KINDS: Sequence[str] = (PRODUCTS, COPIES, NUMBERS)

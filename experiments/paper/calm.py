@@ -12,20 +12,26 @@ where chance has it. Repetition 0 is the campaign's own run, with nothing change
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from experiments.paper import first_weights, jobs, study_command
+from experiments.paper import jobs, study_command
 from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
-from skippipe_jax.config import parse_config
+from skippipe_jax.config import Config, ModelConfig, parse_config
+from skippipe_jax.config.data import TOKENIZER_FOLDER
+from skippipe_jax.interop import huggingface
+from skippipe_jax.runtime.stage_functions import Parameters, functions_of_run
+from skippipe_jax.storage.files import new_directory
 
 CHANGED_BY = 1e-6
 SEED = 0
@@ -137,8 +143,50 @@ def _write_first_weights(job: Job, draw: int) -> None:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         parsed, stages = parse_config(config), len(jobs.plan_of(config).stages)
-        weights = first_weights.drawn(parsed, stages)
-        first_weights.write(parsed.model, stages, weights, CHANGED_BY, draw, target)
+        weights = drawn_weights(parsed, stages)
+        write_weights(parsed.model, stages, weights, CHANGED_BY, draw, target)
+
+
+def drawn_weights(config: Config, stages: int) -> Callable[[int], Parameters]:
+    """The first weights of a stage, by its number, as a run with so many stages draws them."""
+    layers = config.model.stage_partition(stages)
+    # By the run's own program: compiled otherwise, some would be rounded otherwise.
+    functions = functions_of_run(config, stages)
+    key = jax.random.key(config.seed)
+    return lambda stage: functions[stage].create(key, layers.blocks(stage).start)[0]
+
+
+def write_weights(
+    model: ModelConfig,
+    stages: int,
+    weights: Callable[[int], Parameters],
+    changed_by: float,
+    draw: int,
+    target: Path,
+) -> None:
+    """Write the weights of all stages, changed as `draw` says, as a model to begin from.
+
+    Each is multiplied by one plus so much times a number from the standard normal distribution.
+
+    Raises:
+        InputError: if `target` is not new.
+    """
+
+    def changed(stage: int) -> Parameters:
+        random = np.random.default_rng([draw, stage])
+
+        def change(leaf: jax.Array) -> np.ndarray:
+            factors = 1 + changed_by * random.standard_normal(leaf.shape)
+            return (np.asarray(leaf) * factors).astype(leaf.dtype)
+
+        return jax.tree.map(change, weights(stage))
+
+    with new_directory(target, "--output") as folder:
+        huggingface.write_weights(folder, model, stages, changed, model.parameter_dtype)
+        # The runs train on bytes, so there is no such folder, which says so.
+        companions = folder / TOKENIZER_FOLDER
+        described = huggingface.config_json(model, model.parameter_dtype, companions)
+        (folder / huggingface.CONFIG).write_text(json.dumps(described), encoding="utf-8")
 
 
 def available(processor: Path = PROCESSOR) -> list[str]:
