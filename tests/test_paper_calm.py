@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,46 +18,29 @@ import pytest
 from experiments.paper import calm, jobs
 from experiments.paper.campaign import Campaign, Run
 from experiments.paper.jobs import REPOSITORY
-from skippipe_jax.campaign import running
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.training.initial_weights import open_initial_weights
 from tests.harness.paper_results import made_up
 
 
-def test_a_job_is_trained_and_summed_up_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    commands, flags = list[Sequence[str]](), list[str]()
-
-    async def run_command(_: object, task: running.Task, command: Sequence[str], *__: Any) -> int:
-        """End well, and let a summing up write what it found."""
-        commands.append(command)
-        flags.append(task.environment()["XLA_FLAGS"])
-        if command[0].endswith("summary"):
-            given = dict(itertools.pairwise(command))
-            found = replace(made_up(1.5), digest=given["--digest"])
-            Path(given["--output"]).write_text(json.dumps(asdict(found)))
-        return 0
-
-    monkeypatch.setattr(running._Campaign, "_run_command", run_command)
+def test_a_job_is_done_once_its_training_is_summed_up(tmp_path: Path):
     config = Campaign(tmp_path, quick=True).config(Run("full", 0))
     job = jobs.Job(
         name="one", digest="1", config=config, results=tmp_path, folder=tmp_path, command="",
         flags="--xla_cpu_max_isa=AVX2",
     )  # fmt: skip
-    jobs.train([job], tmp_path)
-    names = [command[0] for command in commands]
-    assert names == ["skippipe_jax.train", "experiments.paper.summary"]
-    assert all(own.split()[-1] == job.flags for own in flags)
-    assert jobs.ONE_THREAD["XLA_FLAGS"] in flags[0]
-    found = job.summary()
-    assert found is not None
-    assert found.loss == 1.5
-    assert "one: held-out loss 1.5000" in capsys.readouterr().out
-    jobs.train([job], tmp_path)
-    assert len(commands) == 2
-    assert replace(job, digest="2").summary() is None
+    flags = job.environment()["XLA_FLAGS"]
+    assert flags == f"{jobs.ONE_THREAD['XLA_FLAGS']} {job.flags}"
+    assert not job.is_done()
+    training, summing_up = (command() for command in job.commands())
+    assert (training[0], summing_up[0]) == ("skippipe_jax.train", "experiments.paper.summary")
+    given = dict(itertools.pairwise(summing_up))
+    found = replace(made_up(1.5), digest=given["--digest"])
+    Path(given["--output"]).write_text(json.dumps(asdict(found)))
+    assert job.is_done()
+    assert job.found().startswith("held-out loss 1.5000")
+    assert not replace(job, digest="2").is_done()
 
 
 def test_first_weights_are_drawn_as_a_run_draws_them(
