@@ -258,10 +258,5 @@ def _line(name: str, losses: Sequence[float], spread: Mapping[str, float | None]
     )
 
 
-def main() -> int:
-    """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(Study, __doc__, table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, table))

@@ -346,10 +346,5 @@ def _line(setting: str, arm: str, own: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(Study, __doc__, table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, table))

@@ -125,10 +125,5 @@ def tables(figures: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Parse the command line, train and write; returns the exit code."""
-    return study_command.run(Study, __doc__, tables)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, tables))
