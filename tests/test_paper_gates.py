@@ -164,7 +164,7 @@ def test_runs_that_go_on_begin_with_the_trained_weights_and_take_the_time_of_ful
         assert task.start.text == study_text.GENERAL
         assert task.start.run.seed == task.run.seed
         assert not task.start.run.phases
-        assert (arm == "full") == (task.run.steps == study.goes_on.steps)
+        assert (arm == "full") == (task.run.steps == recipe_continued.GOES_ON.steps)
     one, _ = trained(RUN, 1)
     one.save(tmp_path / "state.npz")
     other = Training(replace(RUN, seed=1))

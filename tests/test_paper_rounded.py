@@ -9,7 +9,7 @@ from experiments.paper import rounded_hops, rounded_state
 
 
 def test_runs_differ_from_the_campaigns_in_how_hops_travel_alone(tmp_path: Path):
-    study = rounded_hops.Study(tmp_path, quick=False)
+    study = rounded_hops.Study(tmp_path)
     assert {run.arm for run in study.runs} == {"full", "skip33"}
     assert {run.seed for run in study.runs} == set(range(5))
     for run in study.runs:
@@ -20,7 +20,7 @@ def test_runs_differ_from_the_campaigns_in_how_hops_travel_alone(tmp_path: Path)
 
 
 def test_runs_differ_in_how_state_is_held_alone(tmp_path: Path):
-    study = rounded_state.Study(tmp_path, quick=False)
+    study = rounded_state.Study(tmp_path)
     jobs = study.tasks()
     assert [job.name for job in jobs] == [
         f"{held}-{seed}" for held in ("float32", "bfloat16") for seed in range(5)
@@ -36,7 +36,7 @@ def test_runs_differ_in_how_state_is_held_alone(tmp_path: Path):
 
 
 def test_the_committed_studies_are_of_these_runs(tmp_path: Path):
-    hops, state = (own.Study(tmp_path, quick=False) for own in (rounded_hops, rounded_state))
+    hops, state = (own.Study(tmp_path) for own in (rounded_hops, rounded_state))
     of_hops, of_state = (json.loads(study.result.read_text()) for study in (hops, state))
     for study, committed in ((hops, of_hops), (state, of_state)):
         assert committed["digest"] == study.digest()

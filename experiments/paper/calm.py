@@ -1,7 +1,6 @@
 """How far chance moves a run: the same run again, with another order of rounding.
 
     python -m experiments.paper.calm              trains what is missing, and prints the spread
-    python -m experiments.paper.calm --quick      small, in minutes
 
 One seed of the control and of the arm with a third skipped is trained again and again, each time
 from first weights that differ by 1e-6, which is what rounding comes to. The control is trained with
@@ -58,26 +57,21 @@ class Repeated:
 
 REPEATED = (Repeated("full", 5), Repeated("skip33", 5), Repeated("full", 3, former=True))
 ON_INSTRUCTIONS = REPEATED[0]
-QUICK_TIMES = 2
 
 
 class Study(study_command.CampaignStudy):
     """The runs that are repeated, and what they have come to."""
 
     NAME = "calm"
-    QUICK = "small models, two repetitions"
 
-    def __init__(
-        self, folder: Path, quick: bool = False, instructions: Sequence[str] | None = None
-    ):
+    def __init__(self, folder: Path, instructions: Sequence[str] | None = None):
         """`instructions` are by default those that the processor has."""
-        super().__init__(folder, quick)
+        super().__init__(folder)
         self.instructions = available() if instructions is None else instructions
 
     def repetitions(self, repeated: Repeated) -> list[Job]:
         """The same run again and again."""
-        times = min(repeated.times, QUICK_TIMES) if self.quick else repeated.times
-        return [self._job(repeated, draw) for draw in range(times)]
+        return [self._job(repeated, draw) for draw in range(repeated.times)]
 
     def on_instructions(self) -> dict[str, Job]:
         """The control with nothing changed, with the instructions that XLA may take."""
@@ -131,7 +125,6 @@ class Study(study_command.CampaignStudy):
             results=self.folder / "results",
             folder=self.folder,
             command=self.command,
-            quick=self.quick,
             flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
         )
 

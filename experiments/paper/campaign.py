@@ -86,11 +86,11 @@ def runs_of(arms: Iterable[str], quick: bool) -> list[Run]:
 class Campaign:
     """Where the runs of a campaign train, and where their summaries are."""
 
-    def __init__(self, folder: Path, quick: bool, results: Path = RESULTS):
-        """`folder` is worked in; a quick campaign leaves its summaries there, not in `results`."""
+    def __init__(self, folder: Path, quick: bool):
+        """`folder` is worked in; a quick campaign leaves its summaries there."""
         self.folder = folder.resolve()
         self.quick = quick
-        self.results = self.folder / "results" if quick else results
+        self.results = self.folder / "results" if quick else RESULTS
 
     def config(self, run: Run) -> dict[str, Any]:
         """The configuration of a run as a file holds it, but for its folder."""

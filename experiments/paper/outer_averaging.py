@@ -1,7 +1,6 @@
 """What it costs in loss that replicas take steps of their own and are averaged behind them.
 
     python -m experiments.paper.outer_averaging              trains what is missing, and prints it
-    python -m experiments.paper.outer_averaging --quick      small, in minutes
 
 First settings of `averaging: {mode: outer}` are tried, with one seed and one arm, on the tests of
 Python's standard library, which the campaign's source leaves out: so nothing is chosen by the text
@@ -63,16 +62,10 @@ class Setting:
         """How its figures and files are called."""
         return f"every{self.every}-exact{self.exact_steps}-{self.rate:g}-{self.momentum:g}"
 
-    def section(self, steps: int) -> dict[str, Any]:
-        """The section `averaging` of a run of so many iterations.
-
-        Few iterations are for trying the command: at most half of them are exact, and in the rest
-        everything is averaged twice at least.
-        """
-        exact_steps = min(self.exact_steps, steps // 2)
-        every = min(self.every, max(SENT["delay"] + 1, (steps - exact_steps) // 2))
-        own = {"rate": self.rate, "momentum": self.momentum, "exact_steps": exact_steps}
-        return {"mode": "outer", "every": every, **SENT, **own}
+    def section(self) -> dict[str, Any]:
+        """Return the section `averaging` of a run."""
+        own = {"rate": self.rate, "momentum": self.momentum, "exact_steps": self.exact_steps}
+        return {"mode": "outer", "every": self.every, **SENT, **own}
 
 
 # After 99 exact iterations of 300, and cycles of 20 or 5, the last fragment is sent at the end of
@@ -90,7 +83,6 @@ TRIED = (
     Setting(20, 150, 1.0, 0.7),
     Setting(20, 150, 1.0, 0.6),
 )
-QUICK_TRIED = 2
 OTHER_TEXT = "test/*.py"
 SEED, SEQUENCES = 5, 512
 # Skipping leaves each replica fewer microbatches of its own, so it is the harder of the two.
@@ -103,12 +95,11 @@ class Trials:
     def __init__(self, campaign: Campaign, results: Path, folder: Path):
         """Their summaries are in `results`; they work in `folder`."""
         self.campaign, self.results, self.folder = campaign, results, folder
-        self.tried = TRIED[:QUICK_TRIED] if campaign.quick else TRIED
 
     def jobs(self) -> dict[str, Job]:
         """All of them by name; the exact one first."""
         return {EXACT: self._job(EXACT, None)} | {
-            setting.name: self._job(setting.name, setting) for setting in self.tried
+            setting.name: self._job(setting.name, setting) for setting in TRIED
         }
 
     def losses(self) -> dict[str, float]:
@@ -119,7 +110,7 @@ class Trials:
     def best(self) -> Setting | None:
         """Return the best setting of those that have been trained, None before there is one."""
         losses = self.losses()
-        trained = [setting for setting in self.tried if setting.name in losses]
+        trained = [setting for setting in TRIED if setting.name in losses]
         return min(trained, key=lambda setting: losses[setting.name], default=None)
 
     def figures(self) -> dict[str, Any]:
@@ -139,10 +130,9 @@ class Trials:
 
     def _job(self, name: str, setting: Setting | None) -> Job:
         config: Mapping[str, Any] = self.campaign.config(Run(ARM, SEED))
-        if not self.campaign.quick:
-            config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
+        config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
         if setting is not None:
-            config = config | {"averaging": setting.section(config["train"]["steps"])}
+            config = config | {"averaging": setting.section()}
         other = {"source": "text", "path": str(Path(sysconfig.get_path("stdlib"), OTHER_TEXT))}
         return Job(
             name=f"{ARM}-{name}",
@@ -214,9 +204,9 @@ class Study(study_command.CampaignStudy):
 
     NAME = "outer_averaging"
 
-    def __init__(self, folder: Path, quick: bool = False):
+    def __init__(self, folder: Path):
         """`folder` is that of the campaign."""
-        super().__init__(folder, quick)
+        super().__init__(folder)
         self.trials = Trials(self.campaign, self.summaries / "trials", self.folder)
 
     def runs(self) -> list[OuterRun]:
@@ -226,7 +216,7 @@ class Study(study_command.CampaignStudy):
             OuterRun(best, arm, seed, equal_time)
             for equal_time in (False, True)
             if best is not None
-            for seed in range(1 if self.quick else SEEDS)
+            for seed in range(SEEDS)
             for arm in EQUAL_TIME
         ]
 
@@ -234,7 +224,7 @@ class Study(study_command.CampaignStudy):
         """The campaign's configuration of its arm with outer averaging, and as long as it is."""
         config = self.campaign.config(Run(run.arm, run.seed))
         steps = config["train"]["steps"]
-        section = run.setting.section(steps)
+        section = run.setting.section()
         if run.equal_time:
             steps = steps_within(run.arm, section, steps * iteration_s(CONTROL))
         return config | {"train": config["train"] | {"steps": steps}, "averaging": section}
@@ -250,11 +240,8 @@ class Study(study_command.CampaignStudy):
         return jobs.digest_of(own + [self.campaign.digest(run.exact) for run in self.runs()])
 
     def tasks(self) -> list[Job]:
-        """Name the trials, and as far as a setting is chosen the runs; if quick, of both kinds."""
-        runs = self.runs()
-        compared = dict.fromkeys(run.exact for run in runs) if self.quick else ()
-        own = [self.job(run) for run in runs]
-        return [*self.trials.jobs().values(), *map(self.campaign.job, compared), *own]
+        """Name the trials, and the runs as far as a setting has been tried."""
+        return [*self.trials.jobs().values(), *map(self.job, self.runs())]
 
     def train(self) -> None:
         """Train what is missing, trials first."""

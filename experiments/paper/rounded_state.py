@@ -1,7 +1,6 @@
 """What it costs in loss that parameters and moments are held in bfloat16, rounded by chance.
 
     python -m experiments.paper.rounded_state              trains what is missing, and prints it
-    python -m experiments.paper.rounded_state --quick      small, in minutes
 
 The campaign's control is trained for 500 iterations, for each seed with parameters and moments in
 float32, and with both in bfloat16. All else is the same, and the loss of a run is on text that
@@ -38,7 +37,7 @@ class Study(study_command.CampaignStudy):
 
     def jobs(self, held: str) -> list[Job]:
         """Describe the runs that hold state in some way, one for each seed."""
-        return [self._job(held, seed) for seed in range(1 if self.quick else SEEDS)]
+        return [self._job(held, seed) for seed in range(SEEDS)]
 
     def tasks(self) -> list[Job]:
         """Name all runs."""
@@ -47,8 +46,7 @@ class Study(study_command.CampaignStudy):
     def _job(self, held: str, seed: int) -> Job:
         """The campaign's configuration of its control, as long as it is here."""
         config = self.campaign.config(Run(ARM, seed))
-        if not self.quick:
-            config["train"] = config["train"] | {"steps": STEPS}
+        config["train"] = config["train"] | {"steps": STEPS}
         for section, keys in HELD[held].items():
             config[section] = config[section] | keys
         return self.job_of(f"{held}-{seed}", config)
