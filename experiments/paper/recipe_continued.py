@@ -31,7 +31,6 @@ from experiments.paper.recipe import (
     SEEDS,
     WIDTH,
     NamedTask,
-    Setting,
     as_long,
     figures_of,
     grouped,
@@ -47,10 +46,10 @@ PARTS = {"domain": TEST, "general text": f"general {TEST}"}
 """Texts whose losses are reported, and how results name them."""
 
 
-def arms(setting: Setting) -> dict[str, GatedRun]:
+def arms() -> dict[str, GatedRun]:
     """All ways to go on, with seed 0."""
     full = GatedRun(
-        blocks=setting.blocks, width=WIDTH, steps=setting.steps, learning_rate=LEARNING_RATE
+        blocks=GOES_ON.blocks, width=WIDTH, steps=GOES_ON.steps, learning_rate=LEARNING_RATE
     )
     partial = {"skipped": (PARTIAL,), "quality": QUALITY}
     return {FULL: full} | {
@@ -73,7 +72,7 @@ class Study(study_command.Study):
             run = GatedRun(blocks=blocks, width=WIDTH, steps=steps, seed=seed)
             start = Pretraining(f"pretrained-{seed}", run, *places, text=GENERAL)
             for domain in DOMAINS:
-                for arm, own in arms(GOES_ON).items():
+                for arm, own in arms().items():
                     name = f"{domain}-{jobs.slug(arm)}-{seed}"
                     own = replace(own, seed=seed)
                     yield domain, arm, seed, GatedTask(name, own, *places, domain, start)
