@@ -68,7 +68,7 @@ def test_the_clock_is_the_planners():
 
 def test_settings_are_tried_on_text_that_no_reported_run_reads(tmp_path: Path):
     study = Study(tmp_path)
-    trials = study.trials.jobs()
+    trials = study.trials()
     assert set(trials) == {EXACT, *(setting.name for setting in TRIED)}
     for name, job in trials.items():
         config = parse_config({**job.config, "run_dir": "run"})
@@ -97,5 +97,5 @@ def test_the_committed_study_is_of_these_runs(tmp_path: Path):
 
 def test_no_run_is_named_before_a_setting_has_been_tried(tmp_path: Path):
     study = Study(tmp_path)
-    study.trials.results = tmp_path
+    study.summaries = tmp_path
     assert study.runs() == []

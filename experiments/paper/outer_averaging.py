@@ -28,7 +28,7 @@ from skippipe_sched.problem.averaging import parse_averaging
 from skippipe_sched.timing.simulate import simulate_plan
 
 from experiments.paper import intervals, jobs, plans, study_command
-from experiments.paper.campaign import Campaign, Run
+from experiments.paper.campaign import Run
 from experiments.paper.intervals import HOW, by_seed, paired, with_ends
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
@@ -89,64 +89,6 @@ SEED, SEQUENCES = 5, 512
 ARM = "skip33"
 
 
-class Trials:
-    """The runs by which a setting is chosen."""
-
-    def __init__(self, campaign: Campaign, results: Path, folder: Path):
-        """Their summaries are in `results`; they work in `folder`."""
-        self.campaign, self.results, self.folder = campaign, results, folder
-
-    def jobs(self) -> dict[str, Job]:
-        """All of them by name; the exact one first."""
-        return {EXACT: self._job(EXACT, None)} | {
-            setting.name: self._job(setting.name, setting) for setting in TRIED
-        }
-
-    def losses(self) -> dict[str, float]:
-        """The held-out losses at the end, on the other text, of those that have been trained."""
-        found = {name: job.summary() for name, job in self.jobs().items()}
-        return {name: own.curve[-1][-1] for name, own in found.items() if own is not None}
-
-    def best(self) -> Setting | None:
-        """Return the best setting of those that have been trained, None before there is one."""
-        losses = self.losses()
-        trained = [setting for setting in TRIED if setting.name in losses]
-        return min(trained, key=lambda setting: losses[setting.name], default=None)
-
-    def figures(self) -> dict[str, Any]:
-        """What is written of them."""
-        losses = self.losses()
-        return {
-            "text": OTHER_TEXT,
-            "arm": ARM,
-            "seed": SEED,
-            "loss": losses,
-            "minus_exact": {
-                name: round(loss - losses[EXACT], 4)
-                for name, loss in losses.items()
-                if EXACT in losses and name != EXACT
-            },
-        }
-
-    def _job(self, name: str, setting: Setting | None) -> Job:
-        config: Mapping[str, Any] = self.campaign.config(Run(ARM, SEED))
-        config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
-        if setting is not None:
-            config = config | {"averaging": setting.section()}
-        other = {"source": "text", "path": str(Path(sysconfig.get_path("stdlib"), OTHER_TEXT))}
-        return Job(
-            name=f"{ARM}-{name}",
-            # Without the path of the text: where the library lies differs by machine.
-            digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
-            config=config | {"data": config["data"] | other},
-            results=self.results,
-            folder=self.folder,
-            command="python -m experiments.paper.outer_averaging",
-            # Their losses are those of validation; nothing else of the summary is of use here.
-            quick=True,
-        )
-
-
 @dataclass(frozen=True)
 class OuterRun:
     """An arm of the campaign with a seed, trained with a setting.
@@ -204,14 +146,39 @@ class Study(study_command.CampaignStudy):
 
     NAME = "outer_averaging"
 
-    def __init__(self, folder: Path):
-        """`folder` is that of the campaign."""
-        super().__init__(folder)
-        self.trials = Trials(self.campaign, self.summaries / "trials", self.folder)
+    def trials(self) -> dict[str, Job]:
+        """Describe the runs by which a setting is chosen, by name; the exact one first."""
+        tried = {setting.name: self._trial(setting.name, setting) for setting in TRIED}
+        return {EXACT: self._trial(EXACT, None)} | tried
+
+    def _trial(self, name: str, setting: Setting | None) -> Job:
+        config: Mapping[str, Any] = self.campaign.config(Run(ARM, SEED))
+        config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
+        if setting is not None:
+            config = config | {"averaging": setting.section()}
+        other = {"source": "text", "path": str(Path(sysconfig.get_path("stdlib"), OTHER_TEXT))}
+        return Job(
+            name=f"{ARM}-{name}",
+            # Without the path of the text: where the library lies differs by machine.
+            digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
+            config=config | {"data": config["data"] | other},
+            results=self.summaries / "trials",
+            folder=self.folder,
+            command=self.command,
+            # Their losses are those of validation; nothing else of the summary is of use here.
+            quick=True,
+        )
+
+    def losses(self) -> dict[str, float]:
+        """Return held-out losses at the end of trained trials, on the other text, by name."""
+        found = {name: job.summary() for name, job in self.trials().items()}
+        return {name: own.curve[-1][-1] for name, own in found.items() if own is not None}
 
     def runs(self) -> list[OuterRun]:
         """Return runs with the best setting so far, of equal data and of equal time."""
-        best = self.trials.best()
+        losses = self.losses()
+        trained = [setting for setting in TRIED if setting.name in losses]
+        best = min(trained, key=lambda setting: losses[setting.name], default=None)
         return [
             OuterRun(best, arm, seed, equal_time)
             for equal_time in (False, True)
@@ -235,27 +202,29 @@ class Study(study_command.CampaignStudy):
 
     def digest(self) -> str:
         """Of all that the study comes from."""
-        own = [job.digest for job in self.trials.jobs().values()]
-        own += [self.job(run).digest for run in self.runs()]
+        own = [job.digest for job in self.tasks()]
         return jobs.digest_of(own + [self.campaign.digest(run.exact) for run in self.runs()])
 
     def tasks(self) -> list[Job]:
         """Name the trials, and the runs as far as a setting has been tried."""
-        return [*self.trials.jobs().values(), *map(self.job, self.runs())]
+        return [*self.trials().values(), *map(self.job, self.runs())]
 
     def train(self) -> None:
         """Train what is missing, trials first."""
-        jobs.train(list(self.trials.jobs().values()), self.folder)
+        jobs.train(list(self.trials().values()), self.folder)
         super().train()
 
     def figures(self) -> dict[str, Any]:
         """What is written, of the runs that have been trained."""
+        losses = self.losses()
+        minus_exact = {name: round(loss - losses[EXACT], 4) for name, loss in losses.items()}
+        del minus_exact[EXACT]
+        of_trials = {"text": OTHER_TEXT, "arm": ARM, "seed": SEED, "loss": losses}
         settings = dict.fromkeys(run.setting for run in self.runs())
         found = {run: self.job(run).summary() for run in self.runs()}
-        trials = [job.name for job in self.trials.jobs().values() if job.summary() is None]
         return {
             "digest": self.digest(),
-            "trials": self.trials.figures(),
+            "trials": of_trials | {"minus_exact": minus_exact},
             "sent": SENT,
             "interval": HOW,
             "iteration_s": {
@@ -265,7 +234,7 @@ class Study(study_command.CampaignStudy):
             },
             "equal_data": {own.name: self._compared(own, False, found) for own in settings},
             "equal_time": {own.name: self._compared(own, True, found) for own in settings},
-            "not_trained": trials + [run.name for run, own in found.items() if own is None],
+            "not_trained": [run.name for run, own in found.items() if own is None],
         }
 
     def _compared(
