@@ -97,7 +97,7 @@ class Study(study_command.CampaignStudy):
         figures = figures_of(
             {own.name: [job.trained() for job in self.repetitions(own)] for own in REPEATED},
             {name: job.trained() for name, job in self.on_instructions().items()},
-            {arm: self.campaign.summary(Run(arm, SEED)) for arm in arms},
+            {arm: self.campaign.trained(Run(arm, SEED)) for arm in arms},
         )
         return figures | {"digest": self.digest()}
 
@@ -192,16 +192,15 @@ def available(processor: Path = PROCESSOR) -> list[str]:
 def figures_of(
     repeated: Mapping[str, Sequence[Summary]],
     on_instructions: Mapping[str, Summary],
-    of_campaign: Mapping[str, Summary | None],
+    of_campaign: Mapping[str, Summary],
 ) -> dict[str, Any]:
     """What is written of repetitions, of runs by their instructions, and of the campaign's runs."""
     return {
         "changed_by": CHANGED_BY,
         "seed": SEED,
         "repetitions": {
-            name: {"loss": losses, **_spread(losses)}
+            name: {"loss": (losses := [own.loss for own in found]), **_spread(losses)}
             for name, found in repeated.items()
-            if (losses := [own.loss for own in found])
         },
         "instructions": {
             "loss": {name: found.loss for name, found in on_instructions.items()},
@@ -210,7 +209,6 @@ def figures_of(
         "equals_the_campaign": {
             arm: own.loss == repeated[arm][0].loss and own.curve == repeated[arm][0].curve
             for arm, own in of_campaign.items()
-            if own is not None
         },
     }
 

@@ -109,7 +109,6 @@ def tables(figures: Mapping[str, Any]) -> str:
         f"{table(own, FULL)}"
         for domain, parts in figures["domains"].items()
         for label, own in parts.items()
-        if own["before"]
     )
 
 
