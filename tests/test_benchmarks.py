@@ -19,6 +19,7 @@ from experiments.benchmarks import overhead
 from experiments.benchmarks.churn import __main__ as churn
 from experiments.benchmarks.churn import host as churn_host
 from experiments.benchmarks.churn import lost_stages, records
+from experiments.benchmarks.churn import report as churn_report
 from experiments.benchmarks.churn.faults import KINDS, PHASES, draw, links_between
 from experiments.benchmarks.gpu import __main__ as gpu
 from experiments.benchmarks.harness.turns import (
@@ -30,6 +31,7 @@ from experiments.benchmarks.harness.turns import (
     within_memory,
 )
 from experiments.benchmarks.network import regions, wan
+from experiments.benchmarks.serving import churn as serving_churn
 from skippipe_jax.config import PRESETS
 from skippipe_jax.config.parsing import load_config
 from tests.harness.pictures import overlapping_texts
@@ -218,12 +220,6 @@ def test_churn_draws_faults_of_all_kinds_at_all_phases_a_third_of_them_on_the_le
             assert len(set(cut)) == 2 * len(struck) * (6 - len(struck))
 
 
-def curves(figure: Any) -> list[tuple[str, int]]:
-    """The label of each line of a picture, and the number of its corners."""
-    lines = [line for axes in figure.axes for line in axes.lines]
-    return [(line.get_label(), len(line.get_xdata())) for line in lines]
-
-
 def counted(generation: int, step: int, host: int, digest: str) -> dict[str, Any]:
     digests = {"0": digest}
     return {"what": "counted", "at": step, "by": host, "generation": generation, "step": step} | {
@@ -303,24 +299,31 @@ def test_lost_stages_counts_steps_until_the_loss_is_as_low_as_before():
     assert lost_stages.steps_until({step: float(step) for step in range(1, 31)}, 10, 10, 2) is None
 
 
-def test_lost_stages_shows_each_policy_beside_the_undisturbed_run():
-    losses = [5.0 - 0.1 * step for step in range(20)]
-    own = {"losses": losses, "end_loss": 3.2, "by": None}
-    told = {"by": "rewind", "steps_old": 5, "loss_before": 4.0, "loss_after": 4.5}
-    average = own | told | {"steps_until_as_low": None, "above_after": 0.025}
-    average["above_end"] = -0.0125
-    results = {"undisturbed": own, "average": average, "stop": own | {"losses": losses[:12]}}
-    report = {"steps": 20, "at": 12, "window": 3, "results": results}
-    rows = [line.split() for line in lost_stages.table(report).splitlines()]
-    assert rows[1] == ["undisturbed", *"-----", "3.2000", *"--"]
-    assert rows[2][:7] == ["average", "rewind", "5", "4.0000", "4.5000", "never", "3.2000"]
-    assert rows[2][7:] == ["+0.0250", "-0.0125"]
-    figure = lost_stages.picture(report)
-    assert overlapping_texts(figure) == []
-    *drawn, _ = curves(figure)
-    assert [name for name, _ in drawn] == [*results]
-    corners = [count for _, count in drawn]
-    assert corners[0] == corners[1] > corners[2] > 0
+def committed(name: str) -> dict[str, Any]:
+    return json.loads(Path("experiments/results", f"{name}_cores.json").read_text())
+
+
+def test_committed_reports_are_told_and_drawn():
+    lost, served = committed("lost_stages_epyc_2"), committed("serve_churn_xeon_2")
+    *_, struck = committed("churn_every_minute_epyc_2")["runs"]
+    generations = committed("regions_epyc_2")["generations"]
+    rows = [line.split() for line in lost_stages.table(lost).splitlines()]
+    assert rows[1] == ["undisturbed", *"-----", "2.5534", *"--"]
+    buddy = ["buddy", "buddy", "16", "2.7833", "2.6581", "10", "steps", "2.5544"]
+    assert rows[3] == [*buddy, "+0.0017", "+0.0010"]
+    rows = [line.split() for line in regions.table(generations).splitlines()]
+    assert rows[2] == ["2", "9", "quick", "8.42", *"--", "1", *"--"]
+    assert rows[3] == ["3", "9", "searched", "3.43", "3.50", "1.021", "18", "12.6", "8"]
+    told = serving_churn.table(served | {"failures": ["a failure"]})
+    assert "another is lost   0 2           8.074    1.058" in told
+    assert told.endswith("WRONG: a failure")
+    for figure in (
+        lost_stages.picture(lost),
+        regions.picture(generations, "lost"),
+        churn_report.picture(struck),
+        serving_churn.picture(served),
+    ):
+        assert overlapping_texts(figure) == []
 
 
 @pytest.mark.parametrize(
@@ -337,7 +340,7 @@ def test_lost_stages_shows_each_policy_beside_the_undisturbed_run():
         (lost_stages, ["--steps", "1"], "--steps"),
         (lost_stages, ["--set", "recovery.buddy_evry=3"], "recovery.buddy_evry"),
         (regions, ["--iterations", "1"], "--iterations"),
-        (wan, ["--hosts", "4", "--links", "none.csv"], "none.csv"),
+        (wan, ["--hosts", "4", "--shared-connections", "0"], "--shared-connections"),
     ],
 )
 def test_a_benchmark_says_what_is_wrong_with_its_arguments(
@@ -393,9 +396,3 @@ def test_regions_holds_each_generation_against_its_plan():
     assert "generation 2 takes 1.250" in slow
     assert "generation 3 was found after 16.0 s" in late
     assert regions.failures(results[:1]) == ["no better plan was found"]
-    rows = [line.split() for line in regions.table(results).splitlines()[1:]]
-    assert rows[0] == ["1", "3", "own", "2.00", "2.10", "1.050", "4", *"--"]
-    assert rows[2] == ["3", "2", "searched", "2.50", "-", "-", "2", "16.0", "2"]
-    figure: Any = regions.picture(results, "lost")
-    assert overlapping_texts(figure) == []
-    assert [len(own.get_data().values) for own in figure.axes[0].patches] == [4, 3, 2]

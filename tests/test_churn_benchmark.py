@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from experiments.benchmarks.churn import config, records, report
+from experiments.benchmarks.churn import config, records
 from experiments.benchmarks.churn.faults import KINDS, WHILE_JOINING, Fault, draw, moments
 from experiments.benchmarks.churn.hosts import Hosts
 from experiments.benchmarks.churn.restart import Restarted
 from experiments.benchmarks.harness import launching
-from tests.harness.pictures import overlapping_texts
-from tests.test_benchmarks import curves
 
 CALM = {"descriptors": 30, "threads": 40, "resident_bytes": 400_000_000}
 
@@ -83,23 +81,6 @@ def test_goodput_below_what_is_asked_is_told():
     assert not records.too_little(own | {"restarted": {"microbatches_per_hour": 1000.0}})
     assert records.too_little(own | {"goodput": 0.79})
     assert records.too_little(own | {"restarted": {"microbatches_per_hour": 1001.0}})
-
-
-def test_the_picture_has_a_place_for_each_fault():
-    fault = {"kind": "kill", "edge": "before", "phase": "ring", "all_back_s": 12.0}
-    noticed = fault | {"detected_s": 3.0, "recovered_s": 2.0}
-    unnoticed = fault | {"detected_s": None, "recovered_s": None}
-    for count in (1, 2, 100):
-        own = {
-            "faults": [*[noticed] * (count - 1), unnoticed],
-            "spared": {"host": 5, "after_each_fault": [CALM] * count},
-            "goodput": 0.85,
-            "restarted": {"goodput": 0.4},
-        }
-        figure = report.picture(own)
-        assert overlapping_texts(figure) == []
-        corners = [corners for label, corners in curves(figure) if label[0] != "_" or corners > 2]
-        assert corners[-4:] == [count, count, count - 1, count]
 
 
 class Hurried:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,7 +26,6 @@ from experiments.paper.campaign import CONFIGS, SEEDS, Campaign, Run, runs_of, s
 from experiments.paper.jobs import REPOSITORY
 from experiments.paper.study_command import RESULTS, write
 from skippipe_jax.config import load_config, to_tree
-from tests.harness.paper_results import made_up
 from tests.harness.pictures import overlapping_texts
 
 PLAN, PATHS = {"plan.file"}, {"plan.file", "plan.method"}
@@ -197,34 +194,22 @@ def test_what_is_trained_is_not_trained_again(
         assert trained.summary(run) is None
 
 
-@pytest.mark.nightly
-def test_random_paths_are_others_for_another_seed(trained: Campaign):
-    seeds = [trained.config(Run("skip33_random", seed))["plan"]["seed"] for seed in range(3)]
-    draws = trained.config(Run("skip33_random", 0))["recipe"]["redraws"]
+def test_random_paths_are_others_for_another_seed(tmp_path: Path):
+    campaign = Campaign(tmp_path, quick=True)
+    seeds = [campaign.config(Run("skip33_random", seed))["plan"]["seed"] for seed in range(3)]
+    draws = campaign.config(Run("skip33_random", 0))["recipe"]["redraws"]
     assert all(b - a >= draws for a, b in itertools.pairwise(seeds))
 
 
-SECONDS = {
-    network: {"full": 80.0, "skip25": 55.0, "skip33": 44.0, "skip50": 35.0 - n, "small67": 50.0}
-    for n, network in enumerate(plans.NETWORKS)
-}
-
-
-def test_committed_results_are_of_the_committed_configurations(tmp_path: Path):
+def test_committed_results_and_figures_are_of_the_committed_configurations(tmp_path: Path):
     campaign, runs = Campaign(tmp_path, quick=False), runs_of(SEEDS, quick=False)
-    there = {path.stem for path in campaign.results.glob("*.json")}
-    assert there == {run.name for run in runs if campaign.summary(run) is not None}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("module", [convergence, robustness, trade_off])
-def test_committed_figures_are_those_of_the_committed_results(module: Any, tmp_path: Path):
-    found = Campaign(tmp_path, quick=False).finished(runs_of(SEEDS, quick=False))
-    committed = json.loads((RESULTS / f"{module.NAME}.json").read_text())
-    seconds = [committed["iteration_s"]] if module is trade_off else []
-    figures = module.figures_of(found, *seconds)
-    assert nine_digits({name: committed[name] for name in figures}) == nine_digits(figures)
-    assert overlapping_texts(module.draw(committed)) == []
+    assert {path.stem for path in campaign.results.glob("*.json")} == {run.name for run in runs}
+    found = campaign.finished(runs)
+    for module in (convergence, robustness, trade_off):
+        committed = json.loads((RESULTS / f"{module.NAME}.json").read_text())
+        seconds = [committed["iteration_s"]] if module is trade_off else []
+        figures = module.figures_of(found, *seconds)
+        assert nine_digits({name: committed[name] for name in figures}) == nine_digits(figures)
 
 
 def nine_digits(figures: dict[str, Any]) -> Any:
@@ -233,113 +218,13 @@ def nine_digits(figures: dict[str, Any]) -> Any:
 
 
 @pytest.mark.nightly
-def test_figures_of_one_arm_are_drawn_too(tmp_path: Path):
-    found = {"full": [made_up(loss, 300, gain=0.0) for loss in (1.5, 1.6)]}
-    convergence.draw(convergence.figures_of(found))
-    robustness.draw(robustness.figures_of(found))
-    path = tmp_path / "trade_off.json"
-    write(path, trade_off.figures_of(found, SECONDS), trade_off.draw)
-    assert json.loads(path.read_text())
+@pytest.mark.parametrize("module", [convergence, robustness, trade_off])
+def test_committed_figures_are_drawn(module: Any, tmp_path: Path):
+    committed = json.loads((RESULTS / f"{module.NAME}.json").read_text())
+    assert overlapping_texts(module.draw(committed)) == []
+    path = tmp_path / "figures.json"
+    write(path, committed, module.draw)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_loss_at_equal_time_lies_between_the_runs_or_beyond_them():
-    found = {
-        "full": [made_up(1.5, 400)],
-        "skip33": [made_up(1.7, 400, gain=0.1)],
-        "skip33_equal_time": [made_up(1.6, 800, gain=0.3)],
-    }
-    seconds = {
-        "as trained": {"full": 80.0, "skip33": 40.0},
-        "as long as full": {"full": 80.0, "skip33": 80.0},
-        "between": {"full": 80.0, "skip33": 80.0 / math.sqrt(2)},
-        "beyond": {"full": 80.0, "skip33": 20.0},
-    }
-    networks = trade_off.figures_of(found, seconds)["equal_time"]
-    losses = {name: own["loss"]["skip33"] for name, own in networks.items()}
-    scaled = {name: own["loss_scaled"]["skip33"] for name, own in networks.items()}
-    expected = {"as trained": 1.6, "as long as full": 1.7, "between": 1.65, "beyond": 1.5}
-    assert losses == {name: [pytest.approx(loss)] for name, loss in expected.items()}
-    expected = {"as trained": 1.3, "as long as full": 1.6, "between": 1.45, "beyond": 1.0}
-    assert scaled == {name: [pytest.approx(loss)] for name, loss in expected.items()}
-    beyond = [own["beyond_what_was_trained"]["skip33"] for own in networks.values()]
-    assert beyond == [False, False, False, True]
-
-
-def test_where_skipping_pays_is_judged_over_the_seeds_that_both_have():
-    found = {
-        "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.7, 1.5, 1.6)],
-        "skip33": [made_up(loss, 400) for loss in (1.7, 1.8)],
-        "skip33_equal_time": [made_up(loss, 800, gain=0.3) for loss in (1.4, 1.52)],
-        "small67": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.55, 1.5)],
-        "small67_equal_time": [made_up(loss, 800, gain=0.0) for loss in (1.3, 1.4, 1.3)],
-    }
-    seconds = {"regions": {"full": 80.0, "skip33": 40.0, "small67": 40.0}}
-    figures = trade_off.figures_of(found, seconds)
-    [of_regions] = figures["equal_time"].values()
-    control, smaller = of_regions["minus_control"], of_regions["minus_smaller"]
-    own = control["loss"]["skip33"]
-    assert (own["mean"], own["seeds"], own["pooled"]) == (pytest.approx(-0.09), 2, True)
-    assert control["loss_scaled"]["skip33"]["mean"] == pytest.approx(-0.39)
-    assert smaller["loss"]["skip33"]["mean"] == pytest.approx(0.11)
-    assert smaller["loss"]["full"]["seeds"] == 3
-    alike = figures["equal_data"]["minus_control"]["loss"]
-    assert alike["skip33"]["mean"] == pytest.approx(0.2)
-    assert alike["small67"]["mean"] == pytest.approx(-0.25 / 3, abs=1e-5)
-
-
-def test_robustness_compares_with_all_stages():
-    seeds = [made_up(math.log(p), 400, gain=math.log(2)) for p in (4.0, 6.0)]
-    figures = robustness.figures_of({"full": seeds})
-    keep, scaled = (figures["arms"]["full"][name] for name in ("keep", "keep_scaled"))
-    assert keep["6"] == {
-        "perplexity": pytest.approx(5.0),
-        "deviation": pytest.approx(0.2),
-        "least": pytest.approx(3.6),
-        "greatest": pytest.approx(6.6),
-    }
-    assert scaled["3"]["perplexity"] == pytest.approx(2.5 * math.exp(0.3))
-    for way in robustness.WAYS:
-        worse = figures["compared"][way]["worse_than_all_stages"]
-        assert worse["3"]["full"]["mean"] == pytest.approx(math.exp(0.3) - 1, abs=1e-5)
-
-
-def test_robustness_compares_with_the_control_and_with_smaller_models():
-    found = {
-        "full": [made_up(math.log(p), 400, gain=-0.5) for p in (4.0, 5.0, 6.0)],
-        "skip33": [made_up(math.log(p), 400, gain=math.log(2)) for p in (6.0, 8.0)],
-        "small67": [made_up(math.log(p), 400, 4, gain=0.0) for p in (4.0, 5.0)],
-    }
-    compared = robustness.figures_of(found)["compared"]
-    minus = compared["plain"]["minus_control"]["6"]["skip33"]
-    assert (minus["mean"], minus["seeds"]) == (pytest.approx(2.5), 2)
-    # The control as it is, also where the arm is scaled.
-    assert compared["scaled"]["minus_control"]["6"]["skip33"]["mean"] == pytest.approx(-1.0)
-    of_four = math.exp(0.2)
-    smaller = {way: compared[way]["minus_smaller"]["small67"] for way in robustness.WAYS}
-    assert smaller["plain"]["skip33"]["mean"] == pytest.approx(7 * of_four - 4.5, abs=1e-4)
-    assert smaller["scaled"]["skip33"]["mean"] == pytest.approx(3.5 * of_four - 4.5, abs=1e-4)
-    assert smaller["plain"]["full"]["seeds"] == 2
-
-
-def test_differences_in_convergence_pair_arms_with_their_controls():
-    found = {
-        "full": [made_up(loss, 400, gain=0.0) for loss in (1.5, 1.6, 1.8)],
-        "skip33": [made_up(loss, 400, gain=0.1) for loss in (1.7, 1.8, 2.0)],
-        "skip33_ends_full": [made_up(loss, 400, gain=-0.1) for loss in (1.6, 1.8)],
-    }
-    figures = convergence.figures_of(found)
-    assert figures["minus"].keys() == {"full", "skip33"}
-    plain = figures["minus"]["skip33"]["loss"]
-    scaled = figures["minus"]["skip33"]["loss_scaled_at_evaluation"]
-    assert plain.keys() == scaled.keys() == {"full", "skip33_ends_full"}
-    assert plain["skip33_ends_full"]["mean"] == pytest.approx(-0.05)
-    assert scaled["skip33_ends_full"]["mean"] == pytest.approx(0.15)
-    assert scaled["full"]["mean"] == pytest.approx(-0.1)
-    gains = figures["scaled_minus_plain"]
-    assert {arm: own["mean"] for arm, own in gains.items()} == pytest.approx(
-        {"skip33": -0.1, "skip33_ends_full": 0.1}
-    )
 
 
 def test_every_difference_that_is_drawn_is_written():
@@ -349,48 +234,13 @@ def test_every_difference_that_is_drawn_is_written():
     assert used == SEEDS.keys()
 
 
-def test_a_seed_without_the_ones_before_it_pairs_with_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    campaign = Campaign(tmp_path, quick=False)
-    there = {"full-0", "full-1", "full-2", "skip33-0", "skip33-2"}
-    found = made_up(1.5, 400)
-    monkeypatch.setattr(campaign, "summary", lambda run: found if run.name in there else None)
-    finished = campaign.finished(runs_of(["full", "skip33"], quick=False))
-    assert {arm: len(own) for arm, own in finished.items()} == {"full": 3, "skip33": 1}
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", f"experiments.paper.{words[0]}", *words[1:]]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_figure_is_made_quickly(tmp_path: Path):
     begun_s = time.monotonic()
-    subprocess.run(
-        command("reproduce", "--quick", "--folder", str(tmp_path)), cwd=REPOSITORY, check=True
-    )
+    words = ["-m", "experiments.paper.reproduce", "--quick", "--folder", str(tmp_path)]
+    subprocess.run([sys.executable, *words], cwd=REPOSITORY, check=True)
     assert time.monotonic() - begun_s < 15 * 60
     for name in reproduce.MODULES:
         assert json.loads((tmp_path / f"{name}.json").read_text())["commit"]
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_a_campaign_that_is_stopped_goes_on(tmp_path: Path):
-    arguments = ("reproduce", "--quick", "--folder", str(tmp_path), "--only", "robustness")
-    process = subprocess.Popen(command(*arguments), cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    runs = tmp_path / "runs"
-    deadline_s = time.monotonic() + 300
-    while not any(path.stat().st_size for path in runs.glob("*/metrics.jsonl")):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(120) == 130
-    assert any(runs.glob("*/checkpoints/*"))
-    done = subprocess.run(command(*arguments), cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "robustness.json").exists()
-    logs = [path.read_text() for path in (tmp_path / "logs").iterdir()]
-    assert any("stopped by SIGTERM after step" in log for log in logs)

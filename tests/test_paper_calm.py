@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,49 +13,31 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.paper import calm, first_weights, jobs
+from experiments.paper import calm, jobs
 from experiments.paper.campaign import Campaign, Run
-from experiments.paper.jobs import REPOSITORY
-from skippipe_jax.campaign import running
 from skippipe_jax.config import parse_config
 from skippipe_jax.models.llama import stage_shapes
 from skippipe_jax.training.initial_weights import open_initial_weights
 from tests.harness.paper_results import made_up
 
 
-def test_a_job_is_trained_and_summed_up_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    commands, flags = list[Sequence[str]](), list[str]()
-
-    async def run_command(_: object, task: running.Task, command: Sequence[str], *__: Any) -> int:
-        """End well, and let a summing up write what it found."""
-        commands.append(command)
-        flags.append(task.environment()["XLA_FLAGS"])
-        if command[0].endswith("summary"):
-            given = dict(itertools.pairwise(command))
-            found = replace(made_up(1.5, 400), digest=given["--digest"])
-            Path(given["--output"]).write_text(json.dumps(asdict(found)))
-        return 0
-
-    monkeypatch.setattr(running._Campaign, "_run_command", run_command)
+def test_a_job_is_done_once_its_training_is_summed_up(tmp_path: Path):
     config = Campaign(tmp_path, quick=True).config(Run("full", 0))
     job = jobs.Job(
         name="one", digest="1", config=config, results=tmp_path, folder=tmp_path, command="",
         flags="--xla_cpu_max_isa=AVX2",
     )  # fmt: skip
-    jobs.train([job], tmp_path)
-    names = [command[0] for command in commands]
-    assert names == ["skippipe_jax.train", "experiments.paper.summary"]
-    assert all(own.split()[-1] == job.flags for own in flags)
-    assert jobs.ONE_THREAD["XLA_FLAGS"] in flags[0]
-    found = job.summary()
-    assert found is not None
-    assert found.loss == 1.5
-    assert "one: held-out loss 1.5000" in capsys.readouterr().out
-    jobs.train([job], tmp_path)
-    assert len(commands) == 2
-    assert replace(job, digest="2").summary() is None
+    flags = job.environment()["XLA_FLAGS"]
+    assert flags == f"{jobs.ONE_THREAD['XLA_FLAGS']} {job.flags}"
+    assert not job.is_done()
+    training, summing_up = (command() for command in job.commands())
+    assert (training[0], summing_up[0]) == ("skippipe_jax.train", "experiments.paper.summary")
+    given = dict(itertools.pairwise(summing_up))
+    found = replace(made_up(1.5), digest=given["--digest"])
+    Path(given["--output"]).write_text(json.dumps(asdict(found)))
+    assert job.is_done()
+    assert job.found().startswith("held-out loss 1.5000")
+    assert not replace(job, digest="2").is_done()
 
 
 def test_first_weights_are_drawn_as_a_run_draws_them(
@@ -71,9 +50,9 @@ def test_first_weights_are_drawn_as_a_run_draws_them(
         def create(key: jax.Array, first_layer: int) -> tuple[Any, None, None]:
             return (jax.random.key_data(key).tolist(), first_layer), None, None
 
-    monkeypatch.setattr(first_weights, "functions_of_run", lambda _, stages: [Functions] * stages)
+    monkeypatch.setattr(calm, "functions_of_run", lambda _, stages: [Functions] * stages)
     config = parse_config(Campaign(tmp_path, quick=True).config(Run("full", 7)))
-    weights = first_weights.drawn(config, 6)
+    weights = calm.drawn_weights(config, 6)
     key = jax.random.key_data(jax.random.key(7)).tolist()
     assert [weights(stage) for stage in range(6)] == [(key, 2 * stage) for stage in range(6)]
 
@@ -84,7 +63,7 @@ def test_first_weights_change_by_as_much_as_they_are_told(tmp_path: Path):
     shapes = stage_shapes(config.model, 6)
     given = jax.tree.map(lambda own: random.normal(size=own.shape).astype(own.dtype), shapes)
     for name, changed_by, draw in (("as_they_are", 0.0, 1), ("one", 1e-6, 1), ("two", 1e-6, 2)):
-        first_weights.write(config.model, 6, given.__getitem__, changed_by, draw, tmp_path / name)
+        calm.write_weights(config.model, 6, given.__getitem__, changed_by, draw, tmp_path / name)
 
     def read(name: str) -> list[np.ndarray]:
         # As a run does that begins from them.
@@ -108,7 +87,7 @@ def test_first_weights_change_by_as_much_as_they_are_told(tmp_path: Path):
 
 
 def test_the_study_repeats_the_campaigns_runs(tmp_path: Path):
-    study = calm.Study(tmp_path, quick=False, instructions=["AVX2", "SSE4_2"])
+    study = calm.Study(tmp_path, instructions=["AVX2", "SSE4_2"])
     runs = study.tasks()
     assert len(runs) == 5 + 5 + 3 + 2
     assert len({job.name for job in runs}) == len({job.digest for job in runs}) == len(runs)
@@ -132,7 +111,7 @@ def test_the_study_repeats_the_campaigns_runs(tmp_path: Path):
 def test_first_weights_that_are_there_are_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    study = calm.Study(tmp_path, quick=True, instructions=[])
+    study = calm.Study(tmp_path, instructions=[])
     drawn: list[int] = []
 
     def write(*given: Any) -> None:
@@ -140,22 +119,22 @@ def test_first_weights_that_are_there_are_not_written_again(
         target.mkdir()
         drawn.append(draw)
 
-    monkeypatch.setattr(first_weights, "write", write)
+    monkeypatch.setattr(calm, "write_weights", write)
     monkeypatch.setattr(jobs, "train", lambda *_: None)
     for _ in range(2):
         study.train()
-    assert drawn == [1] * len(calm.REPEATED)
+    assert drawn == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
 
 def test_the_spread_of_repetitions():
-    campaign = made_up(1.5, 400)
+    campaign = made_up(1.5)
     figures = calm.figures_of(
         {
-            "full": [campaign, made_up(1.502, 400), made_up(1.504, 400)],
-            "skip33": [made_up(1.6, 400)],
+            "full": [campaign, made_up(1.502), made_up(1.504)],
+            "skip33": [made_up(1.6)],
         },
-        {"SSE4_2": made_up(1.51, 400), "AVX2": made_up(1.5, 400)},
-        {"full": campaign, "skip33": made_up(1.7, 400)},
+        {"SSE4_2": made_up(1.51), "AVX2": made_up(1.5)},
+        {"full": campaign, "skip33": made_up(1.7)},
     )
     own = figures["repetitions"]["full"]
     assert (own["greatest_minus_least"], own["deviation"]) == pytest.approx((0.004, 0.002))
@@ -177,7 +156,7 @@ def test_instructions_are_those_that_the_processor_has(tmp_path: Path):
 
 
 def test_the_committed_study_says_that_the_recipe_is_calm(tmp_path: Path):
-    study = calm.Study(tmp_path, quick=False)
+    study = calm.Study(tmp_path)
     committed = json.loads(study.result.read_text())
     assert committed["digest"] == study.digest()
     repeated = committed["repetitions"]
@@ -189,25 +168,3 @@ def test_the_committed_study_says_that_the_recipe_is_calm(tmp_path: Path):
         assert max(losses) - min(losses) == pytest.approx(own["greatest_minus_least"], abs=1e-5)
         assert own["greatest_minus_least"] < 0.01
     assert committed["equals_the_campaign"] == {"full": True, "skip33": True}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_spread_is_printed_quickly(tmp_path: Path):
-    arguments = [
-        sys.executable,
-        "-m",
-        "experiments.paper.calm",
-        "--quick",
-        "--folder",
-        str(tmp_path),
-    ]
-    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "deviation" in done.stdout
-    figures = json.loads((tmp_path / "calm" / "calm.json").read_text())
-    for own in figures["repetitions"].values():
-        assert len(own["loss"]) == 2
-        # The weights that are changed are those of the run that is repeated.
-        assert own["greatest_minus_least"] < 0.001
-    assert figures["instructions"]["loss"].keys() == set(calm.available())

@@ -48,16 +48,19 @@ def trained(run: GatedRun, steps: int) -> tuple[Training, list[float]]:
 
 
 def test_gates_equal_the_oracle_along_the_same_stages():
-    training, losses = trained(RUN, 4)
+    """In an iteration of each phase."""
+    run = replace(RUN, steps=2)
+    training, losses = trained(run, run.steps)
     phases = []
-    for step in range(4):
-        rows = batches(RUN, TEXT, step)
-        rng = np.random.default_rng([RUN.seed, 2, step])
-        partial = drawn_stages(rng, RUN.skipping(step), 3, RUN.stages).tolist()
-        paths = partial + [list(range(RUN.stages))] * (len(rows) - len(partial))
+    for step in range(run.steps):
+        rows = batches(run, TEXT, step)
+        rng = np.random.default_rng([run.seed, 2, step])
+        partial = drawn_stages(rng, run.skipping(step), 3, run.stages).tolist()
+        paths = partial + [list(range(run.stages))] * (len(rows) - len(partial))
         iteration = [Batch(tokens=own[:, :-1], targets=own[:, 1:]) for own in rows]
-        phases.append(oracle.Phase((1,) * RUN.stages, paths, [iteration]))
-    expected, of_oracle = oracle.train_by(RUN.model, optimizer_config(RUN), phases, RUN.seed, 4)
+        phases.append(oracle.Phase((1,) * run.stages, paths, [iteration]))
+    rule = optimizer_config(run)
+    expected, of_oracle = oracle.train_by(run.model, rule, phases, run.seed, run.steps)
     np.testing.assert_allclose(losses, of_oracle, rtol=0, atol=1e-5)
     for stage, own in enumerate(expected):
         chosen = jax.tree.map(
@@ -164,7 +167,7 @@ def test_runs_that_go_on_begin_with_the_trained_weights_and_take_the_time_of_ful
         assert task.start.text == study_text.GENERAL
         assert task.start.run.seed == task.run.seed
         assert not task.start.run.phases
-        assert (arm == "full") == (task.run.steps == study.goes_on.steps)
+        assert (arm == "full") == (task.run.steps == recipe_continued.GOES_ON.steps)
     one, _ = trained(RUN, 1)
     one.save(tmp_path / "state.npz")
     other = Training(replace(RUN, seed=1))

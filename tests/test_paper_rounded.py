@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from experiments.paper import rounded_hops, rounded_state
 
 
 def test_runs_differ_from_the_campaigns_in_how_hops_travel_alone(tmp_path: Path):
-    study = rounded_hops.Study(tmp_path, quick=False)
+    study = rounded_hops.Study(tmp_path)
     assert {run.arm for run in study.runs} == {"full", "skip33"}
     assert {run.seed for run in study.runs} == set(range(5))
     for run in study.runs:
@@ -22,38 +20,23 @@ def test_runs_differ_from_the_campaigns_in_how_hops_travel_alone(tmp_path: Path)
 
 
 def test_runs_differ_in_how_state_is_held_alone(tmp_path: Path):
-    study = rounded_state.Study(tmp_path, quick=False)
-    assert [(run.held, run.seed) for run in study.runs] == [
-        (held, seed) for held in ("float32", "bfloat16") for seed in range(5)
+    study = rounded_state.Study(tmp_path)
+    jobs = study.tasks()
+    assert [job.name for job in jobs] == [
+        f"{held}-{seed}" for held in ("float32", "bfloat16") for seed in range(5)
     ]
-    for exact, rounded in zip(study.runs[:5], study.runs[5:], strict=True):
-        own, other = study.job(exact).config, study.job(rounded).config
+    for exact, rounded in zip(jobs[:5], jobs[5:], strict=True):
+        own, other = exact.config, rounded.config
         assert own["train"] == {"steps": 500}
         assert other["model"] == own["model"] | {"parameter_dtype": "bfloat16"}
         assert other["optimizer"] == own["optimizer"] | {"moment_dtype": "bfloat16"}
         rest = {"model": None, "optimizer": None}
         assert {**own, **rest} == {**other, **rest}
-        assert study.job(exact).digest != study.job(rounded).digest
-
-
-def test_differences_are_paired_by_seed():
-    control = {"full": [1.0, 2.0, 3.0], "skip33": [2.0, 2.0, 2.0]}
-    rounded = {"full": [1.1, 2.1, 3.1], "skip33": [2.0, 2.1, 1.9]}
-    hops = rounded_hops.figures_of(rounded, control)
-    state = rounded_state.figures_of({"float32": control["full"], "bfloat16": [1.0, 2.1, 2.9]})
-    full = hops["difference"]["full"]
-    assert full["mean"] == pytest.approx(0.1)
-    assert full["high"] - full["low"] == pytest.approx(0.0, abs=1e-4)
-    for found in (hops["difference"]["skip33"], state["difference"]["bfloat16"]):
-        assert found["mean"] == pytest.approx(0.0, abs=1e-5)
-        # Three seeds with a deviation of 0.1: 4.303 standard errors to each side.
-        assert found["high"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)
-    assert "full     +0.1000 +0.1000 +0.1000: +0.1000" in rounded_hops.table(hops)
-    assert "bfloat16 +0.0000 +0.1000 -0.1000: +0.0000" in rounded_state.table(state)
+        assert exact.digest != rounded.digest
 
 
 def test_the_committed_studies_are_of_these_runs(tmp_path: Path):
-    hops, state = (own.Study(tmp_path, quick=False) for own in (rounded_hops, rounded_state))
+    hops, state = (own.Study(tmp_path) for own in (rounded_hops, rounded_state))
     of_hops, of_state = (json.loads(study.result.read_text()) for study in (hops, state))
     for study, committed in ((hops, of_hops), (state, of_state)):
         assert committed["digest"] == study.digest()
@@ -64,6 +47,6 @@ def test_the_committed_studies_are_of_these_runs(tmp_path: Path):
         assert losses["float32"][arm] == own
         assert len(losses["int8"][arm]) == 5
     assert of_hops.items() >= rounded_hops.figures_of(losses["int8"], losses["float32"]).items()
-    for held, own in of_state["loss"].items():
-        assert own == [state.job(run).trained().loss for run in state.runs if run.held == held]
-    assert of_state.items() >= rounded_state.figures_of(of_state["loss"]).items()
+    assert of_state.items() >= state.figures().items()
+    assert "full     +0.0007 +0.0001 +0.0013" in rounded_hops.table(of_hops)
+    assert "-0.0032 (-0.0175 to +0.0112)" in rounded_state.table(of_state)

@@ -75,17 +75,10 @@ def loading(config: Config, iterations: int) -> dict[str, Any]:
             write_tokens(folder, [PYTHON], BYTES, data.held_out, data.shuffle_seed, processes=1)
         for source, path in (("python", None), ("tokens", str(tokens))):
             for packing in ("windows", "documents"):
-                speed = loader_speed(
-                    replace(config.data, source=source, path=path, packing=packing)
-                )
-                results.append(
-                    {
-                        "source": source,
-                        "packing": packing,
-                        "tokens_per_second": round(speed),
-                        "ratio": round(speed / trained, 1),
-                    }
-                )
+                how = {"source": source, "packing": packing}
+                speed = loader_speed(replace(config.data, path=path, **how))
+                figures = {"tokens_per_second": round(speed), "ratio": round(speed / trained, 1)}
+                results.append(how | figures)
     return {"trainer_tokens_per_second": round(trained), "results": results}
 
 

@@ -33,7 +33,6 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +47,7 @@ import numpy as np
 from experiments.benchmarks.harness import reporting
 from experiments.benchmarks.harness.turns import Iteration, in_turns, ratio, require_alike
 from experiments.benchmarks.one_process import SEED, Workload, one_device, pipeline
+from skippipe_jax.campaign.running import ONE_THREAD
 from skippipe_jax.config import PRESETS, ModelConfig
 from skippipe_jax.config.model import RECOMPUTE
 
@@ -61,11 +61,6 @@ PROGRAMS: dict[str, Callable[[Workload], Iteration]] = {
     PLAIN[1]: functools.partial(one_device, scanned=False, accumulating=False),
     "accumulating, scanned": functools.partial(one_device, scanned=True, accumulating=True),
     ACCUMULATING: functools.partial(one_device, scanned=False, accumulating=True),
-}
-ONE_THREAD = {
-    "JAX_PLATFORMS": "cpu",
-    "PJRT_NPROC": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
 }
 PRODUCTS, COPIES, NUMBERS = "products", "copies", "number by number"
 KINDS: Sequence[str] = (PRODUCTS, COPIES, NUMBERS)
@@ -235,18 +230,13 @@ def _in_own_process(arguments: argparse.Namespace, recompute: str, cache: str, p
     own = ["--recompute", recompute, "--part", part]
     for name in (*WORKLOAD, *TURNS):
         own += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    finished = subprocess.run(
-        [sys.executable, "-m", "experiments.benchmarks.overhead", *own],
-        env={
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        | os.environ,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(finished.stdout.splitlines()[-1])["found"]
+    caching = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    environment = {name: os.environ.get(name, value) for name, value in caching.items()}
+    module = "-m", "experiments.benchmarks.overhead"
+    return reporting.found_by(*module, *own, **environment)["found"]
 
 
 def _part(arguments: argparse.Namespace) -> Any:

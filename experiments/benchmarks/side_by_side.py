@@ -75,10 +75,5 @@ def measure(_: argparse.Namespace, report: dict[str, Any]) -> str:
     return table(report)
 
 
-def main() -> int:
-    """Parse the command line, train and report; returns the exit code."""
-    return reporting.run("side_by_side", __doc__, measure)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reporting.run("side_by_side", __doc__, measure))

@@ -1,7 +1,6 @@
 """How far chance moves a run: the same run again, with another order of rounding.
 
     python -m experiments.paper.calm              trains what is missing, and prints the spread
-    python -m experiments.paper.calm --quick      small, in minutes
 
 One seed of the control and of the arm with a third skipped is trained again and again, each time
 from first weights that differ by 1e-6, which is what rounding comes to. The control is trained with
@@ -12,20 +11,26 @@ where chance has it. Repetition 0 is the campaign's own run, with nothing change
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from experiments.paper import first_weights, jobs, study_command
+from experiments.paper import jobs, study_command
 from experiments.paper.campaign import Run
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
-from skippipe_jax.config import parse_config
+from skippipe_jax.config import Config, ModelConfig, parse_config
+from skippipe_jax.config.data import TOKENIZER_FOLDER
+from skippipe_jax.interop import huggingface
+from skippipe_jax.runtime.stage_functions import Parameters, functions_of_run
+from skippipe_jax.storage.files import new_directory
 
 CHANGED_BY = 1e-6
 SEED = 0
@@ -52,26 +57,21 @@ class Repeated:
 
 REPEATED = (Repeated("full", 5), Repeated("skip33", 5), Repeated("full", 3, former=True))
 ON_INSTRUCTIONS = REPEATED[0]
-QUICK_TIMES = 2
 
 
 class Study(study_command.CampaignStudy):
     """The runs that are repeated, and what they have come to."""
 
     NAME = "calm"
-    QUICK = "small models, two repetitions"
 
-    def __init__(
-        self, folder: Path, quick: bool = False, instructions: Sequence[str] | None = None
-    ):
+    def __init__(self, folder: Path, instructions: Sequence[str] | None = None):
         """`instructions` are by default those that the processor has."""
-        super().__init__(folder, quick)
+        super().__init__(folder)
         self.instructions = available() if instructions is None else instructions
 
     def repetitions(self, repeated: Repeated) -> list[Job]:
         """The same run again and again."""
-        times = min(repeated.times, QUICK_TIMES) if self.quick else repeated.times
-        return [self._job(repeated, draw) for draw in range(times)]
+        return [self._job(repeated, draw) for draw in range(repeated.times)]
 
     def on_instructions(self) -> dict[str, Job]:
         """The control with nothing changed, with the instructions that XLA may take."""
@@ -97,7 +97,7 @@ class Study(study_command.CampaignStudy):
         figures = figures_of(
             {own.name: [job.trained() for job in self.repetitions(own)] for own in REPEATED},
             {name: job.trained() for name, job in self.on_instructions().items()},
-            {arm: self.campaign.summary(Run(arm, SEED)) for arm in arms},
+            {arm: self.campaign.trained(Run(arm, SEED)) for arm in arms},
         )
         return figures | {"digest": self.digest()}
 
@@ -125,7 +125,6 @@ class Study(study_command.CampaignStudy):
             results=self.folder / "results",
             folder=self.folder,
             command=self.command,
-            quick=self.quick,
             flags=f"--xla_cpu_max_isa={instructions}" if instructions else "",
         )
 
@@ -137,8 +136,50 @@ def _write_first_weights(job: Job, draw: int) -> None:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         parsed, stages = parse_config(config), len(jobs.plan_of(config).stages)
-        weights = first_weights.drawn(parsed, stages)
-        first_weights.write(parsed.model, stages, weights, CHANGED_BY, draw, target)
+        weights = drawn_weights(parsed, stages)
+        write_weights(parsed.model, stages, weights, CHANGED_BY, draw, target)
+
+
+def drawn_weights(config: Config, stages: int) -> Callable[[int], Parameters]:
+    """The first weights of a stage, by its number, as a run with so many stages draws them."""
+    layers = config.model.stage_partition(stages)
+    # By the run's own program: compiled otherwise, some would be rounded otherwise.
+    functions = functions_of_run(config, stages)
+    key = jax.random.key(config.seed)
+    return lambda stage: functions[stage].create(key, layers.blocks(stage).start)[0]
+
+
+def write_weights(
+    model: ModelConfig,
+    stages: int,
+    weights: Callable[[int], Parameters],
+    changed_by: float,
+    draw: int,
+    target: Path,
+) -> None:
+    """Write the weights of all stages, changed as `draw` says, as a model to begin from.
+
+    Each is multiplied by one plus so much times a number from the standard normal distribution.
+
+    Raises:
+        InputError: if `target` is not new.
+    """
+
+    def changed(stage: int) -> Parameters:
+        random = np.random.default_rng([draw, stage])
+
+        def change(leaf: jax.Array) -> np.ndarray:
+            factors = 1 + changed_by * random.standard_normal(leaf.shape)
+            return (np.asarray(leaf) * factors).astype(leaf.dtype)
+
+        return jax.tree.map(change, weights(stage))
+
+    with new_directory(target, "--output") as folder:
+        huggingface.write_weights(folder, model, stages, changed, model.parameter_dtype)
+        # The runs train on bytes, so there is no such folder, which says so.
+        companions = folder / TOKENIZER_FOLDER
+        described = huggingface.config_json(model, model.parameter_dtype, companions)
+        (folder / huggingface.CONFIG).write_text(json.dumps(described), encoding="utf-8")
 
 
 def available(processor: Path = PROCESSOR) -> list[str]:
@@ -151,16 +192,15 @@ def available(processor: Path = PROCESSOR) -> list[str]:
 def figures_of(
     repeated: Mapping[str, Sequence[Summary]],
     on_instructions: Mapping[str, Summary],
-    of_campaign: Mapping[str, Summary | None],
+    of_campaign: Mapping[str, Summary],
 ) -> dict[str, Any]:
     """What is written of repetitions, of runs by their instructions, and of the campaign's runs."""
     return {
         "changed_by": CHANGED_BY,
         "seed": SEED,
         "repetitions": {
-            name: {"loss": losses, **_spread(losses)}
+            name: {"loss": (losses := [own.loss for own in found]), **_spread(losses)}
             for name, found in repeated.items()
-            if (losses := [own.loss for own in found])
         },
         "instructions": {
             "loss": {name: found.loss for name, found in on_instructions.items()},
@@ -169,7 +209,6 @@ def figures_of(
         "equals_the_campaign": {
             arm: own.loss == repeated[arm][0].loss and own.curve == repeated[arm][0].curve
             for arm, own in of_campaign.items()
-            if own is not None
         },
     }
 
@@ -210,10 +249,5 @@ def _line(name: str, losses: Sequence[float], spread: Mapping[str, float | None]
     )
 
 
-def main() -> int:
-    """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(Study, __doc__, table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, table))

@@ -86,11 +86,11 @@ def runs_of(arms: Iterable[str], quick: bool) -> list[Run]:
 class Campaign:
     """Where the runs of a campaign train, and where their summaries are."""
 
-    def __init__(self, folder: Path, quick: bool, results: Path = RESULTS):
-        """`folder` is worked in; a quick campaign leaves its summaries there, not in `results`."""
+    def __init__(self, folder: Path, quick: bool):
+        """`folder` is worked in; a quick campaign leaves its summaries there."""
         self.folder = folder.resolve()
         self.quick = quick
-        self.results = self.folder / "results" if quick else results
+        self.results = self.folder / "results" if quick else RESULTS
 
     def config(self, run: Run) -> dict[str, Any]:
         """The configuration of a run as a file holds it, but for its folder."""
@@ -128,15 +128,14 @@ class Campaign:
         return summary
 
     def finished(self, runs: Iterable[Run]) -> dict[str, list[Summary]]:
-        """The summaries that are there, by arm, of the first seeds up to one that is missing.
+        """Return the summaries of trained runs by arm, in the order of their seeds.
 
-        So those of two arms pair by seed.
+        Raises:
+            InputError: if one has not been trained.
         """
         found: dict[str, list[Summary]] = {}
         for run in sorted(runs, key=lambda run: run.seed):
-            summary = self.summary(run)
-            if summary is not None and len(found.get(run.arm, [])) == run.seed:
-                found.setdefault(run.arm, []).append(summary)
+            found.setdefault(run.arm, []).append(self.trained(run))
         return found
 
     def train(self, runs: Sequence[Run]) -> dict[str, list[Summary]]:

@@ -94,8 +94,8 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def figures_of(found: dict[str, list[Summary]]) -> dict[str, Any]:
-    """What is drawn, for the arms that are there."""
-    found = {arm: found[arm] for arm in ARMS if arm in found}
+    """What is drawn, of the summaries of each arm's seeds."""
+    found = {arm: found[arm] for arm in ARMS}
     losses = {arm: [seed.loss for seed in seeds] for arm, seeds in found.items()}
     scaled = {arm: [seed.loss_scaled for seed in seeds] for arm, seeds in found.items()}
     gains = {arm: intervals.paired(own, losses[arm]) for arm, own in scaled.items()}
@@ -108,7 +108,6 @@ def figures_of(found: dict[str, list[Summary]]) -> dict[str, Any]:
                 "loss_scaled_at_evaluation": _minus(control, arms, scaled),
             }
             for control, arms in COMPARED.items()
-            if control in found
         },
         "scaled_minus_plain": intervals.figures(
             {arm: own for arm, own in gains.items() if any(own)}
@@ -152,7 +151,7 @@ def draw(figures: dict[str, Any]) -> Figure:
     _curves(time, arms, IN_TIME, in_time=True)
     time.set_title("Against time, on 20 nodes in 12 regions")
     for axes, (title, (control, shown)) in zip(chain(*rows), PANELS.items(), strict=True):
-        _differences(axes, figures["minus"].get(control), shown)
+        _differences(axes, figures["minus"][control], shown)
         axes.set_title(title)
     return figure
 
@@ -160,8 +159,6 @@ def draw(figures: dict[str, Any]) -> Figure:
 def _curves(axes: Any, arms: dict[str, Any], shown: dict[str, Any], *, in_time: bool) -> None:
     lowest, ends = np.inf, []
     for arm, (label, color) in shown.items():
-        if arm not in arms:
-            continue
         curve = arms[arm]["curve"]
         in_millions = arms[arm]["tokens_per_iteration"] / 1e6
         hours = np.array(curve["simulated_s"]) / 3600
@@ -172,23 +169,20 @@ def _curves(axes: Any, arms: dict[str, Any], shown: dict[str, Any], *, in_time: 
     axes.set_xlabel("simulated hours, averaging included" if in_time else "million bytes read")
     axes.set_ylabel("held-out loss, nats per byte")
     axes.set_xlim(left=0)
-    if ends:
-        # What comes in the first quarter is steep, and would leave no room for the rest.
-        axes.set_ylim(lowest - 0.03, max(ends) + 0.02)
-        axes.legend()
+    # What comes in the first quarter is steep, and would leave no room for the rest.
+    axes.set_ylim(lowest - 0.03, max(ends) + 0.02)
+    axes.legend()
 
 
-def _differences(axes: Any, minus: dict[str, Any] | None, shown: dict[str, str]) -> None:
+def _differences(axes: Any, minus: dict[str, Any], shown: dict[str, str]) -> None:
     """A row for each arm: its difference with the interval, hollow with branches scaled."""
-    plain = {} if minus is None else minus["loss"]
-    scaled = {} if minus is None else minus["loss_scaled_at_evaluation"]
-    rows = [arm for arm in shown if arm in plain]
-    for row, arm in enumerate(rows):
+    plain, scaled = minus["loss"], minus["loss_scaled_at_evaluation"]
+    for row, arm in enumerate(shown):
         drawing.interval(axes, row - 0.15, plain[arm], BLACK)
         if scaled[arm]["mean"] != plain[arm]["mean"]:
             drawing.interval(axes, row + 0.2, scaled[arm], BLUE, hollow=True)
     axes.axvline(0.0, color=BLACK, linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(rows)), [shown[arm] for arm in rows])
-    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.set_yticks(range(len(shown)), [*shown.values()])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlabel("nats per byte (hollow: scaled)")
     axes.grid(axis="y", visible=False)

@@ -14,8 +14,8 @@ from skippipe_jax.config.extras import require
 WIDTH = 9.0
 DPI = 160
 # Of Okabe and Ito: told apart by whoever does not see all colours.
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00",
 )  # fmt: skip
 STYLE: dict[Any, Any] = {
     "font.size": 9,

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skippipe_sched import fields
-
 from experiments.paper import jobs, study_text
 from experiments.paper.gates import GatedRun, state_of
 from skippipe_jax.campaign.running import ONE_THREAD
@@ -68,10 +66,7 @@ class GatedTask:
 
     def result(self) -> dict[str, Any] | None:
         """Read the result, if there is one of this very run."""
-        if not self.output.exists():
-            return None
-        found = dict(fields.load_json(self.output, str(self.output)))
-        return found if found["digest"] == self.digest else None
+        return jobs.read_result(self.output, self.digest)
 
     def is_done(self) -> bool:
         """Tell whether the result is there."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,59 +29,34 @@ HOW = (
 )
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds, and where it lies with 95% confidence.
-
-    Attributes:
-        mean: over the seeds.
-        low, high: the ends; None where no arm has more than one seed.
-        seeds: how many there are.
-        pooled: whether the deviation is that of all arms together, not its own.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: int
-    pooled: bool
-
-    def figures(self) -> dict[str, Any]:
-        """What is written of it."""
-        return {
-            name: round(value, DIGITS) if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
-
-
 def paired(arm: Sequence[float], control: Sequence[float]) -> list[float]:
     """The differences of an arm from its control over the first seeds, which both have."""
     return [own - other for own, other in zip(arm, control, strict=False)]
 
 
-def intervals(arms: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
-    """The interval of each arm's mean, from its value for each seed; arms are pooled together."""
+def figures(arms: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Compute the interval of each arm's mean, from its value for each seed, as it is written.
+
+    An interval has the `mean`; its ends `low` and `high`, None where no arm has more than one seed;
+    how many `seeds` there are; and whether the deviation is `pooled`, that of all arms together.
+    """
     squares = {arm: float(np.var(values)) * len(values) for arm, values in arms.items()}
     degrees = {arm: len(values) - 1 for arm, values in arms.items()}
 
-    def interval(arm: str, values: Sequence[float]) -> Interval:
+    def interval(arm: str, values: Sequence[float]) -> dict[str, Any]:
         pooled = len(values) < OWN_SEEDS
         beside = arms if pooled else [arm]
         freedom = sum(degrees[name] for name in beside)
-        mean = float(np.mean(values))
-        if not freedom:
-            return Interval(mean, None, None, len(values), pooled)
-        deviation = math.sqrt(sum(squares[name] for name in beside) / freedom)
-        quantile = float(student.ppf((1 + LEVEL) / 2, freedom))
-        half = quantile * deviation / math.sqrt(len(values))
-        return Interval(mean, mean - half, mean + half, len(values), pooled)
+        mean, low, high = float(np.mean(values)), None, None
+        if freedom:
+            deviation = math.sqrt(sum(squares[name] for name in beside) / freedom)
+            quantile = float(student.ppf((1 + LEVEL) / 2, freedom))
+            half = quantile * deviation / math.sqrt(len(values))
+            low, high = round(mean - half, DIGITS), round(mean + half, DIGITS)
+        ends = {"mean": round(mean, DIGITS), "low": low, "high": high}
+        return ends | {"seeds": len(values), "pooled": pooled}
 
     return {arm: interval(arm, values) for arm, values in arms.items()}
-
-
-def figures(arms: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """The intervals of arms as they are written."""
-    return {arm: interval.figures() for arm, interval in intervals(arms).items()}
 
 
 def minus(arms: Mapping[str, Sequence[float]], control: Sequence[float]) -> dict[str, Any]:

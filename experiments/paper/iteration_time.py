@@ -128,9 +128,13 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     # Compiles what is not yet compiled, so that no search counts it.
     make_plan(cases.load(YARDSTICK), SEARCHING, Search(budget_s=0.01))
-    parts = jobs_of(scope)
-    row_of = {job: _row(job, folder) for job in dict.fromkeys(chain(*parts))}
-    rows, in_flight, searches = ([row_of[job] for job in part] for part in parts)
+    jobs = dict.fromkeys(chain(*jobs_of(scope)))
+    return figures_of_runs(scope, {job: _row(job, folder) for job in jobs})
+
+
+def figures_of_runs(scope: Scope, row_of: Mapping[Job, dict[str, Any]]) -> dict[str, Any]:
+    """Gather what is written, from the figures of each plan."""
+    rows, in_flight, searches = ([row_of[job] for job in part] for part in jobs_of(scope))
     medians = {case: _medians(_of_case(rows, case)) for case in scope.cases}
     shaped = json.loads(SHAPED_NETWORK.read_text(encoding="utf-8"))
     measured_s = {row["method"]: row["measured_s"] for row in shaped["methods"]}

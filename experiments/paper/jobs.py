@@ -41,6 +41,12 @@ def slug(arm: str) -> str:
     return arm.replace(", ", "-").replace(" ", "_").replace("%", "")
 
 
+def read_result(path: Path, digest: str) -> dict[str, Any] | None:
+    """Read what a run has found, None if it has not been trained as it is now, by its digest."""
+    found = dict(fields.load_json(path, str(path))) if path.exists() else {}
+    return found if found.get("digest") == digest else None
+
+
 @dataclass(frozen=True)
 class Job:
     """A run to train and to sum up, as a task of `campaign`.
@@ -72,10 +78,8 @@ class Job:
 
     def summary(self) -> Summary | None:
         """What it has found, if it has been trained as it is now."""
-        if not self.output.exists():
-            return None
-        found = Summary(**fields.load_json(self.output, str(self.output)))
-        return found if found.digest == self.digest else None
+        found = read_result(self.output, self.digest)
+        return None if found is None else Summary(**found)
 
     def trained(self) -> Summary:
         """Return what it has found, once it has been trained."""

@@ -1,13 +1,12 @@
 """What it costs in loss that replicas take steps of their own and are averaged behind them.
 
     python -m experiments.paper.outer_averaging              trains what is missing, and prints it
-    python -m experiments.paper.outer_averaging --quick      small, in minutes
 
 First settings of `averaging: {mode: outer}` are tried, with one seed and one arm, on the tests of
 Python's standard library, which the campaign's source leaves out: so nothing is chosen by the text
 that is reported. Beside them stands the same run with gradients averaged in every iteration. Then
 the control and the arm with a third of the stages skipped are trained once more for each seed with
-those that were chosen, the same in all but that: for as many iterations as the campaign's own run
+the best setting, the same in all but that: for as many iterations as the campaign's own run
 of that seed, which averages gradients in every iteration, and for as many as take the time of the
 control by the planner's clock. Summaries are committed, so each run is trained once, and figures
 are of the seeds that are there. (The seconds in summaries are those of exact averaging, for which
@@ -28,9 +27,9 @@ from typing import Any
 from skippipe_sched.problem.averaging import parse_averaging
 from skippipe_sched.timing.simulate import simulate_plan
 
-from experiments.paper import jobs, plans, study_command
-from experiments.paper.campaign import Campaign, Run
-from experiments.paper.intervals import HOW, by_seed, intervals, paired, with_ends
+from experiments.paper import intervals, jobs, plans, study_command
+from experiments.paper.campaign import Run
+from experiments.paper.intervals import HOW, by_seed, paired, with_ends
 from experiments.paper.jobs import Job
 from experiments.paper.summary import Summary
 
@@ -63,16 +62,10 @@ class Setting:
         """How its figures and files are called."""
         return f"every{self.every}-exact{self.exact_steps}-{self.rate:g}-{self.momentum:g}"
 
-    def section(self, steps: int) -> dict[str, Any]:
-        """The section `averaging` of a run of so many iterations.
-
-        Few iterations are for trying the command: at most half of them are exact, and in the rest
-        everything is averaged twice at least.
-        """
-        exact_steps = min(self.exact_steps, steps // 2)
-        every = min(self.every, max(SENT["delay"] + 1, (steps - exact_steps) // 2))
-        own = {"rate": self.rate, "momentum": self.momentum, "exact_steps": exact_steps}
-        return {"mode": "outer", "every": every, **SENT, **own}
+    def section(self) -> dict[str, Any]:
+        """Return the section `averaging` of a run."""
+        own = {"rate": self.rate, "momentum": self.momentum, "exact_steps": self.exact_steps}
+        return {"mode": "outer", "every": self.every, **SENT, **own}
 
 
 # After 99 exact iterations of 300, and cycles of 20 or 5, the last fragment is sent at the end of
@@ -90,80 +83,10 @@ TRIED = (
     Setting(20, 150, 1.0, 0.7),
     Setting(20, 150, 1.0, 0.6),
 )
-QUICK_TRIED = 2
-# The cycle of the planner's figures.
-PLANNED_EVERY = 20
 OTHER_TEXT = "test/*.py"
 SEED, SEQUENCES = 5, 512
 # Skipping leaves each replica fewer microbatches of its own, so it is the harder of the two.
 ARM = "skip33"
-
-
-class Trials:
-    """The runs by which a setting is chosen."""
-
-    def __init__(self, campaign: Campaign, results: Path, folder: Path):
-        """Their summaries are in `results`; they work in `folder`."""
-        self.campaign, self.results, self.folder = campaign, results, folder
-        self.tried = TRIED[:QUICK_TRIED] if campaign.quick else TRIED
-
-    def jobs(self) -> dict[str, Job]:
-        """All of them by name; the exact one first."""
-        return {EXACT: self._job(EXACT, None)} | {
-            setting.name: self._job(setting.name, setting) for setting in self.tried
-        }
-
-    def losses(self) -> dict[str, float]:
-        """The held-out losses at the end, on the other text, of those that have been trained."""
-        found = {name: job.summary() for name, job in self.jobs().items()}
-        return {name: own.curve[-1][-1] for name, own in found.items() if own is not None}
-
-    def chosen(self) -> tuple[Setting, ...]:
-        """The best of those that have been trained, and the best with the planner's cycle.
-
-        They may be the same one.
-        """
-        losses = self.losses()
-        best_first = sorted(
-            (setting for setting in self.tried if setting.name in losses),
-            key=lambda setting: losses[setting.name],
-        )
-        planned = [setting for setting in best_first if setting.every == PLANNED_EVERY]
-        return tuple(dict.fromkeys(best_first[:1] + planned[:1]))
-
-    def figures(self) -> dict[str, Any]:
-        """What is written of them."""
-        losses = self.losses()
-        return {
-            "text": OTHER_TEXT,
-            "arm": ARM,
-            "seed": SEED,
-            "loss": losses,
-            "minus_exact": {
-                name: round(loss - losses[EXACT], 4)
-                for name, loss in losses.items()
-                if EXACT in losses and name != EXACT
-            },
-        }
-
-    def _job(self, name: str, setting: Setting | None) -> Job:
-        config: Mapping[str, Any] = self.campaign.config(Run(ARM, SEED))
-        if not self.campaign.quick:
-            config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
-        if setting is not None:
-            config = config | {"averaging": setting.section(config["train"]["steps"])}
-        other = {"source": "text", "path": str(Path(sysconfig.get_path("stdlib"), OTHER_TEXT))}
-        return Job(
-            name=f"{ARM}-{name}",
-            # Without the path of the text: where the library lies differs by machine.
-            digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
-            config=config | {"data": config["data"] | other},
-            results=self.results,
-            folder=self.folder,
-            command="python -m experiments.paper.outer_averaging",
-            # Their losses are those of validation; nothing else of the summary is of use here.
-            quick=True,
-        )
 
 
 @dataclass(frozen=True)
@@ -223,23 +146,44 @@ class Study(study_command.CampaignStudy):
 
     NAME = "outer_averaging"
 
-    def __init__(self, folder: Path, quick: bool = False):
-        """`folder` is that of the campaign."""
-        super().__init__(folder, quick)
-        self.trials = Trials(self.campaign, self.summaries / "trials", self.folder)
+    def trials(self) -> dict[str, Job]:
+        """Describe the runs by which a setting is chosen, by name; the exact one first."""
+        tried = {setting.name: self._trial(setting.name, setting) for setting in TRIED}
+        return {EXACT: self._trial(EXACT, None)} | tried
+
+    def _trial(self, name: str, setting: Setting | None) -> Job:
+        config: Mapping[str, Any] = self.campaign.config(Run(ARM, SEED))
+        config = config | {"validation": config["validation"] | {"sequences": SEQUENCES}}
+        if setting is not None:
+            config = config | {"averaging": setting.section()}
+        other = {"source": "text", "path": str(Path(sysconfig.get_path("stdlib"), OTHER_TEXT))}
+        return Job(
+            name=f"{ARM}-{name}",
+            # Without the path of the text: where the library lies differs by machine.
+            digest=jobs.digest_of([config, OTHER_TEXT, jobs.plan_of(config).to_json()]),
+            config=config | {"data": config["data"] | other},
+            results=self.summaries / "trials",
+            folder=self.folder,
+            command=self.command,
+            # Their losses are those of validation; nothing else of the summary is of use here.
+            quick=True,
+        )
+
+    def losses(self) -> dict[str, float]:
+        """Return held-out losses at the end of trained trials, on the other text, by name."""
+        found = {name: job.summary() for name, job in self.trials().items()}
+        return {name: own.curve[-1][-1] for name, own in found.items() if own is not None}
 
     def runs(self) -> list[OuterRun]:
-        """Those with the settings that are best so far, first seeds first.
-
-        With the best one there are runs of equal data, and then of equal time too.
-        """
-        chosen = self.trials.chosen()
-        compared = [(own, equal_time) for own in chosen[:1] for equal_time in (False, True)]
-        compared += [(own, False) for own in chosen[1:]]
+        """Return runs with the best setting so far, of equal data and of equal time."""
+        losses = self.losses()
+        trained = [setting for setting in TRIED if setting.name in losses]
+        best = min(trained, key=lambda setting: losses[setting.name], default=None)
         return [
-            OuterRun(setting, arm, seed, equal_time)
-            for setting, equal_time in compared
-            for seed in range(1 if self.quick else SEEDS)
+            OuterRun(best, arm, seed, equal_time)
+            for equal_time in (False, True)
+            if best is not None
+            for seed in range(SEEDS)
             for arm in EQUAL_TIME
         ]
 
@@ -247,7 +191,7 @@ class Study(study_command.CampaignStudy):
         """The campaign's configuration of its arm with outer averaging, and as long as it is."""
         config = self.campaign.config(Run(run.arm, run.seed))
         steps = config["train"]["steps"]
-        section = run.setting.section(steps)
+        section = run.setting.section()
         if run.equal_time:
             steps = steps_within(run.arm, section, steps * iteration_s(CONTROL))
         return config | {"train": config["train"] | {"steps": steps}, "averaging": section}
@@ -258,40 +202,39 @@ class Study(study_command.CampaignStudy):
 
     def digest(self) -> str:
         """Of all that the study comes from."""
-        own = [job.digest for job in self.trials.jobs().values()]
-        own += [self.job(run).digest for run in self.runs()]
+        own = [job.digest for job in self.tasks()]
         return jobs.digest_of(own + [self.campaign.digest(run.exact) for run in self.runs()])
 
     def tasks(self) -> list[Job]:
-        """Name the trials, and as far as a setting is chosen the runs; if quick, of both kinds."""
-        runs = self.runs()
-        compared = dict.fromkeys(run.exact for run in runs) if self.quick else ()
-        own = [self.job(run) for run in runs]
-        return [*self.trials.jobs().values(), *map(self.campaign.job, compared), *own]
+        """Name the trials, and the runs as far as a setting has been tried."""
+        return [*self.trials().values(), *map(self.job, self.runs())]
 
     def train(self) -> None:
         """Train what is missing, trials first."""
-        jobs.train(list(self.trials.jobs().values()), self.folder)
+        jobs.train(list(self.trials().values()), self.folder)
         super().train()
 
     def figures(self) -> dict[str, Any]:
         """What is written, of the runs that have been trained."""
-        chosen = self.trials.chosen()
+        losses = self.losses()
+        minus_exact = {name: round(loss - losses[EXACT], 4) for name, loss in losses.items()}
+        del minus_exact[EXACT]
+        of_trials = {"text": OTHER_TEXT, "arm": ARM, "seed": SEED, "loss": losses}
+        settings = dict.fromkeys(run.setting for run in self.runs())
         found = {run: self.job(run).summary() for run in self.runs()}
-        trials = [job.name for job in self.trials.jobs().values() if job.summary() is None]
         return {
             "digest": self.digest(),
-            "trials": self.trials.figures(),
+            "trials": of_trials | {"minus_exact": minus_exact},
             "sent": SENT,
             "interval": HOW,
             "iteration_s": {
                 arm: {"exact": round(iteration_s(arm), 3)}
-                | {own.name: round(iteration_s(arm, own.every), 3) for own in chosen}
+                | {own.name: round(iteration_s(arm, own.every), 3) for own in settings}
                 for arm in EQUAL_TIME
             },
-            "equal_data": {own.name: self._compared(own, False, found) for own in chosen},
-            "equal_time": {own.name: self._compared(own, True, found) for own in chosen[:1]},
-            "not_trained": trials + [run.name for run, own in found.items() if own is None],
+            "equal_data": {own.name: self._compared(own, False, found) for own in settings},
+            "equal_time": {own.name: self._compared(own, True, found) for own in settings},
+            "not_trained": [run.name for run, own in found.items() if own is None],
         }
 
     def _compared(
@@ -311,8 +254,8 @@ class Study(study_command.CampaignStudy):
                 for arm, own in of_arm.items()
                 if own["loss"]["outer"]
             }
-            for arm, interval in intervals(differences).items():
-                of_arm[arm][f"minus_{other}"] = interval.figures()
+            for arm, interval in intervals.figures(differences).items():
+                of_arm[arm][f"minus_{other}"] = interval
         return of_arm
 
     def _of_arm(self, first: OuterRun, found: Mapping[OuterRun, Summary | None]) -> dict[str, Any]:
@@ -359,10 +302,5 @@ def _line(setting: str, arm: str, own: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(Study, __doc__, table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, table))

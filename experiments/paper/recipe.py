@@ -203,9 +203,9 @@ class Study(study_command.Study):
 
     NAME = FOLDER = "recipe"
 
-    def __init__(self, folder: Path, quick: bool = False):
+    def __init__(self, folder: Path):
         """`folder` is worked in; results are small and committed."""
-        super().__init__(folder, quick)
+        super().__init__(folder)
         self._names: dict[GatedRun, str] = {}
 
     def task(self, setting: Setting, arm: str, run: GatedRun, seed: int) -> GatedTask:

@@ -1,7 +1,6 @@
 """A trained model goes on with the text of a new domain, along full and along partial paths.
 
     python -m experiments.paper.recipe_continued             trains what is missing, prints tables
-    python -m experiments.paper.recipe_continued --quick     few iterations, one seed: minutes
     python -m experiments.paper.recipe_continued --list      says which runs are there, trains none
 
 Whoever is given a model cannot take a smaller one instead. A model of the study `recipe` is trained
@@ -18,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from experiments.paper import gated_tasks, jobs, study_command
@@ -33,7 +31,6 @@ from experiments.paper.recipe import (
     SEEDS,
     WIDTH,
     NamedTask,
-    Setting,
     as_long,
     figures_of,
     grouped,
@@ -44,14 +41,15 @@ from experiments.paper.study_text import DOMAINS, GENERAL, TEST
 
 # Half of that of training from nothing, for all arms; no other has been tried.
 LEARNING_RATE = 1e-2
+GOES_ON = replace(OF_OPTIONS, bytes_per_parameter=OF_OPTIONS.bytes_per_parameter // 5)
 PARTS = {"domain": TEST, "general text": f"general {TEST}"}
 """Texts whose losses are reported, and how results name them."""
 
 
-def arms(setting: Setting) -> dict[str, GatedRun]:
+def arms() -> dict[str, GatedRun]:
     """All ways to go on, with seed 0."""
     full = GatedRun(
-        blocks=setting.blocks, width=WIDTH, steps=setting.steps, learning_rate=LEARNING_RATE
+        blocks=GOES_ON.blocks, width=WIDTH, steps=GOES_ON.steps, learning_rate=LEARNING_RATE
     )
     partial = {"skipped": (PARTIAL,), "quality": QUALITY}
     return {FULL: full} | {
@@ -65,26 +63,16 @@ class Study(study_command.Study):
     """Models that are trained in full, and how each goes on."""
 
     NAME = FOLDER = "recipe_continued"
-    QUICK = "few steps, one seed"
-
-    def __init__(self, folder: Path, quick: bool = False):
-        """`folder` is worked in; results of a quick study stay there."""
-        super().__init__(folder, quick)
-        self.seeds = range(1 if quick else SEEDS)
-        self.trained = Setting(OF_OPTIONS.blocks, 1) if quick else OF_OPTIONS
-        self.goes_on = replace(
-            self.trained, bytes_per_parameter=max(1, self.trained.bytes_per_parameter // 5)
-        )
 
     def runs(self) -> Iterator[NamedTask]:
         """Name all runs that go on: domain, arm, seed and task, first seeds first."""
         places = (self.summaries / "runs", self.folder, self.command)
-        blocks, steps = self.trained.blocks, self.trained.steps
-        for seed in self.seeds:
+        blocks, steps = OF_OPTIONS.blocks, OF_OPTIONS.steps
+        for seed in range(SEEDS):
             run = GatedRun(blocks=blocks, width=WIDTH, steps=steps, seed=seed)
             start = Pretraining(f"pretrained-{seed}", run, *places, text=GENERAL)
             for domain in DOMAINS:
-                for arm, own in arms(self.goes_on).items():
+                for arm, own in arms().items():
                     name = f"{domain}-{jobs.slug(arm)}-{seed}"
                     own = replace(own, seed=seed)
                     yield domain, arm, seed, GatedTask(name, own, *places, domain, start)
@@ -101,7 +89,7 @@ class Study(study_command.Study):
 
     def figures(self) -> dict[str, Any]:
         """Gather losses on the domains and on the general text, before and after."""
-        full = self.goes_on.steps * self.goes_on.blocks
+        full = GOES_ON.steps * GOES_ON.blocks
         return {
             "domains": {
                 domain: {
@@ -121,14 +109,8 @@ def tables(figures: Mapping[str, Any]) -> str:
         f"{table(own, FULL)}"
         for domain, parts in figures["domains"].items()
         for label, own in parts.items()
-        if own["before"]
     )
 
 
-def main() -> int:
-    """Parse the command line, train and write; returns the exit code."""
-    return study_command.run(Study, __doc__, tables)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, tables))

@@ -123,10 +123,5 @@ def table(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Parse the command line, train and write; returns the exit code."""
-    return study_command.run(Study, __doc__, table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, table))

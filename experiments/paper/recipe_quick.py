@@ -44,10 +44,11 @@ class Study(study_command.Study):
 
     NAME = FOLDER = "recipe_quick"
 
-    def __init__(self, folder: Path, quick: bool = True):
+    def __init__(self, folder: Path):
         """`folder` is worked in, and has the results."""
-        del quick  # It always is.
-        super().__init__(folder, quick=True)
+        super().__init__(folder)
+        self.summaries = self.folder / "summaries"
+        self.result = self.folder / f"{self.NAME}.json"
 
     def job(self, arm: str) -> Job:
         """Describe the run of an arm."""

@@ -49,9 +49,9 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 
 
 def figures_of(found: dict[str, list[Summary]]) -> dict[str, Any]:
-    """What is drawn, for the arms that are there."""
-    smaller = {arm: [math.exp(seed.loss) for seed in found[arm]] for arm in SMALLER if arm in found}
-    found = {arm: found[arm] for arm in WHOLE if arm in found}
+    """What is drawn, of the summaries of each arm's seeds."""
+    smaller = {arm: [math.exp(seed.loss) for seed in found[arm]] for arm in SMALLER}
+    found = {arm: found[arm] for arm in WHOLE}
     return {
         "arms": {arm: _of_arm(seeds) for arm, seeds in found.items()},
         "smaller": {
@@ -127,7 +127,6 @@ def _compared(
         "minus_control": {
             str(count): minus(count, perplexities(CONTROL, count, PLAIN), others)
             for count in COUNTS
-            if CONTROL in found
         },
         "minus_smaller": {arm: minus(SMALLER[arm], own, found) for arm, own in smaller.items()},
     }
@@ -136,17 +135,16 @@ def _compared(
 def draw(figures: dict[str, Any]) -> Figure:
     """Perplexity with fewer stages, without scales and with them; by early exit, and with swaps."""
     figure, [(plain, scaled), (early, swaps), (worse, against)] = drawing.panels(2, 3.6, 3.0, 2.4)
-    arms = {arm: figures["arms"][arm] for arm in WHOLE if arm in figures["arms"]}
+    arms = figures["arms"]
     for axes, keep in ((plain, "keep"), (scaled, "keep_scaled")):
         _any_left_out(axes, {arm: own[keep] for arm, own in arms.items()})
     for arm, own in arms.items():
         early.plot(range(1, STAGES + 1), own["early_exit"], "o-", color=WHOLE[arm][1], markersize=4)
     smaller = figures["smaller"].values()
-    if smaller:
-        counts = np.array([own["stages"] for own in smaller])
-        middle = [np.mean(own["perplexity"]) for own in smaller]
-        for axes, x in ((plain, counts / STAGES), (scaled, counts / STAGES), (early, counts)):
-            axes.plot(x, middle, "*", color="grey", markersize=9, label="smaller model")
+    counts = np.array([own["stages"] for own in smaller])
+    middle = [np.mean(own["perplexity"]) for own in smaller]
+    for axes, x in ((plain, counts / STAGES), (scaled, counts / STAGES), (early, counts)):
+        axes.plot(x, middle, "*", color="grey", markersize=9, label="smaller model")
     plain.set_title("Any stages left out")
     scaled.set_title("The same, branches scaled")
     early.set_title("The last stages left out")
@@ -163,7 +161,7 @@ def draw(figures: dict[str, Any]) -> Figure:
     worse.set_title("Half of the stages, against all")
     worse.set_xlabel("share of perplexity lost (hollow: branches scaled)")
     of_half = next(arm for arm, stages in SMALLER.items() if stages == HALF)
-    _rows(against, [compared[way]["minus_smaller"].get(of_half, {}) for way in WAYS])
+    _rows(against, [compared[way]["minus_smaller"][of_half] for way in WAYS])
     against.set_title("Half of the stages, minus 6 blocks in full")
     against.set_xlabel("perplexity (hollow: branches scaled)")
     figure.legend(*plain.get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -201,8 +199,7 @@ def _swaps(axes: Any, arms: dict[str, Any]) -> None:
 def _rows(axes: Any, ways: Sequence[dict[str, dict[str, Any]]]) -> None:
     """Means with their intervals, a row for each arm: as trained above, scaled below."""
     for (row, (arm, (_, color))), (way, own) in product(enumerate(WHOLE.items()), enumerate(ways)):
-        if arm in own:
-            drawing.interval(axes, row - 0.15 + 0.3 * way, own[arm], color, hollow=way > 0)
+        drawing.interval(axes, row - 0.15 + 0.3 * way, own[arm], color, hollow=way > 0)
     axes.axvline(0.0, color=BLACK, linewidth=0.8, linestyle=":")
     axes.set_yticks([])
     axes.set_ylim(len(WHOLE) - 0.5, -0.5)

@@ -1,7 +1,6 @@
 """What it costs in loss that activations and their gradients travel in 8 bits.
 
     python -m experiments.paper.rounded_hops              trains what is missing, and prints it
-    python -m experiments.paper.rounded_hops --quick      small, in minutes
 
 The control and the arm with a third of the stages skipped are trained once more for each seed, the
 same in all but `network.activation_dtype: int8`, which rounds both what goes forward and what comes
@@ -29,11 +28,11 @@ class Study(study_command.CampaignStudy):
 
     NAME = "rounded_hops"
 
-    def __init__(self, folder: Path, quick: bool = False):
+    def __init__(self, folder: Path):
         """`folder` is that of the campaign."""
-        super().__init__(folder, quick)
+        super().__init__(folder)
         self.summaries = self.folder / "results"
-        self.runs = runs_of(ARMS, quick)
+        self.runs = runs_of(ARMS, quick=False)
 
     def job(self, run: Run) -> Job:
         """A run of the campaign with rounded hops."""
@@ -42,13 +41,12 @@ class Study(study_command.CampaignStudy):
         return self.job_of(f"{run.name}-int8", config)
 
     def tasks(self) -> list[Job]:
-        """Name the runs, with those of the campaign if it is quick too."""
-        own = [self.campaign.job(run) for run in self.runs] if self.quick else []
-        return own + [self.job(run) for run in self.runs]
+        """Name the runs."""
+        return [self.job(run) for run in self.runs]
 
     def digest(self) -> str:
         """Of all that the study comes from."""
-        own = [self.job(run).digest for run in self.runs]
+        own = [job.digest for job in self.tasks()]
         return jobs.digest_of(own + [self.campaign.digest(run) for run in self.runs])
 
     def figures(self) -> dict[str, Any]:
@@ -85,10 +83,5 @@ def table(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Parse the command line, train and print; returns the exit code."""
-    return study_command.run(Study, __doc__, table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(study_command.run(Study, __doc__, table))

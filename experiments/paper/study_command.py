@@ -30,24 +30,20 @@ class Study(ABC):
 
     Attributes:
         NAME: that of its module.
-        FOLDER: where it works by default, below runs/; a quick study in FOLDER_quick.
-        QUICK: what --quick makes small; None where there is no such option.
+        FOLDER: where it works by default, below runs/.
         folder: where it works.
-        quick: whether it is small, and its results stay in the folder.
         result: the file of its figures.
         summaries: the folder of committed summaries.
     """
 
     NAME: ClassVar[str]
     FOLDER: ClassVar[str]
-    QUICK: ClassVar[str | None] = None
 
-    def __init__(self, folder: Path, quick: bool = False):
+    def __init__(self, folder: Path):
         """`folder` is worked in."""
-        self.folder, self.quick = folder.resolve(), quick
-        committed = RESULTS / self.NAME
-        self.summaries = self.folder / "summaries" if quick else committed
-        self.result = (self.folder / self.NAME if quick else committed).with_suffix(".json")
+        self.folder = folder.resolve()
+        self.summaries = RESULTS / self.NAME
+        self.result = self.summaries.with_suffix(".json")
 
     @property
     def command(self) -> str:
@@ -77,17 +73,16 @@ class CampaignStudy(Study):
         campaign: whose configurations and runs it compares with.
     """
 
-    FOLDER, QUICK = "paper", "small models, one seed"
+    FOLDER = "paper"
 
-    def __init__(self, folder: Path, quick: bool = False):
+    def __init__(self, folder: Path):
         """`folder` is that of the campaign."""
-        super().__init__(folder / self.NAME, quick)
-        self.campaign = Campaign(folder, quick)
+        super().__init__(folder / self.NAME)
+        self.campaign = Campaign(folder, quick=False)
 
     def job_of(self, name: str, config: Mapping[str, Any]) -> Job:
         """Describe a run that comes from its configuration and its plan alone."""
-        where = self.summaries, self.folder
-        return jobs.job_of(name, config, *where, self.command, self.quick)
+        return jobs.job_of(name, config, self.summaries, self.folder, self.command)
 
 
 def run(
@@ -104,26 +99,20 @@ def run(
     command = f"python -m experiments.paper.{study_of.NAME}"
     parser = reporting.documented_parser(command, documentation)
     parser.add_argument("--list", action="store_true", help="list the trained runs, and train none")
-    default = f"runs/{study_of.FOLDER}"
-    if study_of.QUICK is not None:
-        parser.add_argument("--quick", action="store_true", help=study_of.QUICK)
-        default += ", with _quick"
     for name, how in arguments_of.items():
         parser.add_argument(name, **how)
-    parser.add_argument("--folder", type=Path, help=f"working folder ({default})")
+    folder = Path("runs", study_of.FOLDER)
+    parser.add_argument("--folder", type=Path, default=folder, help="working folder (%(default)s)")
     arguments = parser.parse_args()
-    is_quick = study_of.QUICK is not None and arguments.quick
 
     def trained() -> int:
-        folder = Path("runs", study_of.FOLDER + ("_quick" if is_quick else ""))
-        study = study_of(arguments.folder or folder, is_quick)
+        study = study_of(arguments.folder)
         study.choose(arguments)
         if arguments.list:
             jobs.show(study.tasks())
             return 0
         study.train()
-        given = f"{command} --quick" if is_quick else command
-        figures = reporting.origin(given) | study.figures()
+        figures = reporting.origin(command) | study.figures()
         write(study.result, figures, draw)
         print(table(figures), study.result, sep="\n")
         return 0

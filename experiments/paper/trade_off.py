@@ -55,9 +55,9 @@ def measure(quick: bool, folder: Path) -> dict[str, Any]:
 def figures_of(
     found: dict[str, list[Summary]], seconds: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """What is drawn, for the arms that are there."""
+    """What is drawn, of the summaries of each arm's seeds, and seconds by network and plan."""
     [control] = {seed.steps for seed in found["full"]}
-    alike = {name: found[name] for name in ("full", *OTHERS) if name in found}
+    alike = {name: found[name] for name in ("full", *OTHERS)}
     return {
         "intervals": intervals.HOW,
         "control": {"iterations": control},
@@ -75,19 +75,18 @@ def _of_network(
     found: dict[str, list[Summary]], control: int, of_plan: dict[str, float]
 ) -> dict[str, Any]:
     """What is found where iterations of the plans take so many seconds."""
-    names = [name for name in OTHERS if {name, f"{name}_equal_time"} <= found.keys()]
-    iterations = {name: control * of_plan["full"] / of_plan[name] for name in names}
-    longer = {name: found[f"{name}_equal_time"] for name in names}
+    iterations = {name: control * of_plan["full"] / of_plan[name] for name in OTHERS}
+    longer = {name: found[f"{name}_equal_time"] for name in OTHERS}
 
     def losses(way: str) -> dict[str, list[float]]:
         return {"full": _losses(found["full"], way)} | {
-            name: _losses_after(iterations[name], found[name], longer[name], way) for name in names
+            name: _losses_after(iterations[name], found[name], longer[name], way) for name in OTHERS
         }
 
     return {
         "iterations": iterations,
         "beyond_what_was_trained": {
-            name: iterations[name] > 1.02 * longer[name][0].steps for name in names
+            name: iterations[name] > 1.02 * longer[name][0].steps for name in OTHERS
         },
     } | _compared({way: losses(way) for way in WAYS})
 
@@ -97,11 +96,9 @@ def _compared(losses: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
 
     def minus(control: str) -> dict[str, dict[str, dict[str, Any]]]:
         # Scales change nothing in what was trained in full.
-        of_control = losses[PLAIN].get(control, [])
         return {
             way: intervals.minus(
-                {arm: own for arm, own in of_way.items() if arm != control and of_control},
-                of_control,
+                {arm: own for arm, own in of_way.items() if arm != control}, losses[PLAIN][control]
             )
             for way, of_way in losses.items()
         }
@@ -143,9 +140,8 @@ def draw(figures: dict[str, Any]) -> Figure:
     plain.set_title("Below 0, skipping pays")
     scaled.set_title("The same, branches scaled")
     for own, color in zip(figures["equal_time"].values(), COLORS, strict=True):
-        there = [name for name in SKIPPED if name in own["iterations"]]
-        more = [own["iterations"][name] / figures["control"]["iterations"] for name in there]
-        pace.plot([0, *map(SKIPPED.get, there)], [1.0, *more], "o-", color=color, markersize=4)
+        more = [own["iterations"][name] / figures["control"]["iterations"] for name in SKIPPED]
+        pace.plot([0, *SKIPPED.values()], [1.0, *more], "o-", color=color, markersize=4)
     pace.set_title("What skipping saves")
     pace.set_ylabel("iterations in the time of one full iteration")
     pace.set_ylim(bottom=0.9)
@@ -170,13 +166,12 @@ def _against_share(
     What lies beyond the runs that were trained is hollow. Points are drawn `aside` of their share,
     so that bars do not cover each other.
     """
-    there = [name for name in SKIPPED if name in minus]
-    shares = [SKIPPED[name] + aside for name in there]
-    axes.plot([0, *shares], [0, *(minus[name]["mean"] for name in there)], style,
+    shares = [share + aside for share in SKIPPED.values()]
+    axes.plot([0, *shares], [0, *(minus[name]["mean"] for name in SKIPPED)], style,
               color=color, linewidth=1.2, label=label)  # fmt: skip
     for name, share, mark, size in (
-        *((name, share, "o", 5) for name, share in zip(there, shares, strict=True)),
-        *((SMALLER, WORTH_SKIPPING + aside, "*", 9) for _ in range(SMALLER in minus)),
+        *((name, share, "o", 5) for name, share in zip(SKIPPED, shares, strict=True)),
+        (SMALLER, WORTH_SKIPPING + aside, "*", 9),
     ):
         own, face = minus[name], "white" if beyond.get(name) else color
         if own["low"] is not None:

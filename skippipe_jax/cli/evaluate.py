@@ -179,7 +179,7 @@ def _open_service(arguments: argparse.Namespace) -> tuple[RemoteModel, DataConfi
 def _evaluate_several(arguments: argparse.Namespace, sequences: int) -> int:
     with loading():
         from skippipe_jax.data.batches import too_long_lines
-        from skippipe_jax.ensemble.priors import CACHED, PRIORS
+        from skippipe_jax.ensemble import CACHED, PRIORS
         from skippipe_jax.inference.domain_losses import evaluate_ensemble
         from skippipe_jax.inference.ensemble import read_ensemble
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.ensemble.mixing import cached_log_prior, weighed, weights
+from skippipe_jax.ensemble import cached_log_prior, target_log_weights, weighed
 from skippipe_jax.experts.config import ExpertsConfig
 from skippipe_jax.experts.members import Arm, Member
 from skippipe_jax.experts.tasks import Place, Scored
@@ -56,7 +56,7 @@ def losses_of(models: Mapping[str, Scored], domain: str, decay: float) -> dict[s
     losses: dict[str, float] = {}
     for name, way in WAYS.items():
         log_prior = cached if way["prior"] == "cached" else None
-        log_w = weights(log_p, resets, **way, log_prior=log_prior, decay=decay)
+        log_w = target_log_weights(log_p, resets, **way, log_prior=log_prior, decay=decay)
         losses[name] = loss(weighed(log_p, log_w))
     if domain in models:
         losses[OWN] = loss(log_p[list(models).index(domain)])

@@ -14,7 +14,7 @@ from skippipe_sched.figures.tables import aligned
 
 from skippipe_jax.config import DataConfig
 from skippipe_jax.config.data import FOR_PRIORS, FOR_SCORES
-from skippipe_jax.ensemble import mixing, priors
+from skippipe_jax.ensemble import CACHED, DECAY, cached_log_prior, target_log_weights, weighed
 from skippipe_jax.inference.ensemble import Ensemble
 from skippipe_jax.inference.evaluation import MAX_LOSS_NATS
 from skippipe_jax.inference.scores import Scorer, Scores, require_same_text, score
@@ -215,18 +215,20 @@ def _log_prior(
     ensemble: Ensemble, data: DataConfig, domain: str, prior: str
 ) -> Float[np.ndarray, " expert"] | None:
     """Return the prior of a domain; None where each sequence has another."""
-    if prior == priors.DECAY:
+    if prior == DECAY:
         return None
-    if prior != priors.CACHED:
+    if prior != CACHED:
         return ensemble.log_prior
     scores = [*_scores(ensemble, data, domain, FOR_PRIORS, PRIOR_SEQUENCES).values()]
     log_p = np.stack([one.log_probabilities for one in scores])
-    return mixing.cached_log_prior(log_p, scores[0].resets)
+    return cached_log_prior(log_p, scores[0].resets)
 
 
 def _mixed(ensemble: Ensemble, each: Sequence[Scores], log_prior: np.ndarray | None) -> Scores:
     """Return the scores of the ensemble, from those of its experts."""
     first, log_p = each[0], np.stack([one.log_probabilities for one in each])
-    prior = priors.DECAY if log_prior is None else priors.CACHED
-    log_w = mixing.weights(log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior)
-    return replace(first, log_probabilities=mixing.weighed(log_p, log_w))
+    prior = DECAY if log_prior is None else CACHED
+    log_w = target_log_weights(
+        log_p, first.resets, prior=prior, how=ensemble.mix, log_prior=log_prior
+    )
+    return replace(first, log_probabilities=weighed(log_p, log_w))

@@ -24,9 +24,17 @@ from skippipe_jax.config.pretrained import SHAPES
 from skippipe_jax.config.sampling import Sampling
 from skippipe_jax.data.batches import IGNORED_TARGET, Batch, document_starts
 from skippipe_jax.data.tokenizer import Tokenizer
-from skippipe_jax.ensemble import mixing, posterior, priors
-from skippipe_jax.ensemble.mixtures import arithmetic
-from skippipe_jax.ensemble.posterior import WEIGHTS, final_log_weights, normalised
+from skippipe_jax.ensemble import (
+    CACHED,
+    POSTERIOR,
+    PRIORS,
+    WEIGHTS,
+    arithmetic,
+    final_log_weights,
+    normalised,
+    target_log_weights,
+    weighed,
+)
 from skippipe_jax.inference.decoding import Decoder, Prompt, Step, continuation
 from skippipe_jax.inference.model_source import ModelSource, require_same_split
 from skippipe_jax.inference.staged_model import StagedModel
@@ -43,7 +51,7 @@ class Ensemble:
         experts: the models.
         given_prior: logarithms of how likely each is where a document begins, which need not be
             normalised; None for all alike.
-        mix: by what they are weighed, one of `posterior.WEIGHTS`.
+        mix: by what they are weighed, one of `skippipe_jax.ensemble.WEIGHTS`.
         names: what each is called; by default "expert 0" and so on.
 
     Raises `InputError` if there is none, their tokenizers differ, or the prior is not of so many.
@@ -51,13 +59,13 @@ class Ensemble:
 
     experts: Sequence[StagedModel]
     given_prior: Float[np.ndarray, " expert"] | None = None
-    mix: str = posterior.POSTERIOR
+    mix: str = POSTERIOR
     names: Sequence[str] = ()
 
     def __post_init__(self):
         """Check that they can be mixed."""
         fields.sequence(self.experts, "experts")
-        fields.text(self.mix, "--mix", posterior.WEIGHTS)
+        fields.text(self.mix, "--mix", WEIGHTS)
         if not self.names:
             names = [f"expert {number}" for number in range(len(self.experts))]
             object.__setattr__(self, "names", names)
@@ -100,7 +108,7 @@ class Ensemble:
         """
         log_p = np.stack([expert.log_probabilities(batch) for expert in self.experts])
         log_w = self._log_weights(log_p, batch)
-        return mixing.weighed(log_p, log_w)
+        return weighed(log_p, log_w)
 
     def likelihoods(
         self, batch: Batch
@@ -147,8 +155,8 @@ class Ensemble:
         self, log_p: Float[np.ndarray, "expert sequence position"], batch: Batch
     ) -> Float[np.ndarray, "expert sequence position"]:
         resets = document_starts(batch, self.tokenizer.begin)
-        return mixing.weights(
-            log_p, resets, prior=priors.CACHED, how=self.mix, log_prior=self.log_prior
+        return target_log_weights(
+            log_p, resets, prior=CACHED, how=self.mix, log_prior=self.log_prior
         )
 
 
@@ -173,7 +181,7 @@ def read_ensemble(
             require_same_split(sources[0].config.data, run.located(run.config("--run").data))
     models = [source.model() for source in sources]
     names = [str(source.folder) for source in sources]
-    return Ensemble(models, log_prior, mix or posterior.POSTERIOR, names), kind
+    return Ensemble(models, log_prior, mix or POSTERIOR, names), kind
 
 
 def parse_prior(
@@ -185,7 +193,7 @@ def parse_prior(
         InputError: if it is not allowed, or no file with such weights.
     """
     if not value.endswith(".json"):
-        if value in priors.PRIORS and value not in allowed:
+        if value in PRIORS and value not in allowed:
             problem = "is estimated on text, which this command does not read"
             remedy = "Write uniform, or a FILE.json from evaluate --json"
             raise InputError("--prior", value, problem, remedy)

@@ -48,14 +48,10 @@ class BranchScales:
         return parameters if np.all(scales == 1) else folded(parameters, jnp.asarray(scales))
 
     def scales_text(self, cut: StagePartition) -> str:
-        """Format the scales: one for each stage if its branches agree, else all of them."""
-        of_stages = [self.of_blocks(cut.blocks(stage)) for stage in range(len(cut))]
-        if all(np.ptp(scales) == 0 for scales in of_stages):
-            return f"by stages {_listed([float(scales[0, 0]) for scales in of_stages])}"
-        return (
-            f"by blocks, attention {_listed(self.attention)}, "
-            f"feed-forward {_listed(self.feed_forward)}"
-        )
+        """Format the scale of each stage, all of whose branches have the same."""
+        firsts = (cut.blocks(stage).start for stage in range(len(cut)))
+        each = (f"{self.attention[first]:.{SHOWN_DIGITS}g}" for first in firsts)
+        return f"by stages {' '.join(each)}"
 
 
 def folded(parameters: Any, scales: Float[Array, "blocks 2"]) -> Any:
@@ -66,7 +62,3 @@ def folded(parameters: Any, scales: Float[Array, "blocks 2"]) -> Any:
         wide = scales[:, place, None, None] * kernel.astype(jnp.float32)
         blocks[name] = {**blocks[name], "kernel": wide.astype(kernel.dtype)}
     return {**parameters, "blocks": blocks}
-
-
-def _listed(scales: Sequence[float]) -> str:
-    return " ".join(f"{scale:.{SHOWN_DIGITS}g}" for scale in scales)

@@ -31,7 +31,7 @@ from skippipe_jax.inference.scores import score
 from skippipe_jax.inference.staged_model import StagedModel
 from skippipe_jax.inference.token_sampling import sample
 from skippipe_jax.training.metrics import CompilationCounter
-from tests.ensemble import by_hand
+from tests.harness import ensemble_by_hand as by_hand
 from tests.harness.messages import expect_error
 from tests.harness.partial_models import logits_of, random_model, save_run
 from tests.inference.conftest import Command

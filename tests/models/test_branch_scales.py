@@ -94,12 +94,8 @@ def test_scales_of_one_leave_a_stage_as_it_is():
     assert scaled.parameters[2] is not model.parameters[2]
 
 
-def test_stages_that_agree_are_told_by_stages_and_others_by_blocks():
+def test_scales_are_told_by_stages():
     cut = CONFIG.stage_partition(3)
     scales = BranchScales.of_stages([1.0, 0.6, 1 / 3], cut)
     assert scales.attention == scales.feed_forward == (1.0, 0.6, 0.6, 0.6, 1 / 3, 1 / 3)
     assert scales.scales_text(cut) == "by stages 1 0.6 0.333"
-    other = BranchScales(scales.attention, (1.0, 0.6, 0.6, 0.7, 1.0, 1.0))
-    assert other.scales_text(cut) == (
-        "by blocks, attention 1 0.6 0.6 0.6 0.333 0.333, feed-forward 1 0.6 0.6 0.7 1 1"
-    )

@@ -43,11 +43,9 @@ the same priority: one that all hosts restart from its last checkpoint as soon a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,8 +184,7 @@ def judged(
 def described_machine() -> dict[str, Any]:
     """Describe the machine in a process of its own: this one has no use for JAX."""
     told = "import json; from experiments.benchmarks.harness.reporting import describe_machine"
-    command = [sys.executable, "-c", f"{told}; print(json.dumps(describe_machine()))"]
-    return json.loads(subprocess.check_output(command, env=os.environ | ENVIRONMENT))
+    return reporting.found_by("-c", f"{told}; print(json.dumps(describe_machine()))", **ENVIRONMENT)
 
 
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:

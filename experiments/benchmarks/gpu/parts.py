@@ -16,7 +16,6 @@ from skippipe_sched.problem.plan import Operation
 from experiments.benchmarks.attention import compared
 from experiments.benchmarks.one_process import SEED, Workload, runtime_of
 from skippipe_jax.config import ModelConfig
-from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.cross_entropy import Head, cross_entropy
 from skippipe_jax.program.compiler import Compute
 from skippipe_jax.program.schedule import OWN
@@ -62,33 +61,19 @@ def of_cross_entropy(model: ModelConfig, tokens: int, turns: int) -> dict[str, A
     }
 
 
-class Timed(Operations):
-    """Operations that note how long each call takes to return.
+def timed(operations: Operations) -> dict[str, list[float]]:
+    """Have operations note how long each call takes to return; returns seconds by their kind."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    inner = operations._dispatch
 
-    Attributes:
-        seconds: of each call, by the kind of its operation.
-    """
-
-    def __init__(self, inner: Operations):
-        """Those of `inner`."""
-        super().__init__(inner.replicas)
-        self.inner = inner
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-
-    def arriving(self, operation: Operation) -> jax.ShapeDtypeStruct:
-        """What a hop brings to an operation."""
-        return self.inner.arriving(operation)
-
-    def _keep_targets(self, operation: Operation, batch: Batch) -> None:
-        self.inner._keep_targets(operation, batch)
-
-    def _dispatch(
-        self, operation: Operation, value: jax.Array, leaves: bool
-    ) -> tuple[Any, jax.Array]:
+    def dispatch(operation: Operation, value: jax.Array, leaves: bool) -> tuple[Any, jax.Array]:
         start = time.perf_counter()
-        result = self.inner.dispatch(operation, value, leaves=leaves)
-        self.seconds[operation.kind].append(time.perf_counter() - start)
+        result = inner(operation, value, leaves)
+        seconds[operation.kind].append(time.perf_counter() - start)
         return result
+
+    operations._dispatch = dispatch
+    return seconds
 
 
 def of_dispatch(workload: Workload, turns: int) -> dict[str, Any]:
@@ -100,14 +85,14 @@ def of_dispatch(workload: Workload, turns: int) -> dict[str, Any]:
     devices are CPUs, calls may compute before they return.
     """
     runtime = runtime_of(workload)
-    program, timed = runtime.programs[OWN], Timed(runtime.operations)
+    program, seconds = runtime.programs[OWN], timed(runtime.operations)
     instructions = (own for own in program.instructions if isinstance(own, Compute))
     operations = Counter(own.operation.kind for own in instructions)
     random = np.random.default_rng(SEED)
     of_all = []
     for iteration in range(WARMUP + turns):
         if iteration == WARMUP:
-            timed.seconds.clear()
+            seconds.clear()
             of_all.clear()
         batches = dict(enumerate(workload.random_batches(random)))
         runtime.operations.begin(iteration)
@@ -115,11 +100,14 @@ def of_dispatch(workload: Workload, turns: int) -> dict[str, Any]:
         start = time.perf_counter()
         # Without averaging: where stages have one replica each, the sums are there.
         Iteration(
-            exchange=runtime.exchange, operations=timed, program=program, iteration=iteration
+            exchange=runtime.exchange,
+            operations=runtime.operations,
+            program=program,
+            iteration=iteration,
         ).execute(batches)
         of_all.append((time.perf_counter() - start) / operations.total())
         _wait_for(runtime)
-    medians = {kind: statistics.median(own) for kind, own in timed.seconds.items()}
+    medians = {kind: statistics.median(own) for kind, own in seconds.items()}
     medians[ALL] = statistics.median(of_all)
     return {
         "operations": dict(operations),

@@ -142,6 +142,18 @@ def peak_memory_bytes(device: jax.Device) -> int:
     return device.memory_stats()["peak_bytes_in_use"]
 
 
+def found_by(*words: str, **environment: str) -> Any:
+    """Run Python with these words in a process of its own; return its last line, read as JSON."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def write(report: dict[str, Any], path: Path | None) -> None:
     """Write a report, or as much as there is of it, to `path` if there is one."""
     if path is not None:

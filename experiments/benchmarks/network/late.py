@@ -73,19 +73,6 @@ def run(execution: str, iterations: int, jitter: float) -> dict[str, Any]:
     }
 
 
-def compare(iterations: int, jitter: float) -> dict[str, Any]:
-    """Both executions, and how they compare."""
-    results = {execution: run(execution, iterations, jitter) for execution in EXECUTIONS}
-    strict, ready_first = (results[execution] for execution in EXECUTIONS)
-    difference = np.abs(np.subtract(strict["losses"], ready_first["losses"])).max()
-    return {
-        "jitter": jitter,
-        "ratio": round(ready_first["median_s"] / strict["median_s"], 4),
-        "largest_difference_of_losses": float(difference),
-        "results": [strict, ready_first],
-    }
-
-
 def table(report: dict[str, Any]) -> str:
     """A line for each execution."""
     strict, ready_first = report["results"]
@@ -102,8 +89,16 @@ def table(report: dict[str, Any]) -> str:
 
 
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
-    """Measure both executions."""
-    report |= compare(arguments.iterations, arguments.jitter)
+    """Measure both executions, and how they compare."""
+    iterations, jitter = arguments.iterations, arguments.jitter
+    strict, ready_first = (run(execution, iterations, jitter) for execution in EXECUTIONS)
+    difference = np.abs(np.subtract(strict["losses"], ready_first["losses"])).max()
+    report |= {
+        "jitter": jitter,
+        "ratio": round(ready_first["median_s"] / strict["median_s"], 4),
+        "largest_difference_of_losses": float(difference),
+        "results": [strict, ready_first],
+    }
     return table(report)
 
 

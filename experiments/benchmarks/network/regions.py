@@ -285,7 +285,7 @@ def picture(results: Sequence[Mapping[str, Any]], title: str) -> Figure:
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> str:
     """Train, lose a region and get it back, and compare each generation with its plan."""
     iterations = arguments.iterations
-    locations, rates = wan.shaped_rates(None, WORKLOAD, REGIONS, HOPS_S)
+    locations, rates = wan.shaped_rates(WORKLOAD, REGIONS, HOPS_S)
     struck = [host for host, location in enumerate(locations) if location == LOST]
     with ExitStack() as opened:
         folder = opened.enter_context(reporting.folder_for(arguments.keep, "regions"))

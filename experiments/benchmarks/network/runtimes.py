@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -105,36 +105,33 @@ def iteration_s(folder: Path) -> float:
 def compare(folder: Path, turns: int, iterations: int) -> dict[str, Any]:
     """Medians of both runtimes, turn by turn, and their ratios."""
     network = OwnCores()
-    pairs: list[dict[str, float]] = []
-    for turn in range(turns):
-        found: dict[str, float] = {}
-        for runtime in in_turn(turn):
-            own = folder / f"{runtime}_{turn}"
-            trained(own, config_of(own, runtime, iterations), network, 2)
-            found[runtime] = iteration_s(own)
-        pairs.append(found)
-        print(f"turn {turn + 1} of {turns}: {shown(found)}", file=sys.stderr, flush=True)
-    return compared(pairs)
+
+    def median_s(own: Path, runtime: str) -> float:
+        trained(own, config_of(own, runtime, iterations), network, 2)
+        return iteration_s(own)
+
+    return compared([pair(folder, "turn", turn, turns, median_s) for turn in range(1, turns + 1)])
 
 
 def compare_starts(folder: Path, starts: int, hosts: int) -> dict[str, Any]:
     """Seconds until the first step of both runtimes, turn by turn, and their ratios."""
-    network = Loopback()
-    pairs: list[dict[str, float]] = []
+
+    def start_s(own: Path, runtime: str) -> float:
+        return trained(own, start_config_of(own, runtime, hosts), Loopback(), hosts)
+
     # The first pair compiles.
-    for turn in range(1 + starts):
-        found: dict[str, float] = {}
-        for runtime in in_turn(turn):
-            own = folder / f"start_{runtime}_{turn}"
-            found[runtime] = trained(own, start_config_of(own, runtime, hosts), network, hosts)
-        print(f"start {turn} of {starts}: {shown(found)}", file=sys.stderr, flush=True)
-        pairs += [found] * (turn > 0)
+    _, *pairs = (pair(folder, "start", turn, starts, start_s) for turn in range(starts + 1))
     return {"hosts": hosts} | compared(pairs)
 
 
-def in_turn(turn: int) -> Sequence[str]:
-    """Both runtimes, the one first that was second in the turn before."""
-    return (INDEPENDENT, DISTRIBUTED)[:: 1 if turn % 2 == 0 else -1]
+def pair(
+    folder: Path, kind: str, turn: int, turns: int, measured_s: Callable[[Path, str], float]
+) -> dict[str, float]:
+    """Measure both runtimes in new folders, the one first that was second in the turn before."""
+    order = (INDEPENDENT, DISTRIBUTED)[:: 1 if turn % 2 else -1]
+    found = {runtime: measured_s(folder / f"{kind}_{runtime}_{turn}", runtime) for runtime in order}
+    print(f"{kind} {turn} of {turns}: {shown(found)}", file=sys.stderr, flush=True)
+    return found
 
 
 def compared(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:

@@ -63,6 +63,7 @@ MOST_FRAGMENTS = 4
 METHODS = ("full", "dtfm-skip", "skippipe-no-tc2", "skippipe", "joint", "full-joint")
 SEED = 0
 FASTEST_HOP_S, SLOWEST_HOP_S = 0.1, 2.0
+LINKS = "gcp12"
 SAME_LOCATION = links.Link(1e-3, 2.0 * links.GIBIBYTE)
 # What a packet's headers leave of a rate for what TCP carries.
 PAYLOAD_SHARE = 0.956
@@ -126,7 +127,7 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         microbatch_size=sequences,
     )
     arms = [ARMS[name] for name in arguments.arms]
-    locations, rates = shaped_rates(arguments.links, workload)
+    locations, rates = shaped_rates(workload)
     rates, connections = rates / arguments.slower_links, None
     if arguments.shared_connections is not None:
         factor = fields.number(
@@ -158,14 +159,14 @@ def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     report |= {
         "hosts": arguments.hosts,
         "workload": dataclasses.asdict(workload),
-        "links": str(arguments.links or "gcp12"),
+        "links": LINKS,
         "slower_links": arguments.slower_links,
         "shared_connections": arguments.shared_connections,
         "profiles": profiles,
         "methods": rows,
     }
     if arguments.figure is not None:
-        title = f"{arguments.hosts} hosts, links shaped to {report['links']}"
+        title = f"{arguments.hosts} hosts, links shaped to {LINKS}"
         drawing.write_svg(picture(rows, title), arguments.figure)
 
 
@@ -226,7 +227,6 @@ def busy(plan: Plan, hosts: AllHosts, config: Path) -> tuple[Case, dict[str, flo
 
 
 def shaped_rates(
-    table: Path | None,
     workload: Workload,
     regions: Sequence[str] = (),
     hops_s: tuple[float, float] = (FASTEST_HOP_S, SLOWEST_HOP_S),
@@ -236,8 +236,7 @@ def shaped_rates(
     Hosts are dealt out to the `regions`, by default to all of the table; the quickest and the
     slowest hop take `hops_s`.
     """
-    source = "gcp12" if table is None else links.rows_of(str(table.resolve()), Path())
-    of_locations = links.table(source, SAME_LOCATION)
+    of_locations = links.table(LINKS, SAME_LOCATION)
     names = regions or list(dict.fromkeys(name for pair in of_locations.links for name in pair))
     locations = [names[host % len(names)] for host in range(workload.hosts)]
     _, bandwidth = of_locations.matrices(locations)
@@ -431,7 +430,6 @@ def main() -> int:
         },
     }
     paths = {
-        "links": "CSV with another table of links (gcp12)",
         "figure": "draw the results as an SVG to this file",
         "keep": "keep plans, runs and timelines in this folder",
     }

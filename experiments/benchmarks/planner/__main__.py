@@ -17,11 +17,8 @@ scale       42, 200 and 1,000 nodes, each against random paths.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,18 +48,17 @@ SIZES = {42: (7, 5, 7, 6, 60), 200: (40, 32, 5, 30, 120), 1000: (200, 160, 5, 30
 def yardstick(seeds: int) -> dict[str, Any]:
     """The paper's case without contention."""
     case = cases.load("gcp20")
-    published = cases.published_plan()
-    timeline = simulate_plan(published)
     full = cases.published_full_pipeline()
+    published = {
+        "published_plan": simulate_plan(cases.published_plan()),
+        "published_full_pipeline": full,
+    }
     result: dict[str, Any] = {
-        "published_plan": {
+        name: {
             "pipeline_s": round(timeline.pipeline_s, 2),
             "iteration_s": round(timeline.iteration_s, 2),
-        },
-        "published_full_pipeline": {
-            "pipeline_s": round(full.pipeline_s, 2),
-            "iteration_s": round(full.iteration_s, 2),
-        },
+        }
+        for name, timeline in published.items()
     }
     for name, found in result.items():
         print(f"{name}: {found}", flush=True)
@@ -89,17 +85,9 @@ def first(seeds: int) -> dict[str, Any]:
     balanced_s = make_plan(case, "balanced").predicted.iteration_s
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            finished = subprocess.run(
-                [
-                    *(sys.executable, "-m", "experiments.benchmarks.planner.first_plan"),
-                    *map(str, (time.time(), seed, FIRST_BUDGET_S, balanced_s)),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-                env=os.environ | {"XDG_CACHE_HOME": folder},
-            )
-        runs.append(json.loads(finished.stdout.splitlines()[-1]))
+            module = "-m", "experiments.benchmarks.planner.first_plan"
+            given = map(str, (time.time(), seed, FIRST_BUDGET_S, balanced_s))
+            runs.append(reporting.found_by(*module, *given, XDG_CACHE_HOME=folder))
         print(f"first: {runs[-1]}", flush=True)
     own = make_plan(case, "joint", Search(0))
     losses = []
@@ -207,13 +195,8 @@ def scale(sizes: list[int]) -> dict[str, Any]:
     """Larger cases, each in a process of its own for its peak memory."""
     runs = []
     for nodes in sizes:
-        finished = subprocess.run(
-            [sys.executable, "-m", "experiments.benchmarks.planner", "--size", str(nodes)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        runs.append(json.loads(finished.stdout.splitlines()[-1])["found"])
+        words = "-m", "experiments.benchmarks.planner", "--size", str(nodes)
+        runs.append(reporting.found_by(*words)["found"])
         print(f"scale: {runs[-1]}", flush=True)
     return {"runs": runs}
 

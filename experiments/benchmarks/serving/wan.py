@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import operator
 import socket
 import statistics
 import subprocess
@@ -194,6 +195,8 @@ def measured_over_hosts(
         # The planner places stages by the links, which are measured when hosts connect. The two
         # services measure one after the other, as they share the links.
         _shape(network, delays, rates / PAYLOAD_SHARE, latencies)
+        # Of the link to a host, None before it is measured.
+        speed_of = operator.itemgetter("bytes_per_s")
         speeds = []
         for service in services:
             for host in range(1, hosts):
@@ -228,11 +231,6 @@ def measured_over_hosts(
 def wait(service: Service, holds: Callable[[list[dict[str, Any]]], bool], otherwise: str) -> None:
     """Wait until something holds of what the front says of the hosts."""
     asyncio.run(service.until(lambda: holds(service.status()), otherwise))
-
-
-def speed_of(told: Mapping[str, Any]) -> Any:
-    """Return the bytes per second of the link to a host; None before it is measured."""
-    return told["bytes_per_s"]
 
 
 def _shape(

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from skippipe_sched.errors import InputError
 
-from skippipe_jax.ensemble.mixing import cached_log_prior, weighed, weights
-from tests.ensemble import by_hand
+from skippipe_jax.ensemble import cached_log_prior, target_log_weights, weighed
+from tests.harness import ensemble_by_hand as by_hand
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 
 
 def mix(log_p: np.ndarray, resets: np.ndarray, **how: Any) -> np.ndarray:
-    return weighed(log_p, weights(log_p, resets, **how))
+    return weighed(log_p, target_log_weights(log_p, resets, **how))
 
 
 def drawn(
