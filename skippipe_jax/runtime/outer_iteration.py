@@ -2,8 +2,8 @@
 
 A replica takes a local step once its node has run all its operations of the plan. It then sends the
 fragment that is due, and applies the messages sent `delay` iterations before. The host continues
-with the next iteration when all of its nodes have done so. Messages and totals are transferred in
-the background (see `background_sync`).
+with the next iteration when all of its nodes have done so. The transfer of messages and totals
+overlaps with later iterations (see `background_sync`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import jax
 
 from skippipe_jax.runtime.background_sync import BackgroundSync
-from skippipe_jax.runtime.events import Then, seconds_since
 from skippipe_jax.runtime.iteration import TrainingIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps
 from skippipe_jax.runtime.stage_functions import Totals
@@ -39,10 +38,6 @@ class OuterIteration(TrainingIteration):
         self.not_stepped = set(self.replicas.states)
         # For each replica with messages to apply, the step after which they were sent.
         self.to_apply: dict[int, int] = {}
-
-    def _send_at(self, time_s: float, then: Then) -> None:
-        # The loop of the iteration may stop before the send.
-        self.behind.at(time_s, then)
 
     def _node_done(self, node: int) -> None:
         """Take the local step of a replica whose node is done, and send the due fragment."""
@@ -79,12 +74,6 @@ class OuterIteration(TrainingIteration):
         self.outcome = Outcome(
             lambda: apart(jax.device_put(summed.result()), nodes), self._gauges(), ended_s=ended_s
         )
-
-    def _describe_waits(self) -> str | None:
-        # Arrivals in the background rings are progress, too.
-        if self.to_apply and seconds_since(self.behind.last_event_s) <= self.loop.deadline_s:
-            return None
-        return super()._describe_waits()
 
     def _waits(self) -> Iterator[tuple[str, float]]:
         yield from super()._waits()
