@@ -22,7 +22,7 @@ from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
-from skippipe_jax.connections.join_offer import File, JoinOffer, decode_piece
+from skippipe_jax.connections.join_offer import File, JoinOffer
 from skippipe_jax.connections.join_server import ASKS_S, JOINER, JOINING, OBSERVED, OBSERVER
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.link_probe import MeasuredLink, measured
@@ -223,18 +223,11 @@ class JoinClient:
         self.contents = {name: own for name, own in self.contents.items() if name in names}
 
     async def _content(self, link: Link, place: int, file: File) -> bytes:
-        content = bytearray()
-        for number in range(file.pieces):
-            link.send("piece", place, number)
-            match await link.heard(ASKS_S):
-                case ["piece", of_file, of_number, piece] if (of_file, of_number) == (
-                    place,
-                    number,
-                ):
-                    content += decode_piece(piece)
-                case _:
-                    raise ValueError(f"a chunk of {file.name} was not received ({link.ending})")
+        link.send("file", place)
+        content = await link.exactly(file.size, ASKS_S)
+        if content is None:
+            raise ValueError(f"{file.name} was not received completely ({link.ending})")
         self.fetched += len(content)
-        if not file.is_of(bytes(content)):
+        if not file.is_of(content):
             raise ValueError(f"{file.name} does not match its announced digest")
-        return bytes(content)
+        return content

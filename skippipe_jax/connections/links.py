@@ -218,12 +218,18 @@ class Link:
             self.ending = INVALID_MESSAGE
         return None
 
-    async def exactly(self, size: int) -> bytes | None:
-        """Read `size` raw bytes that follow a message; None if the connection ends before."""
+    async def exactly(self, size: int, timeout_s: float | None = None) -> bytes | None:
+        """Read `size` raw bytes that follow a message.
+
+        Returns None if the connection ends before, or if nothing arrives for `timeout_s`.
+        """
         try:
             while len(self._unread) < size:
-                if not await self._read_more():
+                if not await asyncio.wait_for(self._read_more(), timeout_s):
                     return None
+        except TimeoutError:
+            self.ending = f"no bytes for {timeout_s:g} s"
+            return None
         except OSError as error:
             self.ending = f"its connection broke ({error})"
             return None
@@ -262,12 +268,14 @@ class Link:
         except OSError:
             return None
 
-    async def drained(self, timeout_s: float) -> None:
+    async def drained(self, timeout_s: float) -> bool:
         """Wait until the send buffer has drained; set `ending` if it does not in `timeout_s`."""
         try:
             await asyncio.wait_for(self.writer.drain(), timeout_s)
-        except (OSError, TimeoutError):
+        except OSError:  # Or a `TimeoutError`.
             self.ending = STOPPED_READING
+            return False
+        return True
 
     async def _line(self) -> bytes:
         """Read the next line, or its beginning if the connection ends.
