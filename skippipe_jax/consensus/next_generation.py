@@ -36,11 +36,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import (
     Generation,
+    Placement,
     PlanRequest,
     Promise,
     RebuiltStage,
@@ -86,7 +86,9 @@ def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[
     return min(next(some for some in choices if some))
 
 
-def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> frozenset[int]:
+def reading_without_text(
+    state: State, hosts: Iterable[int], placement: Placement
+) -> frozenset[int]:
     """Return the hosts that serve the data stage under a placement and lack the text."""
     serves = state.rules.serves
     return frozenset(
@@ -94,7 +96,9 @@ def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> 
     )
 
 
-def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int]) -> bool:
+def is_readable(
+    rules: Rules, before: Placement, placement: Placement, apart: Iterable[int]
+) -> bool:
     """Return True if hosts that are `apart` serve the data stage only where they did `before`.
 
     The other hosts reach the training text.
@@ -118,7 +122,7 @@ def chosen(
     apart: Collection[int],
     wish: PlanRequest | None,
     left_out: Collection[int] = (),
-) -> tuple[Any, frozenset[int], str] | None:
+) -> tuple[Placement, frozenset[int], str] | None:
     """Choose the next placement, its members and its plan; return None if a stage is lost.
 
     The plan is a digest, empty for a repair plan. Hosts that are `going` stay members and serve
@@ -155,11 +159,11 @@ def chosen(
 
 def covering(
     rules: Rules,
-    placement: Any,
+    placement: Placement,
     hosts: frozenset[int],
     apart: Collection[int],
     left_out: Collection[int] = (),
-) -> Any:
+) -> Placement | None:
     """Return the placement if these hosts serve all stages under it, else another, or None.
 
     It may be replaced by a safer one (see `Rules`). Hosts that are `apart` do not newly serve the
@@ -173,7 +177,7 @@ def covering(
 
 
 def covers(
-    rules: Rules, placement: Any, hosts: Iterable[int], left_out: Collection[int] = ()
+    rules: Rules, placement: Placement, hosts: Iterable[int], left_out: Collection[int] = ()
 ) -> bool:
     """Return True if these hosts serve all stages not left out, and each serves at least one."""
     serving = serving_under(rules, placement, hosts)
@@ -197,7 +201,9 @@ def holders_of(rules: Rules, held: Held) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def serving_under(rules: Rules, placement: Any, hosts: Iterable[int]) -> dict[int, frozenset[int]]:
+def serving_under(
+    rules: Rules, placement: Placement, hosts: Iterable[int]
+) -> dict[int, frozenset[int]]:
     """Return the stages that each of these hosts serves under a placement."""
     return {host: rules.serves(placement, host) for host in hosts}
 
@@ -315,7 +321,7 @@ def _reader(rules: Rules, generation: Generation, stage: int) -> int:
     return min(reaching, default=generation.leader)
 
 
-def _served_by(rules: Rules, placement: Any, hosts: Iterable[int]) -> frozenset[int]:
+def _served_by(rules: Rules, placement: Placement, hosts: Iterable[int]) -> frozenset[int]:
     return frozenset[int]().union(*serving_under(rules, placement, hosts).values())
 
 

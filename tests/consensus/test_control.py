@@ -19,8 +19,8 @@ from skippipe_jax.consensus.generations import Generation
 from tests.consensus import exploration
 from tests.harness.thread_cluster import Network, ThreadMembership
 
-RULES = replace(exploration.RULES, hosts=(0, 1))
-FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=())
+RULES = replace(exploration.RULES, host_of=(0, 1))
+FIRST = Generation(1, (0, 1), (7, 7), 0, 4, placement=((0, 1),))
 
 
 def test_a_host_shows_that_it_lives_while_storage_hangs(monkeypatch: pytest.MonkeyPatch):

@@ -119,9 +119,9 @@ class ThreadMembership(Membership):
         self.depth, self.puts = 0, []
         return group
 
-    def post(self, key: str, value: str) -> None:
+    def post(self, generation: int, key: str, value: str) -> None:
         self.puts.append(key)
-        super().post(key, f"{self.depth + 1} {value}")
+        super().post(generation, key, f"{self.depth + 1} {value}")
 
 
 class CountingInbox(Inbox):
@@ -131,7 +131,7 @@ class CountingInbox(Inbox):
         super().__init__()
         self._own = own
 
-    def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
+    def take(self, key: str, timeout_s: float, source: int, generation: int) -> str:
         value = super().take(key, timeout_s, source, generation)
         if key.startswith("clock/"):
             if isinstance(threading.current_thread(), Host):  # Else nothing waits for it.
