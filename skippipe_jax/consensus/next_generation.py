@@ -422,7 +422,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
                 return remade(rules, following, held, promises)
         except RebuildImpossible as error:
             following = replace(following, cause=f"{following.cause}{error}")
-    leader = leader_of(members, promised, apart)
+    leader = leader_of(members, promised.intersection(members), apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
     reaching = frozenset(members).difference(apart)
     placement = rules.placed(last.placement, reaching, without_text, ()) if rules.rewinds else None

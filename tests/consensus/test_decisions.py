@@ -22,11 +22,16 @@ from skippipe_jax.consensus.generations import (
     Generation,
     PlanRequest,
     Presence,
+    Promise,
     Received,
     RolledBack,
     Told,
 )
-from skippipe_jax.consensus.next_generation import BEATS_BEFORE_LEAVING, is_the_end
+from skippipe_jax.consensus.next_generation import (
+    BEATS_BEFORE_LEAVING,
+    is_the_end,
+    next_generation,
+)
 from tests.consensus.simulation import (
     KINDS,
     Simulation,
@@ -256,6 +261,22 @@ def test_who_has_gone_back_further_than_others_goes_on_with_them():
     assert state.standing.applied == third.step
     sealed = replace(simulation.live[0].state, promised=(1, 2))
     assert advance(sealed, RolledBack(third.number, 0)) == (sealed, []), "it has told its step"
+
+
+def test_who_leaves_does_not_lead_those_that_go_back_without_it():
+    """They have not read their checkpoint yet, and some of them are to serve another stage."""
+    hosts, placement = tuple(range(5)), ((0, 1, 2, 3), (4,))
+    rules = replace(
+        Simulation(5).rules, safest=lambda *_: ((0, 1, 2), (3, 4)), placed=lambda own, *_: own
+    )
+    last = Generation(3, hosts, hosts, 0, 1, placement=placement, is_rewound=True)
+    state = replace(first_state(0, rules, last, 1), leaving={0: BEATS_BEFORE_LEAVING})
+    promises = {
+        host: Promise(4, (1, 0), first_state(host, rules, last, 1).standing, None) for host in hosts
+    }
+    following = next_generation(state, promises)
+    assert (following.members, following.leader) == ((1, 2, 3, 4), 1)
+    assert (following.is_rewound, following.placement) == (True, ((0, 1, 2), (3, 4)))
 
 
 def test_who_came_after_a_checkpoint_knows_of_it():
