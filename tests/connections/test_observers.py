@@ -23,7 +23,6 @@ from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys, Secret, make_secr
 from skippipe_jax.connections.status import MOST_LINKS, RunStatus
 from tests.connections.meshes import (
     KEYS,
-    PATIENCE_S,
     STATUS,
     Host,
     address_of,
@@ -71,17 +70,6 @@ async def test_what_is_no_host_of_a_run_is_told_from_one():
         await observe([address])
     assert not isinstance(caught.value, NoListener)
     server.close()
-
-
-@pytest.mark.parametrize("error", [OSError("a full disk"), ValueError("a bad value")])
-async def test_errors_of_the_caller_are_not_taken_for_those_of_a_host(error: Exception):
-    question = asking.OBSERVER, {part: asking.versions()[part] for part in asking.OBSERVED}
-    async with gathered(2) as (first, _):
-        how = "status", address_of(first), LOOPBACK_ONLY, question
-        with pytest.raises(type(error)) as caught:
-            async with asking.asking(*how, ("status", RunStatus.parse), PATIENCE_S):
-                raise error
-        assert caught.value is error
 
 
 @pytest.mark.parametrize(
