@@ -96,11 +96,7 @@ def _serving(
     """List the hosts of each stage, including lost hosts that would serve it upon return."""
     if state is None or state.generation is None:
         return () if training is None else training.serving
-    serves, placement = state.rules.serves, state.generation.placement
-    of_hosts = {host: serves(placement, host) for host in hosts}
-    return [
-        [host for host in hosts if stage in of_hosts[host]] for stage in range(state.rules.stages)
-    ]
+    return [*map(sorted, state.rules.serving(state.generation.placement, hosts))]
 
 
 def _leader(directory: Directory, generation: Generation | None) -> int | None:

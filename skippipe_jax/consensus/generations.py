@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -391,11 +391,12 @@ Decision = Apply | Enter | NotMember
 
 Effect = Send | Writes | Decision
 
-Remakes = Callable[
-    [Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[RebuiltStage, ...]
-]
-"""Function (stages that each host holds, copies that each keeps, last committed step) -> how the
-lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
+HostsOfStages = Sequence[frozenset[int]]
+"""Hosts that serve each stage, or that hold its state."""
+
+Remakes = Callable[[HostsOfStages, Mapping[int, Copies], int], tuple[RebuiltStage, ...]]
+"""Function (hosts that hold each stage, copies that each host keeps, last committed step) -> how
+the lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,11 +441,13 @@ class Rules:
 
     def serves(self, placement: Placement, host: int) -> frozenset[int]:
         """Return the stages that a host serves under a placement."""
-        return frozenset(
-            stage
-            for stage, nodes in enumerate(placement)
-            if any(self.host_of[node] == host for node in nodes)
-        )
+        serving = self.serving(placement, (host,))
+        return frozenset(stage for stage, hosts in enumerate(serving) if hosts)
+
+    def serving(self, placement: Placement, hosts: Iterable[int]) -> HostsOfStages:
+        """Return which of these hosts serve each stage under a placement."""
+        among = frozenset(hosts)
+        return [among.intersection(self.host_of[node] for node in nodes) for nodes in placement]
 
 
 @dataclass(frozen=True)

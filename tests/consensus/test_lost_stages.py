@@ -188,7 +188,7 @@ def test_a_stage_is_made_again_if_hosts_are_lost_while_it_is_made():
 def test_a_copy_of_a_step_that_does_not_count_is_none():
     remakes = rebuild_rule(config_of(BUDDY, 2, 2, 2), STAGES)
     assert remakes is not None
-    held: Any = {0: {0}, 2: {2}}
+    held = [frozenset({0}), frozenset[int](), frozenset({2})]
     copies = {0: ((1, 9), (1, 4)), 2: ((1, 6), (0, 8))}
     assert remakes(held, copies, 8) == (RebuiltStage(1, BUDDY, 6, (2,)),)
     assert rebuild_rule(config_of("rewind", 2, 2, 2), STAGES) is None

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from skippipe_jax.consensus.generations import (
     Decided,
     Generation,
     Held,
+    HostsOfStages,
     Message,
     Presence,
     Promise,
@@ -169,13 +171,13 @@ def add_up(totals: Mapping[int, Any]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*totals.values(), strict=True)))
 
 
-def remakes(
-    held: Mapping[int, Any], copies: Mapping[int, Any], step: int
-) -> tuple[RebuiltStage, ...]:
+def remakes(held: HostsOfStages, copies: Mapping[int, Any], step: int) -> tuple[RebuiltStage, ...]:
     """The first host that has promised makes what is lost from what it has itself."""
     del copies
-    lost = {0, 1}.difference(*held.values())
-    return tuple(RebuiltStage(stage, "buddy", step, (min(held),)) for stage in sorted(lost))
+    source = min(chain(*held))
+    return tuple(
+        RebuiltStage(stage, "buddy", step, (source,)) for stage, own in enumerate(held) if not own
+    )
 
 
 RULES = Rules(
