@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
@@ -132,7 +133,7 @@ async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple
     """
 
     async def parse(_: Link, content: Any) -> RunStatus:
-        return RunStatus.parse(content)
+        return msgspec.convert(content, RunStatus)
 
     return await first_answer(addresses, lambda address: _ask(OBSERVER, address, keys, parse))
 

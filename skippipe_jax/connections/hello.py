@@ -211,10 +211,6 @@ class Welcome:
     process: ProcessNumber
     received: MessageNumber
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the message."""
-        return msgspec.to_builtins(self, str_keys=True)
-
     @classmethod
     def parse(cls, raw: Any, hosts: int) -> Welcome:
         """Parse and validate a welcome in a run of at most `hosts` hosts.

@@ -101,10 +101,6 @@ class JoinOffer(msgspec.Struct, frozen=True):
     members: tuple[HostNumber, ...] = ()
     placement: tuple[Nodes, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the message."""
-        return msgspec.to_builtins(self, str_keys=True)
-
     @classmethod
     def parse(cls, raw: Any) -> JoinOffer:
         """Parse and validate a join offer.

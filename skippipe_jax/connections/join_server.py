@@ -130,7 +130,7 @@ class JoinServer:
             return refusal
         if who == OBSERVER:
             link.break_when_silent(HELLO_S)
-            return link.send("status", self._status().to_json())
+            return link.send("status", self._status())
         if self.make_offer is None:
             problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
             return TemporaryError(JOINING, own.name, problem, "Retry later")
@@ -157,7 +157,7 @@ async def _serve_joiner(
         offer, files = await loop.run_in_executor(DaemonThreads(), make_offer, *given)
     except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
-    link.send("offer", offer.to_json())
+    link.send("offer", offer)
     for _ in range(len(files.told) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):
             case ["file", int(number)] if 0 <= number < len(files.contents):

@@ -9,8 +9,10 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import msgspec
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections.addresses import join_address
@@ -311,8 +313,8 @@ class Link:
 
 
 def encoded(*message: Any) -> bytes:
-    """Encode a message as one line of JSON, or as several lines if it is long."""
-    text, size = json.dumps(message).encode(), LINE_BYTES // 2
+    """Encode a message, which may contain structs, as one line of JSON, or as several if long."""
+    text, size = json.dumps(message, default=_plain).encode(), LINE_BYTES // 2
     lines = [text[start : start + size] for start in range(0, len(text), size)]
     return b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"])
 
@@ -385,6 +387,9 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
                         "firewall blocks the port",
                     ) from error
             await asyncio.sleep(min(0.5, max(remaining, 0)))
+
+
+_plain = partial(msgspec.to_builtins, str_keys=True)
 
 
 def _is_flat(value: Any, levels: int) -> bool:

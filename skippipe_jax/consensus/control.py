@@ -122,7 +122,7 @@ class Control:
         for effect in effects:
             match effect:
                 case Send(target, message):
-                    self._send(target, "control", msgspec.to_builtins(message))
+                    self._send(target, "control", message)
                 case Writes(generation) if generation.number not in self._stores:
                     task = self._loop.create_task(self._write(generation))
                     task.add_done_callback(_raise_its_error)

@@ -15,7 +15,7 @@ from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus import control
 from skippipe_jax.consensus.control import Control
 from skippipe_jax.consensus.decisions import first_state
-from skippipe_jax.consensus.generations import Generation
+from skippipe_jax.consensus.generations import Beat, Generation, Message
 from tests.consensus import exploration
 from tests.harness.thread_cluster import Network, ThreadMembership
 
@@ -37,8 +37,8 @@ def test_a_host_shows_that_it_lives_while_storage_hangs(monkeypatch: pytest.Monk
     async def live() -> None:
         beats, entered = asyncio.Queue[Any](), asyncio.Queue[Any]()
 
-        def send(host: int, kind: str, message: list[Any]) -> None:
-            if message[0] == "Beat" and asks:
+        def send(host: int, kind: str, message: Message) -> None:
+            if isinstance(message, Beat) and asks:
                 beats.put_nowait(message)
 
         own = Control(

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from skippipe_jax.cluster.inbox import Inbox
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, load_config
@@ -40,7 +42,7 @@ class Network:
         self._thread.start()
 
     def send(self, source: int, target: int, message: Sequence[Any]) -> None:
-        text = json.dumps(message)
+        text = json.dumps(message, default=msgspec.to_builtins)
 
         def deliver() -> None:
             if target in self.members and not self.lost & {source, target}:
