@@ -54,8 +54,7 @@ class _Part:
     own: FragmentInTransit
     gathering: Gathering
     takes_s: float
-    since_s: float = field(default_factory=time.perf_counter)
-    start_s: float = 0.0
+    start_s: float = field(default_factory=time.perf_counter)
 
 
 class BackgroundSync:
@@ -136,7 +135,7 @@ class BackgroundSync:
             yield (
                 f"the message of stage {ring.stage} sent after step {part.step} from node "
                 f"{source} on host {hosts[source]}",
-                part.since_s,
+                part.start_s,
             )
         if not parts:
             others = [str(host) for host in self.topology.hosts if host != self.topology.host]
