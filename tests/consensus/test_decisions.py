@@ -94,35 +94,6 @@ def test_hosts_agree_whatever_is_lost_ten_thousand_times(
 HOST = st.integers(0, 4)
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(
-        st.tuples(st.sets(HOST), st.none() | HOST, st.none() | HOST, st.booleans()), max_size=12
-    )
-)
-def test_hosts_agree_whatever_they_hear_late_of_what_they_compute(
-    rounds: list[tuple[set[int], int | None, int | None, bool]],
-):
-    """In each round one may be lost, or come back, while some still compute."""
-    simulation = Simulation(5)
-    for late, lost, back, settles_first in rounds:
-        for host in range(5):
-            simulation.compute(host)
-        if settles_first:
-            simulation.settle()
-        for place in reversed(range(len(simulation.computed))):
-            if simulation.computed[place][1] not in late:
-                simulation.hear_of_computed(place)
-        if lost is not None:
-            lose(simulation, lost)
-        if back is not None:
-            restart(simulation, back)
-        simulation.settle()
-        if simulation.has_ended:
-            return
-    require_goes_on(simulation)
-
-
 NOTHING = {"idle": set(), "wish": None, "told": None, "lost": None, "back": None}
 ROUNDS = st.lists(
     st.fixed_dictionaries(
