@@ -51,34 +51,29 @@ class Inbox:
             self._mailboxes[source].put((generation, key), value)
             self._changed.notify_all()
 
-    def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
-        """Wait for the value of a key in a generation, and remove it.
-
-        With a `source`, only a value from that host is returned.
+    def take(self, key: str, timeout_s: float, source: int, generation: int) -> str:
+        """Wait for the value of a key from a host in a generation, and remove it.
 
         Raises:
             PeerTimeout: names the key, the host, and the start of the wait.
             GenerationEnded: if this host enters another generation first.
         """
-        since = time.strftime("%H:%M:%S")
-
-        def mailbox() -> _Mailbox | None:
-            sources = [*self._mailboxes] if source is None else [source]
-            candidates = (self._mailboxes[host] for host in sources)
-            return next((box for box in candidates if (generation, key) in box.values), None)
-
+        since, name = time.strftime("%H:%M:%S"), (generation, key)
         with self._changed:
-            wait_for(self._changed, lambda: mailbox() or self.generation != generation, timeout_s)
+            box = self._mailboxes[source]
+            wait_for(
+                self._changed,
+                lambda: name in box.values or self.generation != generation,
+                timeout_s,
+            )
             if self.generation != generation:
                 raise GenerationEnded
-            box = mailbox()
-            if box is None:
-                sender = "any host" if source is None else f"host {source}"
+            if name not in box.values:
                 raise PeerTimeout(
-                    f"timed out after {round(timeout_s, 1):g} s waiting for {key!r} from {sender} "
-                    f"(since {since})"
+                    f"timed out after {round(timeout_s, 1):g} s waiting for {key!r} from host "
+                    f"{source} (since {since})"
                 )
-            return box.take((generation, key))
+            return box.take(name)
 
     def next(self, after: int, timeout_s: float) -> Generation | None:
         """Wait for the generation that this host enters after another; None after `timeout_s`.

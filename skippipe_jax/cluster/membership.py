@@ -145,17 +145,15 @@ class Group:
         """
         self._membership.post(self.generation.number, key, value)
 
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Wait for the value of a key, remove it and return it.
-
-        With a `source`, only a value from that host is returned.
+    def get(self, key: str, timeout_s: float, source: int) -> str:
+        """Wait for the value of a key from a host, remove it and return it.
 
         Raises:
             PeerTimeout: names the key, the host, and the start of the wait.
             GenerationEnded: if the generation ends first.
         """
-        number, of_run = self.generation.number, None if source is None else self.hosts[source]
-        return self._membership.inbox.take(key, timeout_s, of_run, number)
+        number = self.generation.number
+        return self._membership.inbox.take(key, timeout_s, self.hosts[source], number)
 
     @property
     def address(self) -> str:

@@ -35,10 +35,10 @@ def test_small_values_are_not_kept_without_end_either(monkeypatch: pytest.Monkey
     for count in range(100):
         own.post(1, 0, f"{count}", "")
         own.post(1, 0, "again", f"{count}")
-    assert own.take("again", 0.0, None, 0) == "99"
-    assert own.take("91", 0.0, None, 0) == ""
+    assert own.take("again", 0.0, 1, 0) == "99"
+    assert own.take("91", 0.0, 1, 0) == ""
     with pytest.raises(PeerTimeout):
-        own.take("90", 0.0, None, 0)
+        own.take("90", 0.0, 1, 0)
 
 
 def test_room_is_given_back_for_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
