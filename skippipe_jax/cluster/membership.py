@@ -45,10 +45,9 @@ from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
-from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.join_server import JoinServer
-from skippipe_jax.connections.links import MESSAGE_CHARACTERS
+from skippipe_jax.connections.links import BEATS, MESSAGE_CHARACTERS
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads, result

@@ -105,6 +105,9 @@ DEPTH = 8
 MOST_WAITING = 2 * MESSAGE_BYTES
 """Maximum size of the send buffer, in bytes. Beyond it the link is broken off."""
 
+BEATS = 10
+"""Heartbeats sent per heartbeat timeout. A host that misses more of them counts as silent."""
+
 HELLO_S = 10.0
 """Seconds that a new connection has to identify itself, in one line."""
 

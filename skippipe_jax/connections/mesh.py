@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,13 +35,13 @@ from skippipe_jax.connections.addresses import (
 )
 from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.directory import HOST_ID, Directory
-from skippipe_jax.connections.failure_detector import BEATS, FailureDetector
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
 from skippipe_jax.connections.host_listener import HostListener
 from skippipe_jax.connections.jax_relay import listen_for_jax
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
+    BEATS,
     HELLO_S,
     INVALID_MESSAGE,
     STOPPED_READING,
@@ -53,6 +54,9 @@ from skippipe_jax.connections.waiting import telling
 
 ANSWER_S = 3.0
 """Timeout of a connection attempt to a host's last known address, in seconds."""
+
+BEATS_OF_LINK = BEATS // 3
+"""A host that misses more heartbeats is called over a new connection: the old one may be dead."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 """Seconds before a host is called again: exponential back-off from the first to the longest."""
@@ -96,7 +100,10 @@ class Mesh:
         self._config = config
         self._received, self._lost, self._found = received, lost, found
         self._goes_on_without, self._join_server, self._keys = goes_on_without, join_server, keys
-        self._links, self._pulse, self._tasks = dict[int, Link](), FailureDetector(), Tasks()
+        self._links, self._tasks = dict[int, Link](), Tasks()
+        # Silence is counted in heartbeats of this host: one that was itself stopped for a while
+        # counts only one more when it continues, and reads what the others have sent.
+        self._silent_beats, self._missed = Counter[int](), set[int]()
         self._channels = dict[int, Channel]()
         # Connection attempts that are repeated, by host.
         self._calling = dict[int, asyncio.Task[None]]()
@@ -109,7 +116,7 @@ class Mesh:
     @property
     def missed(self) -> frozenset[int]:
         """Hosts that are gone or silent."""
-        return frozenset(self._pulse.missed)
+        return frozenset(self._missed)
 
     @property
     def connected(self) -> frozenset[int]:
@@ -308,13 +315,13 @@ class Mesh:
                 channel.forget()
             if host in self._links:
                 self._links[host].send("beat", channel.acknowledgment())
-        others = set(self.directory.others) - self._parted
-        to_call, silent = self._pulse.beat(others)
-        for host in to_call if self.directory.outlives else ():
-            if host in self._links:
+        for host in set(self.directory.others) - self._parted:
+            self._silent_beats[host] += 1
+            is_link_dead = self._silent_beats[host] == BEATS_OF_LINK + 1
+            if is_link_dead and self.directory.outlives and host in self._links:
                 self._links[host].break_off("no message arrived over it")
-        for host in silent:
-            self._miss(host, f"no message for {self._config.heartbeat_timeout_s:g} s")
+            if self._silent_beats[host] > BEATS:
+                self._miss(host, f"no message for {self._config.heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until all send buffers have drained, at most `timeout_s`."""
@@ -433,8 +440,11 @@ class Mesh:
     async def _follow(self, host: int, link: Link, channel: Channel) -> None:
         """Handle the messages of a link until it ends."""
         while True:
-            if not channel.is_lost and self._pulse.heard(host):
-                self._found(host)
+            if not channel.is_lost:
+                self._silent_beats[host] = 0
+                if host in self._missed:
+                    self._missed.discard(host)
+                    self._found(host)
             message = await link.receive()
             match message:
                 case None:
@@ -517,7 +527,8 @@ class Mesh:
         return True
 
     def _miss(self, host: int, how: str) -> None:
-        if self._pulse.miss(host):
+        if host not in self._missed:
+            self._missed.add(host)
             self._lost(host, how)
             self._update_presence()
 

@@ -15,8 +15,8 @@ from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections import channel
 from skippipe_jax.connections.channel import Channel
-from skippipe_jax.connections.failure_detector import BEATS, BEATS_OF_LINK
-from skippipe_jax.connections.links import STOPPED_READING, Link, reach
+from skippipe_jax.connections.links import BEATS, STOPPED_READING, Link, reach
+from skippipe_jax.connections.mesh import BEATS_OF_LINK
 from tests.connections.meshes import (
     KEYS,
     PATIENCE_S,
