@@ -59,6 +59,7 @@ from skippipe_jax.consensus.generations import (
     Enter,
     Generation,
     Held,
+    Placement,
     RolledBack,
     Rules,
     Saved,
@@ -353,12 +354,12 @@ class Membership(Group):
         return Group(self, hosts.index(self.index), hosts, generation)
 
     def outlive(
-        self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
+        self, rules: Rules, store: Store, placement: Placement, step: int, processes: Sequence[int]
     ) -> Group:
         """Make the run elastic: begin the first generation after `step`; all hosts call this.
 
-        All hosts are its members, with these `processes`, exchanged before, and a placement in the
-        form of `rules`. The step has a checkpoint unless it is 0. `store` is as in `Control`.
+        All hosts are its members, with these `processes`, exchanged before. The step has a
+        checkpoint unless it is 0. `store` is as in `Control`.
         """
         processes = tuple(processes)
         hosts = tuple(range(self.count))

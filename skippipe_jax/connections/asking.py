@@ -62,6 +62,14 @@ async def first_answer(
     raise next((error for error in errors if not isinstance(error, NoListener)), errors[0])
 
 
+_REQUESTS = {
+    JOINER: (JOINING, "offer", (), ASKS_S),
+    OBSERVER: ("status", "status", OBSERVED, HELLO_S),
+}
+"""By kind of guest: field of errors, kind of the answer, packages whose versions are sent (all, if
+empty), and seconds until the answer."""
+
+
 async def _ask(who: str, address: str, keys: Keys, then: Callable[[Link, Any], Awaitable[T]]) -> T:
     """Send a request to a host, and return the result of `then(link, content)` for its answer.
 
@@ -101,14 +109,6 @@ async def _ask(who: str, address: str, keys: Keys, then: Callable[[Link, Any], A
         raise _unanswered(field, address, str(error)) from error
     finally:
         link.writer.close()
-
-
-_REQUESTS = {
-    JOINER: (JOINING, "offer", (), ASKS_S),
-    OBSERVER: ("status", "status", OBSERVED, HELLO_S),
-}
-"""By kind of guest: field of errors, kind of the answer, packages whose versions are sent (all, if
-empty), and seconds until the answer."""
 
 
 def _unanswered(field: str, address: str, why: str) -> TemporaryError:
