@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Request the status and print it; return the exit code."""
     with loading():
+        import msgspec
+
         from skippipe_jax.config import parse_config
         from skippipe_jax.connections.addresses import parse_address
         from skippipe_jax.connections.asking import NoListener, observe
@@ -84,7 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
             log.warning(str(error))
         else:
             known_addresses = [answering, *(host.address for host in status.hosts if host.address)]
-            shown = json.dumps(status.to_json()) if arguments.json else status_text(status)
+            shown = (
+                json.dumps(msgspec.to_builtins(status)) if arguments.json else status_text(status)
+            )
             _show(shown, arguments, watch_s)
         if not watch_s:
             return 0

@@ -32,10 +32,8 @@ class Host(Protocol):
         """Send a value to every host, replacing an earlier one; do not wait for its arrival."""
 
     @abstractmethod
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Wait for the value of a key, remove it and return it.
-
-        With a `source`, only a value from that host is returned.
+    def get(self, key: str, timeout_s: float, source: int) -> str:
+        """Wait for the value of a key from a host, remove it and return it.
 
         Raises:
             TimeoutError: such as `PeerTimeout`; names the key, the host, and the start of the wait.

@@ -16,9 +16,6 @@ MOST_CHARACTERS = 1 << 23
 """Limits of one host's unread values: their number, and their characters altogether.
 Beyond them the oldest values of that host are dropped."""
 
-_LONGEST_NUMBER = 18
-"""Most digits of a generation's number."""
-
 NOBODY = -1
 """Generation of a host that is in none, while others continue."""
 
@@ -28,7 +25,7 @@ Counted = Callable[[Totals], None]
 
 
 class Inbox:
-    """Values by host and key, each of which is read once, and generations that this host enters.
+    """Values by host, generation and key, each read once, and generations that this host enters.
 
     The event loop fills it, and any thread reads it. Waits end with the generation in which they
     began.
@@ -48,40 +45,35 @@ class Inbox:
         self._when_ended: Callable[[], None] | None = None
         self._changed = threading.Condition()
 
-    def post(self, source: int, key: str, value: str) -> None:
-        """Store a value of a host, replacing its earlier one of the same key."""
+    def post(self, source: int, generation: int, key: str, value: str) -> None:
+        """Store a value of a host, replacing its earlier one of the same generation and key."""
         with self._changed:
-            self._mailboxes[source].put(key, value)
+            self._mailboxes[source].put((generation, key), value)
             self._changed.notify_all()
 
-    def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
-        """Wait for the value of a key and remove it; with a `source`, only from that host.
+    def take(self, key: str, timeout_s: float, source: int, generation: int) -> str:
+        """Wait for the value of a key from a host in a generation, and remove it.
 
         Raises:
             PeerTimeout: names the key, the host, and the start of the wait.
             GenerationEnded: if this host enters another generation first.
         """
-        since = time.strftime("%H:%M:%S")
-
-        def mailbox() -> _Mailbox | None:
-            sources = [*self._mailboxes] if source is None else [source]
-            candidates = (self._mailboxes[host] for host in sources)
-            return next((box for box in candidates if key in box.values), None)
-
+        since, name = time.strftime("%H:%M:%S"), (generation, key)
         with self._changed:
-            wait_for(self._changed, lambda: mailbox() or self.generation != generation, timeout_s)
+            box = self._mailboxes[source]
+            wait_for(
+                self._changed,
+                lambda: name in box.values or self.generation != generation,
+                timeout_s,
+            )
             if self.generation != generation:
                 raise GenerationEnded
-            box = mailbox()
-            if box is None:
-                sender = "any host" if source is None else f"host {source}"
+            if name not in box.values:
                 raise PeerTimeout(
-                    f"timed out after {round(timeout_s, 1):g} s waiting for {key!r} from {sender} "
-                    f"(since {since})"
+                    f"timed out after {round(timeout_s, 1):g} s waiting for {key!r} from host "
+                    f"{source} (since {since})"
                 )
-            value = box.values[key]
-            box.drop(key)
-            return value
+            return box.take(name)
 
     def next(self, after: int, timeout_s: float) -> Generation | None:
         """Wait for the generation that this host enters after another; None after `timeout_s`.
@@ -136,8 +128,8 @@ class Inbox:
         with self._changed:
             self.generation = generation
             for box in self._mailboxes.values():
-                for key in [key for key in box.values if _generation_of(key) < generation]:
-                    box.drop(key)
+                for key in [key for key in box.values if key[0] < generation]:
+                    box.take(key)
             then, self._when_ended, self._counted = self._when_ended, None, None
             self._changed.notify_all()
         if then is not None:
@@ -145,32 +137,21 @@ class Inbox:
 
 
 class _Mailbox:
-    """Values of one host by key, the oldest first."""
+    """Values of one host by generation and key, the oldest first."""
 
     def __init__(self):
-        self.values: dict[str, str] = {}
+        self.values: dict[tuple[int, str], str] = {}
         self._characters = 0
 
-    def put(self, key: str, value: str) -> None:
-        self.drop(key)
+    def put(self, key: tuple[int, str], value: str) -> None:
+        if key in self.values:
+            self.take(key)
         self.values[key] = value
-        self._characters += len(key) + len(value)
+        self._characters += len(key[1]) + len(value)
         while self._characters > MOST_CHARACTERS or len(self.values) > MOST_VALUES:
-            self.drop(next(iter(self.values)))
+            self.take(next(iter(self.values)))
 
-    def drop(self, key: str) -> None:
-        value = self.values.pop(key, None)
-        if value is not None:
-            self._characters -= len(key) + len(value)
-
-
-def named(generation: int, key: str) -> str:
-    """Return a key as it is sent in a generation; 0 is before the first."""
-    return f"{generation}:{key}" if generation else key
-
-
-def _generation_of(key: str) -> int:
-    """Return the generation in which a key was sent; 0 before the first."""
-    number, _, _ = key.partition(":")
-    is_number = number.isdecimal() and len(number) <= _LONGEST_NUMBER
-    return int(number) if is_number else 0
+    def take(self, key: tuple[int, str]) -> str:
+        value = self.values.pop(key)
+        self._characters -= len(key[1]) + len(value)
+        return value

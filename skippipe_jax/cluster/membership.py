@@ -39,16 +39,15 @@ from skippipe_jax.cluster.ending import (
     log_and_exit,
     may_be_caused_by_peer,
 )
-from skippipe_jax.cluster.inbox import NOBODY, Counted, Inbox, named
+from skippipe_jax.cluster.inbox import NOBODY, Counted, Inbox
 from skippipe_jax.cluster.place import Place
 from skippipe_jax.cluster.status import status_of
 from skippipe_jax.config import ClusterConfig
 from skippipe_jax.connections import clock, jax_runtime
 from skippipe_jax.connections.addresses import join_address, require_free
-from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import NUMBER_BITS, Hello
 from skippipe_jax.connections.join_server import JoinServer
-from skippipe_jax.connections.links import MESSAGE_CHARACTERS
+from skippipe_jax.connections.links import BEATS, MESSAGE_CHARACTERS
 from skippipe_jax.connections.mesh import Mesh
 from skippipe_jax.connections.status import RunStatus, TrainingStatus
 from skippipe_jax.connections.threads import DaemonThreads, result
@@ -60,6 +59,7 @@ from skippipe_jax.consensus.generations import (
     Enter,
     Generation,
     Held,
+    Placement,
     RolledBack,
     Rules,
     Saved,
@@ -143,19 +143,17 @@ class Group:
         Raises:
             ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
         """
-        self._membership.post(named(self.generation.number, key), value)
+        self._membership.post(self.generation.number, key, value)
 
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
-        """Wait for the value of a key, remove it and return it.
-
-        With a `source`, only a value from that host is returned.
+    def get(self, key: str, timeout_s: float, source: int) -> str:
+        """Wait for the value of a key from a host, remove it and return it.
 
         Raises:
             PeerTimeout: names the key, the host, and the start of the wait.
             GenerationEnded: if the generation ends first.
         """
-        number, of_run = self.generation.number, None if source is None else self.hosts[source]
-        return self._membership.inbox.take(named(number, key), timeout_s, of_run, number)
+        number = self.generation.number
+        return self._membership.inbox.take(key, timeout_s, self.hosts[source], number)
 
     @property
     def address(self) -> str:
@@ -333,17 +331,17 @@ class Membership(Group):
 
     # Messages, groups and generations.
 
-    def post(self, key: str, value: str) -> None:
-        """Send a value to all hosts of the run, this one among them: `Group.put` without a group.
+    def post(self, generation: int, key: str, value: str) -> None:
+        """Send a value to all hosts of the run, this one among them: `Group.put` of a generation.
 
         Raises:
             ValueError: if key and value together exceed `MESSAGE_CHARACTERS`.
         """
         if len(key) + len(value) > MESSAGE_CHARACTERS:
             raise ValueError(f"put({key!r}): {len(value)} characters exceed {MESSAGE_CHARACTERS}")
-        self.inbox.post(self.index, key, value)
+        self.inbox.post(self.index, generation, key, value)
         if self.count > 1:
-            self._loop.call_soon_threadsafe(self._mesh.broadcast, "put", key, value)
+            self._loop.call_soon_threadsafe(self._mesh.broadcast, "put", generation, key, value)
 
     def send(self, host: int, *message: Any) -> None:
         """Send a message to a host; do not wait for its arrival."""
@@ -356,12 +354,12 @@ class Membership(Group):
         return Group(self, hosts.index(self.index), hosts, generation)
 
     def outlive(
-        self, rules: Rules, store: Store, placement: Any, step: int, processes: Sequence[int]
+        self, rules: Rules, store: Store, placement: Placement, step: int, processes: Sequence[int]
     ) -> Group:
         """Make the run elastic: begin the first generation after `step`; all hosts call this.
 
-        All hosts are its members, with these `processes`, exchanged before, and a placement in the
-        form of `rules`. The step has a checkpoint unless it is 0. `store` is as in `Control`.
+        All hosts are its members, with these `processes`, exchanged before. The step has a
+        checkpoint unless it is 0. `store` is as in `Control`.
         """
         processes = tuple(processes)
         hosts = tuple(range(self.count))
@@ -560,12 +558,15 @@ class Membership(Group):
     def _received(self, source: int, message: list[Any]) -> bool:
         """Handle a message of another host; return whether it is valid."""
         match message:
-            case ["put", str(key), str(value)] if len(key) + len(value) <= MESSAGE_CHARACTERS:
-                self.inbox.post(source, key, value)
+            case ["put", int(number), str(key), str(value)] if (
+                len(key) + len(value) <= MESSAGE_CHARACTERS
+            ):
+                self.inbox.post(source, number, key, value)
             case ["clock", float(sent)] if math.isfinite(sent):
                 self._mesh.send(source, "clock", sent, time.time())
             case ["clock", float(sent), float(theirs)] if math.isfinite(sent + theirs):
-                self.inbox.post(source, clock.key(source), clock.answered(sent, theirs))
+                answered = clock.answered(sent, theirs)
+                self.inbox.post(source, self.generation_number, clock.key(source), answered)
             case ["verdict", int(culprit), str(text), int(code)] if code in CODES_OF_PEERS:
                 return self._receive_verdict(source, culprit, text[:REASON_CHARACTERS], code)
             case ["control", list(given)]:

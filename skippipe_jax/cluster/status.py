@@ -31,14 +31,16 @@ def status_of(
     members = () if generation is None else generation.members
     hosts = sorted({own.host, *directory.others, *members})
     states = _presences(hosts, directory, connected, left, state)
-    serving = _serving(hosts, state, training)
+    serving: Sequence[Collection[int]] = () if training is None else training.serving
+    if state is not None and generation is not None:  # Includes lost hosts that would serve it.
+        serving = [*map(sorted, state.rules.serving(generation.placement, hosts))]
     addresses = directory.addresses | {own.host: own.address}
     return RunStatus(
         run=own.run.identity.get("run_dir", ""),
         host=own.host,
         phase=_phase(directory, states, generation, training),
         generation=None if generation is None else generation.number,
-        leader=_leader(directory, generation),
+        leader=(None if directory.is_outside else 0) if generation is None else generation.leader,
         progress=None if training is None else training.progress,
         hosts=tuple(
             HostPresence(
@@ -88,25 +90,6 @@ def _presences(
         else:
             presences[host] = "waited for" if host in members else "lost"
     return presences
-
-
-def _serving(
-    hosts: Sequence[int], state: State | None, training: TrainingStatus | None
-) -> Sequence[Collection[int]]:
-    """List the hosts of each stage, including lost hosts that would serve it upon return."""
-    if state is None or state.generation is None:
-        return () if training is None else training.serving
-    serves, placement = state.rules.serves, state.generation.placement
-    of_hosts = {host: serves(placement, host) for host in hosts}
-    return [
-        [host for host in hosts if stage in of_hosts[host]] for stage in range(state.rules.stages)
-    ]
-
-
-def _leader(directory: Directory, generation: Generation | None) -> int | None:
-    if generation is not None:
-        return generation.leader
-    return None if directory.is_outside else 0
 
 
 def _phase(

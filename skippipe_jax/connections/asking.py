@@ -6,23 +6,16 @@ was disconnected continues where it was, and one that waits for a place requests
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from skippipe_sched.errors import InputError, TemporaryError
 
 from skippipe_jax.connections.addresses import parse_address
 from skippipe_jax.connections.hello import PROTOCOL, refusal_in, versions
-from skippipe_jax.connections.join_offer import File, JoinOffer, decode_piece
+from skippipe_jax.connections.join_offer import File, JoinOffer
 from skippipe_jax.connections.join_server import ASKS_S, JOINER, JOINING, OBSERVED, OBSERVER
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.link_probe import MeasuredLink, measured
@@ -69,28 +62,29 @@ async def first_answer(
     raise next((error for error in errors if not isinstance(error, NoListener)), errors[0])
 
 
-@asynccontextmanager
-async def asking(
-    field: str,
-    address: str,
-    keys: Keys,
-    question: tuple[str, Mapping[str, str]],
-    answer: tuple[str, Callable[[Any], T]],
-    timeout_s: float,
-) -> AsyncIterator[tuple[Link, T]]:
-    """Connect to a host, send a question, and yield the connection and the parsed answer.
+_REQUESTS = {
+    JOINER: (JOINING, "offer", (), ASKS_S),
+    OBSERVER: ("status", "status", OBSERVED, HELLO_S),
+}
+"""By kind of guest: field of errors, kind of the answer, packages whose versions are sent (all, if
+empty), and seconds until the answer."""
 
-    `question` is the kind of guest that this machine is, and its versions. `answer` is the kind of
-    the expected message, and the function that parses its content. Errors have the field `field`.
-    Errors of the block are not changed; `valid_answers` is for those of later answers.
+
+async def _ask(who: str, address: str, keys: Keys, then: Callable[[Link, Any], Awaitable[T]]) -> T:
+    """Send a request to a host, and return the result of `then(link, content)` for its answer.
+
+    `who` is `JOINER` or `OBSERVER`. `then` gets the connection and the content of the answer, and
+    raises `ValueError` if this or a later answer is not valid.
 
     Raises:
         InputError: if the host refuses this machine permanently.
         NoListener: if the machine there refuses the connection.
-        TemporaryError: if no host answers within `timeout_s`, or the answer is not valid.
+        TemporaryError: if no host answers in time, or an answer is not valid.
     """
+    field, kind, parts, timeout_s = _REQUESTS[who]
+    where = parse_address("ADDRESS", address)
     try:
-        link = await open_link(parse_address("ADDRESS", address), keys=keys)
+        link = await open_link(where, keys=keys)
     except ConnectionRefusedError as error:
         problem = "connection refused: no process listens at this address"
         raise NoListener(field, address, problem, GIVE_ANOTHER) from error
@@ -98,35 +92,23 @@ async def asking(
         raise _unanswered(field, address, why_unreachable(error)) from error
     except InputError as error:
         raise _with_own_remedy(error, keys) from error
-    (who, versions), (kind, read) = question, answer
     try:
-        with valid_answers(field, address):
-            link.send(who, PROTOCOL, dict(versions))
-            message = await link.heard(timeout_s)
-            if (refusal := refusal_in(message)) is not None:
-                raise refusal
-            match message:
-                case [name, content] if name == kind:
-                    parsed = read(content)
-                case None if link.ending == REQUIRES_SECRET:
-                    error = keys.is_one_sided(parse_address("ADDRESS", address))
-                    raise _with_own_remedy(error, keys)
-                case _:
-                    raise ValueError(link.ending if message is None else INVALID_MESSAGE)
-        yield link, parsed
-    finally:
-        link.writer.close()
-
-
-@contextmanager
-def valid_answers(field: str, address: str) -> Iterator[None]:
-    """Raise errors of a host's answers in a block as `TemporaryError`; others are not changed."""
-    try:
-        yield
+        link.send(who, PROTOCOL, {part: versions()[part] for part in parts or versions()})
+        message = await link.heard(timeout_s)
+        if (refusal := refusal_in(message)) is not None:
+            raise refusal
+        match message:
+            case [name, content] if name == kind:
+                return await then(link, content)
+            case None if link.ending == REQUIRES_SECRET:
+                raise _with_own_remedy(keys.is_one_sided(where), keys)
+        raise ValueError(link.ending if message is None else INVALID_MESSAGE)
     except InputError:
         raise
     except (ValueError, OSError) as error:
         raise _unanswered(field, address, str(error)) from error
+    finally:
+        link.writer.close()
 
 
 def _unanswered(field: str, address: str, why: str) -> TemporaryError:
@@ -149,14 +131,11 @@ async def observe(addresses: Sequence[str], keys: Keys = LOOPBACK_ONLY) -> tuple
         NoListener: if the machines at all of these addresses refuse a connection.
         TemporaryError: if no host answers.
     """
-    question = OBSERVER, {part: versions()[part] for part in OBSERVED}
-    answer = "status", RunStatus.parse
 
-    async def ask(address: str) -> RunStatus:
-        async with asking("status", address, keys, question, answer, HELLO_S) as (_, status):
-            return status
+    async def parse(_: Link, content: Any) -> RunStatus:
+        return msgspec.convert(content, RunStatus)
 
-    return await first_answer(addresses, ask)
+    return await first_answer(addresses, lambda address: _ask(OBSERVER, address, keys, parse))
 
 
 class JoinClient:
@@ -187,27 +166,26 @@ class JoinClient:
             TemporaryError: if no host answers, or its answers are not valid.
         """
 
-        async def ask(address: str) -> JoinOffer:
-            async with self._invited(address) as (link, offer):
-                with valid_answers(JOINING, address):
-                    await self._fetch(link, offer.files, wanted)
+        async def fetch(link: Link, content: Any) -> JoinOffer:
+            offer = JoinOffer.parse(content)
+            await self._fetch(link, offer.files, wanted)
             return offer
 
-        return await first_answer(addresses, ask)
+        return await first_answer(
+            addresses, lambda address: _ask(JOINER, address, self._keys, fetch)
+        )
 
     async def ways(self, addresses: Mapping[int, str], most_s: float) -> dict[int, MeasuredLink]:
         """Measure the links to the hosts that answer, for about `most_s` seconds in total."""
         ways: dict[int, MeasuredLink] = {}
+
+        async def measure(link: Link, _: Any) -> MeasuredLink:
+            return await measured(link, most_s / len(addresses))
+
         for host, address in addresses.items():
             with suppress(TemporaryError):  # A lost host; others will detect it soon.
-                async with self._invited(address) as (link, _):
-                    with valid_answers(JOINING, address):
-                        ways[host] = await measured(link, most_s / len(addresses))
+                ways[host] = await _ask(JOINER, address, self._keys, measure)
         return ways
-
-    def _invited(self, address: str) -> AbstractAsyncContextManager[tuple[Link, JoinOffer]]:
-        question, answer = (JOINER, versions()), ("offer", JoinOffer.parse)
-        return asking(JOINING, address, self._keys, question, answer, ASKS_S)
 
     async def _fetch(
         self, link: Link, files: Sequence[File], wanted: Collection[str] | None
@@ -223,18 +201,11 @@ class JoinClient:
         self.contents = {name: own for name, own in self.contents.items() if name in names}
 
     async def _content(self, link: Link, place: int, file: File) -> bytes:
-        content = bytearray()
-        for number in range(file.pieces):
-            link.send("piece", place, number)
-            match await link.heard(ASKS_S):
-                case ["piece", of_file, of_number, piece] if (of_file, of_number) == (
-                    place,
-                    number,
-                ):
-                    content += decode_piece(piece)
-                case _:
-                    raise ValueError(f"a chunk of {file.name} was not received ({link.ending})")
+        link.send("file", place)
+        content = await link.exactly(file.size, ASKS_S)
+        if content is None:
+            raise ValueError(f"{file.name} was not received completely ({link.ending})")
         self.fetched += len(content)
-        if not file.is_of(bytes(content)):
+        if not file.is_of(content):
             raise ValueError(f"{file.name} does not match its announced digest")
-        return bytes(content)
+        return content

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from skippipe_sched.errors import InputError, TemporaryError
 
@@ -61,11 +60,10 @@ class Directory:
         self.has_begun = self.outlives = self.is_outside = True
         self.hello = replace(self.hello, comes_back=True)
 
-    def welcome(self, received: int) -> dict[str, Any]:
-        """Return the welcome for an accepted host with `received` messages, as JSON."""
+    def welcome(self, received: int) -> Welcome:
+        """Return the welcome for an accepted host with `received` messages."""
         own, addresses = self.hello, self.addresses | {self.hello.host: self.hello.address}
-        welcome = Welcome(own.host, own.name, own.start, addresses, own.process, received)
-        return welcome.to_json()
+        return Welcome(own.host, own.name, own.start, addresses, own.process, received)
 
     def learn(self, welcome: Welcome) -> None:
         """Add the start and the addresses of a welcome; known values are kept."""

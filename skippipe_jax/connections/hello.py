@@ -37,11 +37,6 @@ HostCount = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _UNPRINTABLE = {code: None for code in [*range(32), 127]}
 
 
-def number(raw: Any, end: int) -> int:
-    """Return `raw` if it is an integer from 0 to `end` - 1, else raise `ValueError`."""
-    return msgspec.convert(raw, Annotated[int, Meta(ge=0, lt=end)])
-
-
 def printable(text: str) -> str:
     """Return a text as ASCII, without control characters that a terminal would interpret."""
     return text.encode("ascii", "backslashreplace").decode().translate(_UNPRINTABLE)
@@ -53,7 +48,7 @@ def require_below(end: int, *hosts: int) -> None:
         raise ValueError(f"host {max(hosts)} is out of range for {end} hosts")
 
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol; hosts need the same one. Hosts of version 1 send no number."""
 
 NUMBER_BITS = 48
@@ -215,10 +210,6 @@ class Welcome:
     addresses: dict[HostNumber, ShortText]
     process: ProcessNumber
     received: MessageNumber
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the message."""
-        return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod
     def parse(cls, raw: Any, hosts: int) -> Welcome:

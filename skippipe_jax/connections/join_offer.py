@@ -2,17 +2,13 @@
 
 A joiner sends `["joiner", protocol, versions]` and receives a `JoinOffer`: the free places,
 the addresses of all hosts, and the files that it needs, each with its size and digest. It then
-requests the files piece by piece: the answer to `["piece", file, number]` is
-`["piece", file, number, content]`. The content is in base64, so that the limits of messages
-between hosts hold for it too.
+requests one file after another: the answer to `["file", number]` is the content, as raw bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -23,13 +19,9 @@ from skippipe_jax.connections.hello import (
     HostCount,
     HostNumber,
     ShortText,
-    number,
     printable,
     require_below,
 )
-
-PIECE_BYTES = 1 << 19
-"""Maximum size of a piece of a file, before base64 makes it a third longer."""
 
 MOST_BYTES = 1 << 28
 MOST_FILES = 1 << 12
@@ -63,11 +55,6 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, name: str, content: bytes) -> File:
         """Return the description of a file with this name and content."""
         return cls(name, len(content), hashlib.sha256(content).hexdigest())
-
-    @property
-    def pieces(self) -> int:
-        """Number of pieces in which it is sent."""
-        return -(-self.size // PIECE_BYTES)
 
     def is_of(self, content: bytes) -> bool:
         """Return True if this is the content of the file."""
@@ -114,10 +101,6 @@ class JoinOffer(msgspec.Struct, frozen=True):
     members: tuple[HostNumber, ...] = ()
     placement: tuple[Nodes, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the message."""
-        return msgspec.to_builtins(self, str_keys=True)
-
     @classmethod
     def parse(cls, raw: Any) -> JoinOffer:
         """Parse and validate a join offer.
@@ -147,33 +130,10 @@ class Files:
 
     Attributes:
         told: their descriptions, as a join offer has them.
+        contents: their contents, in the same order.
     """
 
     def __init__(self, contents: Mapping[str, bytes]):
         """Hold files with these names and contents."""
         self.told = tuple(File.of(name, content) for name, content in contents.items())
-        self._contents: Sequence[bytes] = [*contents.values()]
-
-    def piece(self, file: Any, piece: Any) -> str:
-        """Return a piece of a file in base64.
-
-        Raises:
-            ValueError: if there is no such piece.
-        """
-        content = self._contents[number(file, len(self._contents))]
-        start = number(piece, self.told[file].pieces) * PIECE_BYTES
-        return base64.b64encode(content[start : start + PIECE_BYTES]).decode()
-
-
-def decode_piece(raw: Any) -> bytes:
-    """Decode the piece of a file in a message.
-
-    Raises:
-        ValueError: if it is not a valid piece.
-    """
-    if type(raw) is not str or len(raw) > 2 * PIECE_BYTES:
-        raise ValueError("a chunk of a file is not valid")
-    try:
-        return base64.b64decode(raw, validate=True)
-    except binascii.Error as error:
-        raise ValueError("a chunk of a file is not valid") from error
+        self.contents = [*contents.values()]

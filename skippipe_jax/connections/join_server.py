@@ -72,7 +72,9 @@ MAX_JOINERS = 16
 """Maximum number of joiners that are served at a time."""
 
 ASKS_S = 60.0
-"""Seconds that a joiner may take to read a piece of a file, and to request the next."""
+"""Seconds that a joiner may take to read `PIECE_BYTES` of a file, and to request the next file."""
+
+PIECE_BYTES = 1 << 19
 
 JOINING = "join"
 """Field of the errors by which joiners are refused."""
@@ -128,7 +130,7 @@ class JoinServer:
             return refusal
         if who == OBSERVER:
             link.break_when_silent(HELLO_S)
-            return link.send("status", self._status().to_json())
+            return link.send("status", self._status())
         if self.make_offer is None:
             problem = "the run has not started, or is not elastic (cluster.runtime: distributed)"
             return TemporaryError(JOINING, own.name, problem, "Retry later")
@@ -155,16 +157,15 @@ async def _serve_joiner(
         offer, files = await loop.run_in_executor(DaemonThreads(), make_offer, *given)
     except InputError as error:  # The run directory may return, or other hosts have it.
         return TemporaryError(error.field, error.value, error.problem, error.remedy)
-    link.send("offer", offer.to_json())
-    for _ in range(sum(file.pieces for file in files.told) + MOST_QUESTIONS):
+    link.send("offer", offer)
+    for _ in range(len(files.told) + MOST_QUESTIONS):
         match await link.heard(ASKS_S):
-            case ["piece", file, number]:
-                try:
-                    piece = files.piece(file, number)
-                except ValueError:
-                    return None
-                link.send("piece", file, number, piece)
-                await link.drained(ASKS_S)
+            case ["file", int(number)] if 0 <= number < len(files.contents):
+                content = files.contents[number]
+                for start in range(0, len(content), PIECE_BYTES):
+                    link.write(content[start : start + PIECE_BYTES])
+                    if not await link.drained(ASKS_S):
+                        return None
             case ["take" | "give" as direction, int(size)] if 0 <= size <= SIZES[-1]:
                 if not await answer(link, direction, size):
                     return None

@@ -9,8 +9,10 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import msgspec
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections.addresses import join_address
@@ -102,6 +104,9 @@ DEPTH = 8
 
 MOST_WAITING = 2 * MESSAGE_BYTES
 """Maximum size of the send buffer, in bytes. Beyond it the link is broken off."""
+
+BEATS = 10
+"""Heartbeats sent per heartbeat timeout. A host that misses more of them counts as silent."""
 
 HELLO_S = 10.0
 """Seconds that a new connection has to identify itself, in one line."""
@@ -218,12 +223,18 @@ class Link:
             self.ending = INVALID_MESSAGE
         return None
 
-    async def exactly(self, size: int) -> bytes | None:
-        """Read `size` raw bytes that follow a message; None if the connection ends before."""
+    async def exactly(self, size: int, timeout_s: float | None = None) -> bytes | None:
+        """Read `size` raw bytes that follow a message.
+
+        Returns None if the connection ends before, or if nothing arrives for `timeout_s`.
+        """
         try:
             while len(self._unread) < size:
-                if not await self._read_more():
+                if not await asyncio.wait_for(self._read_more(), timeout_s):
                     return None
+        except TimeoutError:
+            self.ending = f"no bytes for {timeout_s:g} s"
+            return None
         except OSError as error:
             self.ending = f"its connection broke ({error})"
             return None
@@ -262,12 +273,14 @@ class Link:
         except OSError:
             return None
 
-    async def drained(self, timeout_s: float) -> None:
+    async def drained(self, timeout_s: float) -> bool:
         """Wait until the send buffer has drained; set `ending` if it does not in `timeout_s`."""
         try:
             await asyncio.wait_for(self.writer.drain(), timeout_s)
-        except (OSError, TimeoutError):
+        except OSError:  # Or a `TimeoutError`.
             self.ending = STOPPED_READING
+            return False
+        return True
 
     async def _line(self) -> bytes:
         """Read the next line, or its beginning if the connection ends.
@@ -303,8 +316,8 @@ class Link:
 
 
 def encoded(*message: Any) -> bytes:
-    """Encode a message as one line of JSON, or as several lines if it is long."""
-    text, size = json.dumps(message).encode(), LINE_BYTES // 2
+    """Encode a message, which may contain structs, as one line of JSON, or as several if long."""
+    text, size = json.dumps(message, default=_plain).encode(), LINE_BYTES // 2
     lines = [text[start : start + size] for start in range(0, len(text), size)]
     return b"".join([*(MORE + line + b"\n" for line in lines[:-1]), lines[-1], b"\n"])
 
@@ -377,6 +390,9 @@ async def reach(address: tuple[str, int], timeout_s: float, keys: Keys = LOOPBAC
                         "firewall blocks the port",
                     ) from error
             await asyncio.sleep(min(0.5, max(remaining, 0)))
+
+
+_plain = partial(msgspec.to_builtins, str_keys=True)
 
 
 def _is_flat(value: Any, levels: int) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +35,13 @@ from skippipe_jax.connections.addresses import (
 )
 from skippipe_jax.connections.channel import Channel
 from skippipe_jax.connections.directory import HOST_ID, Directory
-from skippipe_jax.connections.failure_detector import BEATS, FailureDetector
 from skippipe_jax.connections.hello import MOST_MESSAGES, Hello, admitted, refuse
 from skippipe_jax.connections.host_listener import HostListener
 from skippipe_jax.connections.jax_relay import listen_for_jax
 from skippipe_jax.connections.join_server import JoinServer
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.links import (
+    BEATS,
     HELLO_S,
     INVALID_MESSAGE,
     STOPPED_READING,
@@ -54,44 +55,11 @@ from skippipe_jax.connections.waiting import telling
 ANSWER_S = 3.0
 """Timeout of a connection attempt to a host's last known address, in seconds."""
 
+BEATS_OF_LINK = BEATS // 3
+"""A host that misses more heartbeats is called over a new connection: the old one may be dead."""
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 """Seconds before a host is called again: exponential back-off from the first to the longest."""
-
-
-class Calls:
-    """Repeated connection attempts of one host, at most one task for each other host."""
-
-    def __init__(self, call: Callable[[int, bool], Coroutine[Any, Any, bool]], longest_s: float):
-        """Start with no calls; pauses between attempts are at most `longest_s`.
-
-        `call(host, comes_back)` makes one attempt, and returns True if no more are needed;
-        `comes_back` says that the calling host rejoins the run.
-        """
-        self._call, self._longest_s = call, min(LONGEST_PAUSE_S, longest_s)
-        self._tasks = dict[int, asyncio.Task[None]]()
-
-    def begin(self, host: int, *, comes_back: bool = False) -> None:
-        """Call a host until that succeeds, unless it is being called already."""
-        if host not in self._tasks or self._tasks[host].done():
-            task = self._tasks[host] = asyncio.create_task(self._keep_calling(host, comes_back))
-            # No one awaits the task, so its error is raised to the event loop here.
-            task.add_done_callback(lambda task: task.cancelled() or task.result())
-
-    def end(self, host: int) -> None:
-        """Stop calling a host."""
-        if (task := self._tasks.pop(host, None)) is not None:
-            task.cancel()
-
-    def close(self) -> None:
-        """Stop all calls."""
-        for host in [*self._tasks]:
-            self.end(host)
-
-    async def _keep_calling(self, host: int, comes_back: bool) -> None:
-        pause_s = FIRST_PAUSE_S
-        while not await self._call(host, comes_back):
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._longest_s)
 
 
 PROCESS_ENDED = "its process has ended"
@@ -132,9 +100,13 @@ class Mesh:
         self._config = config
         self._received, self._lost, self._found = received, lost, found
         self._goes_on_without, self._join_server, self._keys = goes_on_without, join_server, keys
-        self._links, self._pulse, self._tasks = dict[int, Link](), FailureDetector(), Tasks()
+        self._links, self._tasks = dict[int, Link](), Tasks()
+        # Silence is counted in heartbeats of this host: one that was itself stopped for a while
+        # counts only one more when it continues, and reads what the others have sent.
+        self._silent_beats, self._missed = Counter[int](), set[int]()
         self._channels = dict[int, Channel]()
-        self._calls = Calls(self._call, config.heartbeat_timeout_s)
+        # Connection attempts that are repeated, by host.
+        self._calling = dict[int, asyncio.Task[None]]()
         self._door = HostListener(
             hello, self._refusal, self._serve_host, self._receive, service, keys
         )
@@ -144,7 +116,7 @@ class Mesh:
     @property
     def missed(self) -> frozenset[int]:
         """Hosts that are gone or silent."""
-        return frozenset(self._pulse.missed)
+        return frozenset(self._missed)
 
     @property
     def connected(self) -> frozenset[int]:
@@ -244,7 +216,8 @@ class Mesh:
     def close(self) -> None:
         """Stop listening, close all connections, and open no more."""
         self._is_closed = True
-        self._calls.close()
+        for task in self._calling.values():
+            task.cancel()
         self._door.close()
         for link in self._links.values():
             link.writer.close()
@@ -342,13 +315,13 @@ class Mesh:
                 channel.forget()
             if host in self._links:
                 self._links[host].send("beat", channel.acknowledgment())
-        others = set(self.directory.others) - self._parted
-        to_call, silent = self._pulse.beat(others)
-        for host in to_call if self.directory.outlives else ():
-            if host in self._links:
+        for host in set(self.directory.others) - self._parted:
+            self._silent_beats[host] += 1
+            is_link_dead = self._silent_beats[host] == BEATS_OF_LINK + 1
+            if is_link_dead and self.directory.outlives and host in self._links:
                 self._links[host].break_off("no message arrived over it")
-        for host in silent:
-            self._miss(host, f"no message for {self._config.heartbeat_timeout_s:g} s")
+            if self._silent_beats[host] > BEATS:
+                self._miss(host, f"no message for {self._config.heartbeat_timeout_s:g} s")
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until all send buffers have drained, at most `timeout_s`."""
@@ -406,7 +379,7 @@ class Mesh:
         )
         for other in self.directory.others if self.directory.is_outside else ():
             if other != welcome.host:  # Each may have more addresses.
-                self._calls.begin(other, comes_back=True)
+                self._keep_calling(other, comes_back=True)
 
     async def _serve_host(self, hello: Hello, link: Link) -> None:
         """Serve an accepted host until its connection ends."""
@@ -443,7 +416,8 @@ class Mesh:
             return link.writer.close()
         if (before := self._links.get(host)) is not None:
             before.break_off("a new connection replaced it")
-        self._calls.end(host)
+        if (calling := self._calling.pop(host, None)) is not None:
+            calling.cancel()
         link.break_when_silent(self._config.heartbeat_timeout_s)
         self._links[host], self.directory.names[host] = link, name
         link.send_lines(channel.resume(received))
@@ -459,15 +433,18 @@ class Mesh:
         if host in self._parted:
             return
         if self.directory.outlives:
-            self._calls.begin(host)
+            self._keep_calling(host)
         elif self.directory.has_begun:
             self._lost(host, link.ending)
 
     async def _follow(self, host: int, link: Link, channel: Channel) -> None:
         """Handle the messages of a link until it ends."""
         while True:
-            if not channel.is_lost and self._pulse.heard(host):
-                self._found(host)
+            if not channel.is_lost:
+                self._silent_beats[host] = 0
+                if host in self._missed:
+                    self._missed.discard(host)
+                    self._found(host)
             message = await link.receive()
             match message:
                 case None:
@@ -497,6 +474,21 @@ class Mesh:
                 case _:
                     link.ending = INVALID_MESSAGE
                     return
+
+    def _keep_calling(self, host: int, *, comes_back: bool = False) -> None:
+        """Call a host until that succeeds, unless it is being called already."""
+        if host in self._calling and not self._calling[host].done():
+            return
+
+        async def keep_calling() -> None:
+            pause_s = FIRST_PAUSE_S
+            while not await self._call(host, comes_back):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S, self._config.heartbeat_timeout_s)
+
+        task = self._calling[host] = asyncio.create_task(keep_calling())
+        # No one awaits the task, so its error is raised to the event loop here.
+        task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     async def _call(self, host: int, comes_back: bool) -> bool:
         """Try once to reconnect to a host; return True if no more attempts are needed.
@@ -535,7 +527,8 @@ class Mesh:
         return True
 
     def _miss(self, host: int, how: str) -> None:
-        if self._pulse.miss(host):
+        if host not in self._missed:
+            self._missed.add(host)
             self._lost(host, how)
             self._update_presence()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -131,16 +131,3 @@ class RunStatus(msgspec.Struct, frozen=True):
     stages: Annotated[tuple[Hosts, ...], Meta(max_length=MOST_STAGES)]
     links: Links
     links_are_measured: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the message."""
-        return msgspec.to_builtins(self)
-
-    @classmethod
-    def parse(cls, raw: Any) -> RunStatus:
-        """Parse and validate a status.
-
-        Raises:
-            ValueError: if it is not a valid status.
-        """
-        return msgspec.convert(raw, cls)

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
+import msgspec
+
 from skippipe_jax import log
-from skippipe_jax.consensus import wire
 from skippipe_jax.consensus.decisions import advance
 from skippipe_jax.consensus.generations import (
     Decision,
     Event,
     Generation,
+    Message,
     Presence,
     Received,
     Send,
@@ -68,7 +70,7 @@ class Control:
     def received(self, source: int, given: list[Any]) -> bool:
         """Process a message of another host; return False if it is not valid."""
         try:
-            message = wire.parse(given)
+            message: Message = msgspec.convert(given, Message)
         except ValueError:
             return False
         self._process(Received(source, message))
@@ -120,7 +122,7 @@ class Control:
         for effect in effects:
             match effect:
                 case Send(target, message):
-                    self._send(target, "control", wire.to_json(message))
+                    self._send(target, "control", message)
                 case Writes(generation) if generation.number not in self._stores:
                     task = self._loop.create_task(self._write(generation))
                     task.add_done_callback(_raise_its_error)

@@ -164,8 +164,9 @@ def _is_of_run(state: State, message: Message) -> bool:
     has_hosts = set(generation.members) <= set(rules.hosts)
     is_of_number = generation.number == number > 0
     is_ours = is_of_start and is_of_number and has_hosts and rules.fits(generation.placement)
-    is_whole = is_ours and len(generation.holders) in (0, rules.stages)
-    return is_whole and is_valid_bypass(rules, generation)
+    stages = {*generation.lost, *generation.left_out, *(one.stage for one in generation.remade)}
+    is_whole = len(generation.holders) in (0, rules.stages) and stages <= {*range(rules.stages)}
+    return is_ours and is_whole and is_valid_bypass(rules, generation)
 
 
 def _presence(state: State, host: int, *, is_there: bool) -> State:

@@ -10,24 +10,29 @@ so complaints about it never become valid.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP
+
 MOST_NUMBERS = 1 << 14
 """Maximum length of a list in a message: totals, nodes of a stage, hosts."""
 
-# Types of the fields of messages; `wire` refuses anything else.
+# Types of the fields of messages; `msgspec.convert` refuses anything else.
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Numbers = Annotated[tuple[Number, ...], Meta(max_length=MOST_NUMBERS)]
 Text = Annotated[str, Meta(max_length=MOST_NUMBERS)]
 Sums = Annotated[tuple[float, ...], Meta(max_length=MOST_NUMBERS)]
 """Totals of a step; they may be infinite or NaN."""
 NumbersOfStages = Annotated[tuple[Numbers, ...], Meta(max_length=MOST_NUMBERS)]
+Placement = NumbersOfStages
+"""Nodes of each stage."""
 
 Ballot = tuple[Number, Annotated[int, Meta(ge=-1, lt=1 << 62)]]
 """Ballot of Paxos: the attempt, and the host id of the proposer; the greatest ballot wins."""
@@ -36,6 +41,9 @@ NO_BALLOT: Ballot = (0, -1)
 
 Copies = Annotated[tuple[tuple[Number, Number], ...], Meta(max_length=MOST_NUMBERS)]
 """Copies of stages that a host keeps: pairs of a stage and the step of its state."""
+
+SOURCES = {BUDDY: 1, AVERAGE: 2, SKIP: 1}
+"""Number of sources from which a lost stage is rebuilt, by policy."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,17 @@ class RebuiltStage:
     step: Number
     sources: Numbers
 
+    def __post_init__(self) -> None:
+        """Check the number of sources."""
+        if len(self.sources) != SOURCES.get(self.by):
+            raise ValueError("a lost stage has the wrong number of sources")
+
 
 @dataclass(frozen=True)
 class Generation:
     """Hosts that train together between two changes of membership, and their initial state.
+
+    Raises `ValueError` if it names hosts that are not members.
 
     Attributes:
         number: number of the generation, from 1.
@@ -69,8 +84,7 @@ class Generation:
         fresh: members without state, which get all that they need from other members.
         is_rewound: True if all members go back to the checkpoint of `step`, as a stage was lost.
         is_last: True if the run ends, because a stage was lost or no member can save.
-        placement: assignment of stages to hosts, opaque to all but `Rules`; from another host,
-            the nodes of each stage.
+        placement: nodes of each stage.
         cause: why the last generation ended, to print.
         start: number that identifies this start of the run, from its first leader.
         lost: stages whose state no member holds.
@@ -92,7 +106,7 @@ class Generation:
     fresh: Numbers = ()
     is_rewound: bool = False
     is_last: bool = False
-    placement: Any = None
+    placement: Placement = ()
     cause: Text = ""
     start: Number = 0
     holders: NumbersOfStages = ()
@@ -102,6 +116,16 @@ class Generation:
     apart: Numbers = field(default=(), kw_only=True)
     left_out: Numbers = field(default=(), kw_only=True)
     saved: Number = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the hosts that it names, unless it is none (number 0)."""
+        sources = (one.sources for one in self.remade)
+        named = {self.leader, *self.fresh, *self.apart}.union(*self.holders, *sources)
+        members = self.members
+        if sorted(set(members)) != [*members] or len(self.processes) != len(members):
+            raise ValueError("the members are not sorted, or do not match the processes")
+        if self.number and not named <= set(members):
+            raise ValueError("a named host is not a member")
 
     def has(self, host: int, process: int) -> bool:
         """Return True if this process of a host is a member."""
@@ -303,7 +327,7 @@ class PlanRequest:
     """
 
     number: int
-    placement: Any
+    placement: Placement
     plan: str
 
 
@@ -367,11 +391,12 @@ Decision = Apply | Enter | NotMember
 
 Effect = Send | Writes | Decision
 
-Remakes = Callable[
-    [Mapping[int, Collection[int]], Mapping[int, Copies], int], tuple[RebuiltStage, ...]
-]
-"""Function (stages that each host holds, copies that each keeps, last committed step) -> how the
-lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
+HostsOfStages = Sequence[frozenset[int]]
+"""Hosts that serve each stage, or that hold its state."""
+
+Remakes = Callable[[HostsOfStages, Mapping[int, Copies], int], tuple[RebuiltStage, ...]]
+"""Function (hosts that hold each stage, copies that each host keeps, last committed step) -> how
+the lost stages are rebuilt; raises `RebuildImpossible` if they cannot be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,9 +404,8 @@ class Rules:
     """Parameters and functions of the run that are the same on all hosts, but for `is_apart`.
 
     Attributes:
-        hosts: ids of all possible hosts.
+        host_of: host of each node, including those of spare places.
         stages: number of stages.
-        serves: (placement, host) -> stages that the host serves.
         placed: (placement, hosts, apart, left_out) -> another placement, by which these hosts serve
             all stages but `left_out`, or None; hosts that are `apart` do not newly serve stage 0.
         add_up: totals of all members, by host -> their sum.
@@ -396,18 +420,34 @@ class Rules:
         is_apart: True if this host cannot reach the run directory.
     """
 
-    hosts: tuple[int, ...]
+    host_of: tuple[int, ...]
     stages: int
-    serves: Callable[[Any, int], frozenset[int]]
-    placed: Callable[[Any, frozenset[int], Collection[int], Collection[int]], Any]
+    placed: Callable[
+        [Placement, frozenset[int], Collection[int], Collection[int]], Placement | None
+    ]
     add_up: Callable[[Mapping[int, Any]], Any]
-    fits: Callable[[Any], bool] = lambda placement: placement is not None
-    safest: Callable[[Any, frozenset[int], Collection[int]], Any] = lambda placement, *_: placement
-    without_text: Callable[[Any, Collection[int]], Any] = lambda placement, _: placement
+    fits: Callable[[Placement], bool] = lambda placement: True
+    safest: Callable[[Placement, frozenset[int], Collection[int]], Placement] = lambda own, *_: own
+    without_text: Callable[[Placement, Collection[int]], Placement] = lambda own, _: own
     rewinds: bool = True
     leaves_out: bool = False
     remakes: Remakes | None = None
     is_apart: bool = False
+
+    @functools.cached_property
+    def hosts(self) -> range:
+        """Ids of all possible hosts."""
+        return range(max(self.host_of) + 1)
+
+    def serves(self, placement: Placement, host: int) -> frozenset[int]:
+        """Return the stages that a host serves under a placement."""
+        serving = self.serving(placement, (host,))
+        return frozenset(stage for stage, hosts in enumerate(serving) if hosts)
+
+    def serving(self, placement: Placement, hosts: Iterable[int]) -> HostsOfStages:
+        """Return which of these hosts serve each stage under a placement."""
+        among = frozenset(hosts)
+        return [among.intersection(self.host_of[node] for node in nodes) for nodes in placement]
 
 
 @dataclass(frozen=True)

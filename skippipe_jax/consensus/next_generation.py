@@ -36,11 +36,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from itertools import chain
 
 from skippipe_jax.config.cluster import SKIP
 from skippipe_jax.consensus.generations import (
     Generation,
+    HostsOfStages,
+    Placement,
     PlanRequest,
     Promise,
     RebuiltStage,
@@ -55,9 +57,6 @@ DATA_STAGE = 0
 
 BEATS_BEFORE_LEAVING = 4
 """Beats with its notice that a leaving host has to send before the others continue without it."""
-
-Held = Mapping[int, Collection[int]]
-"""Stages whose state each host holds, by host."""
 
 
 def can_decide(last: Generation | None, hosts: Iterable[int]) -> bool:
@@ -86,24 +85,22 @@ def leader_of(members: Iterable[int], holding: Iterable[int], apart: Collection[
     return min(next(some for some in choices if some))
 
 
-def reading_without_text(state: State, hosts: Iterable[int], placement: Any) -> frozenset[int]:
+def reading_without_text(
+    state: State, hosts: Iterable[int], placement: Placement
+) -> frozenset[int]:
     """Return the hosts that serve the data stage under a placement and lack the text."""
-    serves = state.rules.serves
-    return frozenset(
-        host for host in state.textless.intersection(hosts) if DATA_STAGE in serves(placement, host)
-    )
+    return state.rules.serving(placement, state.textless.intersection(hosts))[DATA_STAGE]
 
 
-def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int]) -> bool:
+def is_readable(
+    rules: Rules, before: Placement, placement: Placement, apart: Iterable[int]
+) -> bool:
     """Return True if hosts that are `apart` serve the data stage only where they did `before`.
 
     The other hosts reach the training text.
     """
-    return all(
-        DATA_STAGE in rules.serves(before, host)
-        for host in apart
-        if DATA_STAGE in rules.serves(placement, host)
-    )
+    apart = frozenset(apart)
+    return rules.serving(placement, apart)[DATA_STAGE] <= rules.serving(before, apart)[DATA_STAGE]
 
 
 # Placement and holders of states.
@@ -112,13 +109,13 @@ def is_readable(rules: Rules, before: Any, placement: Any, apart: Iterable[int])
 def chosen(
     rules: Rules,
     last: Generation,
-    held: Held,
+    held: HostsOfStages,
     members: frozenset[int],
     going: frozenset[int],
     apart: Collection[int],
     wish: PlanRequest | None,
     left_out: Collection[int] = (),
-) -> tuple[Any, frozenset[int], str] | None:
+) -> tuple[Placement, frozenset[int], str] | None:
     """Choose the next placement, its members and its plan; return None if a stage is lost.
 
     The plan is a digest, empty for a repair plan. Hosts that are `going` stay members and serve
@@ -141,12 +138,10 @@ def chosen(
         target, plan = covering(rules, placement, staying, apart, left_out), ""
     if target is None:
         staying, target = members, covering(rules, placement, members, apart, left_out)
-    if target is None or not are_held(rules, held, left_out):
+    if target is None or not are_held(held, left_out):
         return None
-    serving = serving_under(rules, target, staying)
-    if are_held(
-        rules, {host: own & {*held.get(host, ())} for host, own in serving.items()}, left_out
-    ):
+    serving = rules.serving(target, staying)
+    if are_held([own & hosts for own, hosts in zip(serving, held, strict=True)], left_out):
         members = staying  # They hold all states.
     if members == set(last.members) and target == placement:
         plan = plan or last.plan
@@ -155,11 +150,11 @@ def chosen(
 
 def covering(
     rules: Rules,
-    placement: Any,
+    placement: Placement,
     hosts: frozenset[int],
     apart: Collection[int],
     left_out: Collection[int] = (),
-) -> Any:
+) -> Placement | None:
     """Return the placement if these hosts serve all stages under it, else another, or None.
 
     It may be replaced by a safer one (see `Rules`). Hosts that are `apart` do not newly serve the
@@ -173,33 +168,26 @@ def covering(
 
 
 def covers(
-    rules: Rules, placement: Any, hosts: Iterable[int], left_out: Collection[int] = ()
+    rules: Rules, placement: Placement, hosts: Collection[int], left_out: Collection[int] = ()
 ) -> bool:
     """Return True if these hosts serve all stages not left out, and each serves at least one."""
-    serving = serving_under(rules, placement, hosts)
-    return all(serving.values()) and are_held(rules, serving, left_out)
+    serving = rules.serving(placement, hosts)
+    return {*chain(*serving)} == {*hosts} and are_held(serving, left_out)
 
 
-def are_held(rules: Rules, held: Held, left_out: Collection[int] = ()) -> bool:
+def are_held(held: HostsOfStages, left_out: Collection[int] = ()) -> bool:
     """Return True if each stage, except those left out, is held by some host."""
-    return {*lost(rules, held)} <= {*left_out}
+    return {*lost(held)} <= {*left_out}
 
 
-def lost(rules: Rules, held: Held) -> tuple[int, ...]:
+def lost(held: HostsOfStages) -> tuple[int, ...]:
     """Return the stages whose state no host holds."""
-    return tuple(stage for stage, holding in enumerate(holders_of(rules, held)) if not holding)
+    return tuple(stage for stage, hosts in enumerate(held) if not hosts)
 
 
-def holders_of(rules: Rules, held: Held) -> tuple[tuple[int, ...], ...]:
-    """Return for each stage the hosts that hold its state."""
-    return tuple(
-        tuple(host for host in sorted(held) if stage in held[host]) for stage in range(rules.stages)
-    )
-
-
-def serving_under(rules: Rules, placement: Any, hosts: Iterable[int]) -> dict[int, frozenset[int]]:
-    """Return the stages that each of these hosts serves under a placement."""
-    return {host: rules.serves(placement, host) for host in hosts}
+def in_order(held: HostsOfStages) -> tuple[tuple[int, ...], ...]:
+    """Return the holders of each stage as a generation names them."""
+    return tuple(tuple(sorted(hosts)) for hosts in held)
 
 
 def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
@@ -207,16 +195,19 @@ def served(rules: Rules, generation: Generation, host: int) -> tuple[int, ...]:
     return tuple(sorted(rules.serves(generation.placement, host)))
 
 
-def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> Held:
-    """Return the stages that hosts hold once all have applied the last step that any of them has.
+def held_after(rules: Rules, last: Generation, standings: Mapping[int, Standing]) -> HostsOfStages:
+    """Return the holders of each stage once all have applied the last step that any of them has.
 
     A host that is behind applies it to the stages that it serves in the last generation.
     """
     furthest = max(standing.applied for standing in standings.values())
-    return {
+    holds = {
         host: own.holds if own.applied == furthest else served(rules, last, host)
         for host, own in standings.items()
     }
+    return [
+        frozenset(host for host in holds if stage in holds[host]) for stage in range(rules.stages)
+    ]
 
 
 def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
@@ -234,7 +225,7 @@ def entered_with(state: State, generation: Generation) -> tuple[int, ...]:
 
 
 def remade(
-    rules: Rules, following: Generation, held: Held, promises: Mapping[int, Promise]
+    rules: Rules, following: Generation, held: HostsOfStages, promises: Mapping[int, Promise]
 ) -> Generation:
     """Return the next generation with its lost stages rebuilt.
 
@@ -252,26 +243,27 @@ def remade(
         )
     copies = {host: own.standing.copies for host, own in promises.items()}
     made = rules.remakes(held, copies, following.step)
-    holders = holders_of(rules, held)
-    return replace(following, placement=placement, holders=holders, remade=made)
+    return replace(following, placement=placement, holders=in_order(held), remade=made)
 
 
 def still_left_out(rules: Rules, last: Generation, members: Iterable[int]) -> tuple[int, ...]:
     """Return the stages that stay left out, as none of these members serves them."""
-    served = _served_by(rules, last.placement, members)
-    return tuple(stage for stage in last.left_out if stage not in served)
+    serving = rules.serving(last.placement, members)
+    return tuple(stage for stage in last.left_out if not serving[stage])
 
 
 def is_valid_bypass(rules: Rules, generation: Generation) -> bool:
     """Return True if a generation leaves out only stages that it may, and no member serves."""
     if not generation.left_out:
         return True
-    served = _served_by(rules, generation.placement, generation.members)
+    serving = rules.serving(generation.placement, generation.members)
     may_be = rules.leaves_out and DATA_STAGE not in generation.left_out
-    return may_be and served.isdisjoint(generation.left_out)
+    return may_be and not any(serving[stage] for stage in generation.left_out)
 
 
-def without_lost(rules: Rules, last: Generation, following: Generation, held: Held) -> Generation:
+def without_lost(
+    rules: Rules, last: Generation, following: Generation, held: HostsOfStages
+) -> Generation:
     """Return the next generation, with lost stages left out, or restored if a member serves them.
 
     Raises:
@@ -284,39 +276,28 @@ def without_lost(rules: Rules, last: Generation, following: Generation, held: He
     if not following.saved:
         raise RebuildImpossible(f"; no checkpoint exists to restore stage {lost[0]} from later")
     members = frozenset(following.members)
-    if not all(serving_under(rules, placement, members).values()):
+    if {*chain(*rules.serving(placement, members))} != members:
         # Extra hosts serve no stage under this placement; they get stages that others hold.
         placement = rules.placed(placement, members, following.apart, lost)
         if placement is None:
             raise RebuildImpossible("; too few hosts remain to serve the other stages")
-    served = _served_by(rules, placement, members)
-    made = tuple(
-        RebuiltStage(stage, SKIP, following.saved, (_reader(rules, following, stage),))
-        for stage in lost
-        if stage in served
-    )
+    serving = rules.serving(placement, members)
+
+    def reader(stage: int) -> int:
+        return min(serving[stage].difference(following.apart), default=following.leader)
+
     return replace(
         following,
         placement=placement,
-        holders=holders_of(rules, held),
-        remade=made,
-        left_out=tuple(stage for stage in lost if stage not in served),
-        lost=tuple(stage for stage in lost if stage in served or stage not in last.left_out),
+        holders=in_order(held),
+        remade=tuple(
+            RebuiltStage(stage, SKIP, following.saved, (reader(stage),))
+            for stage in lost
+            if serving[stage]
+        ),
+        left_out=tuple(stage for stage in lost if not serving[stage]),
+        lost=tuple(stage for stage in lost if serving[stage] or stage not in last.left_out),
     )
-
-
-def _reader(rules: Rules, generation: Generation, stage: int) -> int:
-    """Choose the reader of a stage: its first host that is not apart, else the leader."""
-    reaching = [
-        host
-        for host in generation.members
-        if stage in rules.serves(generation.placement, host) and host not in generation.apart
-    ]
-    return min(reaching, default=generation.leader)
-
-
-def _served_by(rules: Rules, placement: Any, hosts: Iterable[int]) -> frozenset[int]:
-    return frozenset[int]().union(*serving_under(rules, placement, hosts).values())
 
 
 # The next generation.
@@ -380,7 +361,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     without = frozenset() if state.proposal is None else state.proposal.without
     apart = tuple(host for host in members if host in apart)
     lacks_some = any(own.standing.applied < furthest.applied for own in promises.values())
-    holding = frozenset(host for host in promised & everybody if held[host])
+    holding = everybody.intersection(chain(*held))
     leading = holding - leaving - {*apart}
     saved = max(own.standing.saved for own in promises.values())
     following = Generation(
@@ -393,7 +374,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         fresh=tuple(host for host in members if host not in holding),
         placement=placement,
         start=last.start,
-        holders=holders_of(rules, {host: held[host] for host in holding}) if choice else (),
+        holders=in_order([hosts & everybody for hosts in held]) if choice else (),
         plan=plan,
         apart=apart,
         left_out=left_out if choice else (),
@@ -408,7 +389,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
     if choice is not None and not (is_unread and placement != before):
         return following
     if choice is None:
-        following = replace(following, lost=lost(rules, held))
+        following = replace(following, lost=lost(held))
         try:
             if rules.leaves_out:
                 return without_lost(rules, last, following, held)
@@ -416,7 +397,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
                 return remade(rules, following, held, promises)
         except RebuildImpossible as error:
             following = replace(following, cause=f"{following.cause}{error}")
-    leader = leader_of(members, promised, apart)
+    leader = leader_of(members, promised.intersection(members), apart)
     following = replace(following, step=saved, outcome=None, fresh=apart, leader=leader)
     reaching = frozenset(members).difference(apart)
     placement = rules.placed(last.placement, reaching, without_text, ()) if rules.rewinds else None
@@ -424,7 +405,7 @@ def next_generation(state: State, promises: Mapping[int, Promise]) -> Generation
         placement = covering(rules, placement, frozenset(members), unreading)
     if placement is None:
         return replace(following, is_last=True)
-    holders = holders_of(rules, serving_under(rules, placement, reaching)) if apart else ()
+    holders = in_order(rules.serving(placement, reaching)) if apart else ()
     if not all(holders):  # Too few members reach the checkpoint.
         return replace(following, is_last=True)
     return replace(following, placement=placement, holders=holders, is_rewound=True)

@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 
+from skippipe_jax.connections.threads import SIGNAL_CHECK_S
 from skippipe_jax.errors import PeerTimeout
 
 Then = Callable[[float], None]
@@ -119,10 +120,10 @@ class EventLoop:
             # Queued events are handled even after the deadline: the host may have been suspended.
             if not self._happened.empty():
                 return self._happened.get()
-            deadline = self.last_event_s + self.deadline_s
-            if now > deadline and (waits := describe_waits()) is not None:
+            is_late = now > self.last_event_s + self.deadline_s
+            if is_late and (waits := describe_waits()) is not None:
                 raise PeerTimeout(waits)
-            until = min([max(deadline, now + 1.0), *(entry[0] for entry in self._timers[:1])])
+            until = min([now + SIGNAL_CHECK_S, *(entry[0] for entry in self._timers[:1])])
             self._is_waiting = True
             try:
                 return self._happened.get(timeout=max(0.0, until - now))

@@ -24,7 +24,7 @@ from skippipe_sched.timing.timeline import Averaging, Run
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.program.compiler import Compute, Program
 from skippipe_jax.runtime.emulation import Emulation
-from skippipe_jax.runtime.events import Then, seconds_since
+from skippipe_jax.runtime.events import seconds_since
 from skippipe_jax.runtime.exchange import Exchange
 from skippipe_jax.runtime.operations import Operations, TrainingOperations
 from skippipe_jax.runtime.stage_functions import Gauge
@@ -132,10 +132,6 @@ class Iteration:
     def _node_done(self, node: int) -> None:
         """Continue with work that depends on a node, which has run all its operations."""
 
-    def _send_at(self, time_s: float, then: Then) -> None:
-        """Schedule a send that an emulated link or a shared connection delays."""
-        self.loop.at(time_s, then)
-
     def _waits(self) -> Iterator[tuple[str, float]]:
         """Yield a description of each pending wait, and its start time."""
         for queue in self.nodes.values():
@@ -229,14 +225,12 @@ class Iteration:
 
         if leaves is not None and self.emulation is not None:
             arrival_s = self.emulation.hop_end_s(operation.node, following, end_s)
-            # The loop receives local hops before it stops, so its own timer is enough for them.
-            at = self.loop.at if is_local else self._send_at
-            at(arrival_s, give)
+            self.loop.at(arrival_s, give)
         elif is_local:
             give(end_s)
         elif self.connections is not None:
             hop = following.kind, operation.node, following.node
-            self._send_at(self.connections.offer_s(*hop, end_s), give)
+            self.loop.at(self.connections.offer_s(*hop, end_s), give)
 
 
 @dataclass(kw_only=True, eq=False)

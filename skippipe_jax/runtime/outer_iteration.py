@@ -2,8 +2,8 @@
 
 A replica takes a local step once its node has run all its operations of the plan. It then sends the
 fragment that is due, and applies the messages sent `delay` iterations before. The host continues
-with the next iteration when all of its nodes have done so. Messages and totals are transferred in
-the background (see `background_sync`).
+with the next iteration when all of its nodes have done so. The transfer of messages and totals
+overlaps with later iterations (see `background_sync`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import jax
 
 from skippipe_jax.runtime.background_sync import BackgroundSync
-from skippipe_jax.runtime.events import Then, seconds_since
 from skippipe_jax.runtime.iteration import TrainingIteration
 from skippipe_jax.runtime.outer_steps import OuterSteps
 from skippipe_jax.runtime.stage_functions import Totals
@@ -37,12 +36,8 @@ class OuterIteration(TrainingIteration):
         self.step = self.iteration + 1
         self.norms: list[Totals] = []
         self.not_stepped = set(self.replicas.states)
-        # For each replica with messages to apply, the step after which they were sent.
-        self.to_apply: dict[int, int] = {}
-
-    def _send_at(self, time_s: float, then: Then) -> None:
-        # The loop of the iteration may stop before the send.
-        self.behind.at(time_s, then)
+        # The step that must be committed before the due messages are applied.
+        self.awaited_step: int | None = None
 
     def _node_done(self, node: int) -> None:
         """Take the local step of a replica whose node is done, and send the due fragment."""
@@ -56,20 +51,16 @@ class OuterIteration(TrainingIteration):
         parts = [*self.operations.totals.values(), *self.norms]
         local = add_up(self.topology, parts, self.stop, self._busy_s())
         self.summed = self.behind.end(self.step, local)
-        for replica in self.replicas.states:
-            sent_after = self.steps.due(replica, self.step)
-            if sent_after is not None:
-                self.to_apply[replica] = sent_after
-        if self.to_apply:
-            self.behind.when_committed(self._commit_step(), lambda _: self._apply())
-        else:
-            self._end_iteration()
+        due = self.steps.due(self.step)
+        if not due:
+            return self._end_iteration()
+        self.awaited_step = max(own.committed_with for own in due)
+        self.behind.when_committed(self.awaited_step, lambda _: self._apply())
 
     def _apply(self) -> None:
-        """Apply the due messages, which are committed and were all sent after one step."""
-        for replica, sent_after in self.to_apply.items():
-            self.steps.apply(replica, sent_after)
-        self.to_apply.clear()
+        """Apply the due messages, which are committed."""
+        self.awaited_step = None
+        self.steps.apply(self.step)
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -80,18 +71,7 @@ class OuterIteration(TrainingIteration):
             lambda: apart(jax.device_put(summed.result()), nodes), self._gauges(), ended_s=ended_s
         )
 
-    def _describe_waits(self) -> str | None:
-        # Arrivals in the background rings are progress, too.
-        if self.to_apply and seconds_since(self.behind.last_event_s) <= self.loop.deadline_s:
-            return None
-        return super()._describe_waits()
-
     def _waits(self) -> Iterator[tuple[str, float]]:
         yield from super()._waits()
-        if self.to_apply:
-            yield from self.behind.waits(self._commit_step())
-
-    def _commit_step(self) -> int:
-        """Return the step that must be committed before the due messages are applied."""
-        states = self.replicas.states
-        return max(states[own].under_way[of].committed_with for own, of in self.to_apply.items())
+        if self.awaited_step is not None:
+            yield from self.behind.waits(self.awaited_step)

@@ -86,14 +86,18 @@ class OuterSteps:
         state.under_way[step] = FragmentInTransit(fragment, sent, message, committed_with=step)
         return state.under_way[step]
 
-    def due(self, replica: int, step: int) -> int | None:
-        """Return the step after which the messages due after `step` were sent; None without any."""
+    def due(self, step: int) -> list[FragmentInTransit]:
+        """Return the fragments of the local replicas that are due after a step."""
         sent_after = step - self.averaging.delay
-        return sent_after if sent_after in self._states[replica].under_way else None
+        under_way = [state.under_way for state in self._states.values()]
+        return [own[sent_after] for own in under_way if sent_after in own]
 
-    def apply(self, replica: int, sent_after: int) -> None:
-        """Apply the mean of all messages to a replica, once they have arrived."""
-        _apply(self._fragments[self._topology.stage_of[replica]], self._states[replica], sent_after)
+    def apply(self, step: int) -> None:
+        """Apply the mean of all messages due after a step, once they have arrived."""
+        sent_after = step - self.averaging.delay
+        for replica, state in self._states.items():
+            if sent_after in state.under_way:
+                _apply(self._fragments[self._topology.stage_of[replica]], state, sent_after)
 
     def _is_only(self, replica: int) -> bool:
         """Return whether a replica is the only one of its stage, and thus averages nothing."""

@@ -125,7 +125,7 @@ class Runtime:
         self._outer_steps = self._background = None
         if config.averaging.is_outer:
             self._begin_local_steps(step)
-        group.when_ended(self._end_group)
+        group.when_ended(lambda: self.exchange.loop.post(_raise_ended))
 
     def compile(self) -> None:
         """Compile all functions of iterations and validations, except for `open_collectives`."""
@@ -140,11 +140,6 @@ class Runtime:
         for replica, state in self.states.items():
             for sent_after, own in state.under_way.items():
                 self._background.send(replica, sent_after, own)
-
-    def _end_group(self) -> None:
-        if self._background is not None:
-            self._background.stop()
-        self.exchange.loop.post(_raise_ended)
 
     @property
     def states(self) -> Mapping[int, StageState]:
@@ -192,7 +187,7 @@ class Runtime:
         return self._background is not None and self._background.committed_step >= step
 
     def close(self) -> None:
-        """Stop the background thread, if there is one."""
+        """Take the last commits of `outer` mode; no iteration may follow."""
         if self._background is not None:
             self._background.close()
 

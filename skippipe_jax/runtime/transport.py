@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -66,8 +65,7 @@ class HostLink:
         self.address = address
         # Opened at its first use: in elastic runs, most pairs of hosts exchange no arrays.
         self.connection: transfer.TransferConnection | None = None
-        self._connecting = threading.Lock()
-        # The last iteration in which each hop was sent, by its number; only one thread sends it.
+        # The last iteration in which each hop was sent, by its number.
         self._sent: dict[int, int] = {}
         self._siblings, self._first, self._max_lag = siblings, first, max_lag
         self._expected: list[tuple[Collection[int], int | None]] = []
@@ -92,9 +90,8 @@ class HostLink:
 
         It has the sharding of `like`, by default on the first device of this host.
         """
-        with self._connecting:
-            if self.connection is None:
-                self.connection = self._open_server.connect(self.address)
+        if self.connection is None:
+            self.connection = self._open_server.connect(self.address)
         here = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
         shape = here.shard_shape(like.shape)
         wanted = [

@@ -29,10 +29,17 @@ from skippipe_jax.connections.addresses import (
     parse_address,
     reachable_address,
 )
-from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.hello import ShortText, refusal_in
 from skippipe_jax.connections.keys import Keys
-from skippipe_jax.connections.links import LINE_BYTES, Link, Tasks, each_in_a_task, open_link, reach
+from skippipe_jax.connections.links import (
+    BEATS,
+    LINE_BYTES,
+    Link,
+    Tasks,
+    each_in_a_task,
+    open_link,
+    reach,
+)
 from skippipe_jax.errors import TlsMismatch
 from skippipe_jax.inference.decoding import Step
 from skippipe_jax.inference.model_source import ModelSource

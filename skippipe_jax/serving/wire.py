@@ -11,9 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from skippipe_jax.connections.failure_detector import BEATS
 from skippipe_jax.connections.link_probe import measured_bandwidth, shortest_round_trip_s
-from skippipe_jax.connections.links import INVALID_MESSAGE, Link, encoded
+from skippipe_jax.connections.links import BEATS, INVALID_MESSAGE, Link, encoded
 from skippipe_jax.serving.routing import LinkSpeed
 
 MOST_ARRAY_BYTES = 1 << 28

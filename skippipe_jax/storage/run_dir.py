@@ -26,7 +26,6 @@ from skippipe_jax.config import NO_RECIPE, Config, DataConfig, to_yaml
 from skippipe_jax.config.data import BYTES, CHAT_TEMPLATE, TOKENIZER_FOLDER, has_tokenizer
 from skippipe_jax.config.parsing import CONFIG, is_run, saved_config
 from skippipe_jax.consensus.generations import Generation
-from skippipe_jax.consensus.wire import generation_to_json, parse_generation
 from skippipe_jax.errors import GenerationEnded
 from skippipe_jax.program.schedule import OWN, Schedule
 from skippipe_jax.storage.checkpoint import CHECKPOINTS, latest_step
@@ -266,12 +265,12 @@ class RunDir:
         partial = folder / f"{path.name}.{secrets.token_hex(8)}{PARTIAL}"
         try:
             folder.mkdir(exist_ok=True)
-            partial.write_text(json.dumps(generation_to_json(generation)), encoding="utf-8")
+            partial.write_text(json.dumps(msgspec.to_builtins(generation)), encoding="utf-8")
             # Creating a hard link to a complete file is atomic.
             with suppress(FileExistsError):
                 os.link(partial, path)
             partial.unlink(missing_ok=True)
-            return parse_generation(json.loads(path.read_text(encoding="utf-8")))
+            return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Generation)
         except OSError as error:  # May be temporary during training.
             raise unusable(self.path, error) from error
 

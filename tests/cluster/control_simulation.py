@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,13 +28,11 @@ from skippipe_jax.connections import host_listener, mesh
 from skippipe_jax.consensus.decisions import first_state
 from skippipe_jax.consensus.generations import (
     Abandoned,
-    Apply,
     Decision,
     Enter,
     Event,
     Generation,
     NotMember,
-    PlanRequest,
     State,
     Told,
 )
@@ -64,14 +62,6 @@ STEP_S = 0.4
 POLL_S = 0.1
 SETTLES_S = 4 * CLUSTER.heartbeat_timeout_s
 """Within so long after the last fault the hosts go on, if they can."""
-
-
-def by_stage(placement: Mapping[int, Collection[int]], stages: int) -> tuple[tuple[int, ...], ...]:
-    """The hosts of each stage, as hosts tell each other a placement."""
-    hosts = sorted(placement)
-    return tuple(
-        tuple(host for host in hosts if stage in placement[host]) for stage in range(stages)
-    )
 
 
 class Host(rules_alone.Process):
@@ -122,28 +112,6 @@ class ControlSimulation(Simulation):
         self.starting: set[int] = set()
         self.has_begun = False
         self.settled_s, self.log = 0.0, list[tuple[float, int, str]]()
-        self.told = replace(
-            self.rules,
-            serves=self._serves,
-            placed=self._told_placement(self.rules.placed),
-            safest=self._told_placement(self.rules.safest),
-            add_up=lambda totals: tuple(
-                float(number) for host, own in sorted(totals.items()) for number in (host, *own)
-            ),
-        )
-
-    def _serves(self, placement: Any, host: int) -> frozenset[int]:
-        return frozenset(stage for stage, own in enumerate(placement) if host in own)
-
-    def _read(self, placement: Any) -> dict[int, frozenset[int]]:
-        return {host: self._serves(placement, host) for host in self.rules.hosts}
-
-    def _told_placement(self, choose: Callable[..., Any]) -> Callable[..., Any]:
-        def chosen(placement: Any, *others: Any) -> Any:
-            found = choose(self._read(placement), *others)
-            return found and by_stage(found, self.stages)
-
-        return chosen
 
     # The life of a host.
 
@@ -209,14 +177,12 @@ class ControlSimulation(Simulation):
         self.addresses[host] = attended.control_address
         if is_first:
             own.is_ready, own.stages = True, self.first_stages[host]
-            own.entered = self.decided[1]
-            told = by_stage(own.entered.placement, self.stages)
-            first = replace(own.entered, placement=told)
+            first = own.entered = self.decided[1]
             own.at = Opening(first, StateSource(0, Origin.OWN))
             attended.inbox.follow(Enter(first))
-            state = first_state(host, self.told, first, 0)
+            state = first_state(host, self.rules, first, 0)
         else:
-            rules = replace(self.told, is_apart=is_apart)
+            rules = replace(self.rules, is_apart=is_apart)
             state = State(host, self.processes[host], rules)
 
         def follow(decision: Decision) -> None:
@@ -320,8 +286,6 @@ class ControlSimulation(Simulation):
 
     def tell(self, host: int, event: Event) -> None:
         """Tell the control plane of a host, as its training does."""
-        if isinstance(event, PlanRequest):
-            event = replace(event, placement=by_stage(event.placement, self.stages))
         own = self.live.get(host)
         if own is not None and own.attended._control is not None:
             own.process.context.copy().run(own.attended.control.tell, event)
@@ -339,11 +303,7 @@ class ControlSimulation(Simulation):
 
     def _follow(self, host: int, decision: Decision) -> None:
         match decision:
-            case Apply(step, outcome):
-                parts = [tuple(map(int, outcome[at : at + 3])) for at in range(0, len(outcome), 3)]
-                decision = Apply(step, tuple((who, (number, of)) for who, number, of in parts))
             case Enter(generation):
-                decision = Enter(replace(generation, placement=self._read(generation.placement)))
                 self.log.append((self.loop.time(), host, f"enters {generation.number}"))
             case NotMember() if not isinstance(self.live[host].at, Suspended):
                 self.live[host].advance(Signal.ENDED)

@@ -98,7 +98,7 @@ def test_who_waits_in_vain_learns_for_whom(act: Any):
 
 def test_the_deadline_counts_for_all_that_is_waited_for():
     class Slow(ThreadHost):
-        def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
+        def get(self, key: str, timeout_s: float, source: int) -> str:
             left_s.append(timeout_s)
             time.sleep(0.1)
             return '{"value": 0}'

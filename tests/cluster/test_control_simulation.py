@@ -54,6 +54,21 @@ def test_hosts_find_each_other_whose_addresses_changed_while_they_were_cut_off(
         simulation.require_goes_on()
 
 
+@pytest.mark.parametrize("others", [(0, 2), (0, 3)])
+def test_a_host_that_hears_too_few_holds_up_nobody(
+    others: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    with simulated(monkeypatch, 4, 1, rewinds=True, keeps_enough=True) as simulation:
+        simulation.wait(2.0)
+        for other in others:
+            simulation.cut(1, other)
+        simulation.wait(2 * CLUSTER.heartbeat_timeout_s)
+        healthy = [simulation.live[host] for host in (0, 2, 3)]
+        before = min(len(own.applied) for own in healthy)
+        simulation.wait(CLUSTER.heartbeat_timeout_s)
+        assert min(len(own.applied) for own in healthy) > before + 2
+
+
 def test_a_host_that_was_stopped_learns_that_others_are_new_processes(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -25,9 +25,8 @@ from tests.harness.ports import free_port
 
 CONFIG = ClusterConfig(heartbeat_timeout_s=60.0, connect_timeout_s=60.0)
 RULES = Rules(
-    hosts=(0, 1, 2),
+    host_of=(0, 1, 2),
     stages=1,
-    serves=lambda placement, host: frozenset({0}),
     placed=lambda placement, *_: placement,
     add_up=lambda totals: tuple(map(sum, zip(*totals.values(), strict=True))),
 )
@@ -42,8 +41,8 @@ NO_MESSAGES = [
     ["clock", 1.0, float("nan")],
     ["clock", "now"],
     ["put", "key"],
-    ["put", 1, "value"],
-    ["put", "key", "x" * (1 << 20)],
+    ["put", "key", 1, "value"],
+    ["put", 0, "key", "x" * (1 << 20)],
     ["control", ["Counts", 1, 1, [10**400]]],
     ["control", [[["deep"]]]],
     ["control", {}],
@@ -92,7 +91,7 @@ async def meet() -> tuple[list[Membership], list[Group], Host]:
     await asyncio.gather(entering, join())
     third.mesh.directory.outlives = True
     processes = (hosts[0].process, hosts[1].process, 1002)
-    teams = await on_all(hosts, lambda host: host.outlive(RULES, store, ((0,),), 0, processes))
+    teams = await on_all(hosts, lambda host: host.outlive(RULES, store, ((0, 1, 2),), 0, processes))
     assert [team.hosts for team in teams] == [(0, 1, 2), (0, 1, 2)]
     return hosts, teams, third
 

@@ -12,13 +12,12 @@ from skippipe_jax.consensus.generations import Generation, Rules, State
 
 # Hosts 0 and 1 serve stage 0, host 2 stage 1, and host 3, which may come, none yet.
 RULES = Rules(
-    hosts=(0, 1, 2, 3),
+    host_of=(0, 1, 2, 3),
     stages=2,
-    serves=lambda placement, host: frozenset(placement.get(host, ())),
     placed=lambda placement, *_: placement,
     add_up=dict,
 )
-PLACEMENT = {0: (0,), 1: (0,), 2: (1,)}
+PLACEMENT = ((0, 1), (2,))
 FIRST = Generation(1, (0, 1, 2), (7, 8, 9), 0, 4, placement=PLACEMENT)
 LATER = replace(FIRST, number=2, members=(0, 1), processes=(7, 8), left_out=(1,))
 TRAINING = TrainingStatus(1, Progress(6, 10), ((0, 1), (2,)), {0: "Iowa"}, (), False)

@@ -15,9 +15,8 @@ from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.connections import channel
 from skippipe_jax.connections.channel import Channel
-from skippipe_jax.connections.failure_detector import BEATS, BEATS_OF_LINK
-from skippipe_jax.connections.links import STOPPED_READING, Link, reach
-from skippipe_jax.connections.mesh import Calls
+from skippipe_jax.connections.links import BEATS, STOPPED_READING, Link, reach
+from skippipe_jax.connections.mesh import BEATS_OF_LINK
 from tests.connections.meshes import (
     KEYS,
     PATIENCE_S,
@@ -273,7 +272,7 @@ async def test_a_process_whose_end_of_a_connection_broke_takes_its_place_at_once
     async with gathered(2) as (first, second):
         before = first.mesh._links[1]
         second.mesh._links.clear()
-        second.mesh._calls.begin(0)
+        second.mesh._keep_calling(0)
         await until(lambda: first.mesh._links.get(1) not in (None, before))
         await assert_all_connected([first, second])
         # Another process of the same number is refused, as long as this one is there.
@@ -320,8 +319,9 @@ async def test_a_host_that_does_not_answer_is_called_less_and_less_often(
         await sleep(0)
 
     monkeypatch.setattr("skippipe_jax.connections.mesh.asyncio.sleep", pause)
-    calls = Calls(fails, 60.0)
-    calls.begin(3)
-    calls.begin(3)  # It is being called.
+    mesh = Host(0, 4).mesh
+    mesh._call = fails
+    mesh._keep_calling(3)
+    mesh._keep_calling(3)  # It is being called.
     await called.wait()
-    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0])
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 10.0])

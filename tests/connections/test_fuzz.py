@@ -54,7 +54,7 @@ MESSAGES = st.sampled_from(
         ["join", 1, 3, "host 1"],
         ["joiner", PROTOCOL, dict(RUN.versions)],
         ["observer", PROTOCOL, {}],
-        ["piece", 0, 0],
+        ["file", 0],
         ["take", 3],
         ["give", 5],
     ]

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from skippipe_sched.errors import InputError, TemporaryError
 
@@ -154,7 +155,7 @@ async def test_another_protocol_is_answered_in_words_that_all_understand(
 
 
 EVERYBODY = {"0": "127.0.0.1:1", "1": "127.0.0.1:2", "2": "127.0.0.1:3"}
-WELCOME = Welcome(0, "host 0", 1000, {}, 1000, 0).to_json() | {"addresses": EVERYBODY}
+WELCOME = msgspec.to_builtins(Welcome(0, "host 0", 1000, {}, 1000, 0)) | {"addresses": EVERYBODY}
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ from skippipe_jax.connections.asking import JoinClient, NoListener
 from skippipe_jax.connections.hello import PROTOCOL, Hello
 from skippipe_jax.connections.join_offer import (
     MOST_BYTES,
-    PIECE_BYTES,
     Files,
     JoinOffer,
     Place,
 )
-from skippipe_jax.connections.join_server import REQUESTERS, Pauses
+from skippipe_jax.connections.join_server import PIECE_BYTES, REQUESTERS, Pauses
 from skippipe_jax.connections.keys import LOOPBACK_ONLY, Keys
 from skippipe_jax.connections.link_probe import SIZES
 from tests.connections.meshes import (
@@ -123,7 +122,7 @@ class Forged(Files):
 
     def __init__(self):
         super().__init__({"config.yaml": b"1", "plan.json": b"2"})
-        self._contents = [b"1", b"3"]
+        self.contents = [b"1", b"3"]
 
 
 async def test_what_came_otherwise_than_it_was_told_does_not_count():
@@ -201,8 +200,8 @@ async def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_lo
             asking.append(link)
         assert await asking[0].receive() is None
         for link in asking[1:]:
-            link.send("piece", 0, 0)
-            assert (await link.receive())[:3] == ["piece", 0, 0]
+            link.send("file", 0)
+            assert await link.exactly(8) == CONTENTS["config.yaml"]
             link.writer.close()
         await until(lambda: not first.join_server._served)
 
@@ -210,7 +209,7 @@ async def test_one_newcomer_too_many_takes_the_place_of_the_one_that_asks_for_lo
 @pytest.mark.parametrize(
     "asked",
     [
-        *(["piece", 3, 0], ["piece", 0, 1], ["piece", 0, -1], ["piece"]),
+        *(["file", 3], ["file", -1], ["file"]),
         *(["give", -1], ["give", SIZES[-1] + 1], ["give", "1"], ["take"], ["take", 1.0]),
     ],
 )
@@ -227,8 +226,11 @@ INVITATION = JoinOffer(
 )
 
 
+CONTENT = msgspec.to_builtins(INVITATION, str_keys=True)
+
+
 def changed(**parts: Any) -> dict[str, Any]:
-    return INVITATION.to_json() | parts
+    return CONTENT | parts
 
 
 NO_INVITATIONS = [
@@ -257,14 +259,14 @@ def test_an_invitation_with_anything_out_of_range_is_none(told: Any):
 JSON = json_values(st.sampled_from(["127.0.0.1:9", "\ud800"]))
 
 
-@given(st.dictionaries(st.sampled_from([*INVITATION.to_json()]), JSON))
+@given(st.dictionaries(st.sampled_from([*CONTENT]), JSON))
 @settings(max_examples=40)
 def test_what_is_no_invitation_is_a_value_error_and_nothing_else(parts: dict[str, Any]):
     try:
         told = JoinOffer.parse(changed(**parts))
     except ValueError:
         return
-    assert JoinOffer.parse(json.loads(json.dumps(told.to_json()))) == told
+    assert JoinOffer.parse(json.loads(json.dumps(msgspec.to_builtins(told, str_keys=True)))) == told
 
 
 ANSWERS = st.lists(
@@ -272,9 +274,7 @@ ANSWERS = st.lists(
         JSON.map(line),
         st.binary(max_size=40),
         st.builds(lambda parts: line(["offer", changed(**parts)]), st.just({})),
-        st.just(line(["piece", 0, 0, "MQ=="])),
-        st.just(line(["piece", 0, 0, "Mg=="])),
-        JSON.map(lambda piece: line(["piece", 0, 0, piece])),
+        st.sampled_from([b"1", b"2"]),
         st.just(line(["refused", 2, "a", "b", "c", "d"])),
     ),
     max_size=4,

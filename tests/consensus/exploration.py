@@ -36,9 +36,8 @@ CALM_TICKS = 40
 HOSTS = (0, 1, 2)
 FIRST = Generation(1, HOSTS, HOSTS, 0, 0, placement=((0, 1, 2),))
 RULES = Rules(
-    hosts=HOSTS,
+    host_of=HOSTS,
     stages=1,
-    serves=lambda placement, host: frozenset({0}),
     placed=lambda placement, *_: placement,
     add_up=lambda totals: tuple(map(sum, zip(*totals.values(), strict=True))),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from skippipe_jax.config.cluster import BUDDY, SKIP
@@ -24,6 +24,7 @@ from skippipe_jax.consensus.generations import (
     Generation,
     Held,
     NotMember,
+    Placement,
     PlanRequest,
     Presence,
     RebuiltStage,
@@ -41,16 +42,27 @@ from skippipe_jax.consensus.generations import (
 from skippipe_jax.consensus.next_generation import BEATS_BEFORE_LEAVING, can_decide, is_readable
 
 STAGES = 2
-Placement = Mapping[int, frozenset[int]]
 
 
 def serves(placement: Placement, host: int) -> frozenset[int]:
-    return placement[host]
+    return frozenset(stage for stage, own in enumerate(placement) if host in own)
+
+
+def moved(placement: Placement, to: Mapping[int, Collection[int]]) -> Placement:
+    """The placement under which some hosts serve other stages."""
+    return tuple(
+        tuple(sorted({*own} - to.keys() | {host for host in to if stage in to[host]}))
+        for stage, own in enumerate(placement)
+    )
+
+
+def by_stage(to: Mapping[int, Collection[int]], stages: int = STAGES) -> Placement:
+    """The placement of hosts that serve these stages."""
+    return moved(((),) * stages, to)
 
 
 def covers(placement: Placement, hosts: frozenset[int]) -> bool:
-    served = {stage for host in hosts for stage in placement[host]}
-    return served == set(range(STAGES)) and all(placement[host] for host in hosts)
+    return all(map(hosts.intersection, placement)) and hosts <= {*chain(*placement)}
 
 
 def placed(
@@ -63,30 +75,28 @@ def placed(
 
     Those that are apart do not newly get stage 0. Those that serve nothing get a stage.
     """
-    idle = {host: frozenset({1}) for host in hosts if not placement[host]}
-    if idle and covers(dict(placement) | idle, hosts):
-        return dict(placement) | idle
-    barred = {host for host in apart if 0 not in placement[host]}
+    idle = moved(placement, {host: {1} for host in hosts.difference(*placement)})
+    if idle != placement and covers(idle, hosts):
+        return idle
+    barred = {*apart}.difference(placement[0])
     alive = sorted(hosts, key=lambda host: (host in barred, host))
-    return dict(placement) | {
-        host: frozenset({1 if host in barred else p % STAGES}) for p, host in enumerate(alive)
-    }
+    return moved(
+        placement, {host: {1 if host in barred else p % STAGES} for p, host in enumerate(alive)}
+    )
 
 
-def safest(
-    placement: Placement, hosts: frozenset[int], apart: Collection[int], stages: int = STAGES
-) -> Placement:
+def safest(placement: Placement, hosts: frozenset[int], apart: Collection[int]) -> Placement:
     """Where one host alone serves a stage, another comes to it from one that three serve."""
-    serving = Counter(stage for host in hosts for stage in placement[host])
-    for stage in range(stages):
+    serving = [len(hosts.intersection(own)) for own in placement]
+    for stage in range(len(placement)):
         barred = apart if stage == 0 else ()
         free = [
             host
             for host in sorted({*hosts}.difference(barred))
-            if min(serving[own] for own in placement[host]) > 2
+            if min(serving[own] for own in serves(placement, host)) > 2
         ]
         if serving[stage] == 1 and free:
-            return dict(placement) | {free[-1]: frozenset({stage})}
+            return moved(placement, {free[-1]: {stage}})
     return placement
 
 
@@ -94,8 +104,9 @@ def unmoved(placement: Placement, *_: Any) -> Placement:
     return placement
 
 
-def add_up(totals: Mapping[int, Any]) -> tuple[Any, ...]:
-    return tuple(sorted(totals.items()))
+def add_up(totals: Mapping[int, Any]) -> tuple[float, ...]:
+    """Each host, and what it has told: its generation and step."""
+    return tuple(number for host, own in sorted(totals.items()) for number in (host, *own))
 
 
 @dataclass
@@ -113,7 +124,8 @@ class Process:
 
     @property
     def served(self) -> frozenset[int]:
-        return frozenset() if self.entered is None else self.entered.placement[self.state.host]
+        placement = () if self.entered is None else self.entered.placement
+        return serves(placement, self.state.host)
 
     @property
     def has_all(self) -> bool:
@@ -141,26 +153,24 @@ class Simulation:
     ):
         everybody, beginning = tuple(range(hosts + spare)), tuple(range(hosts))
         self.rules = Rules(
-            hosts=everybody,
+            host_of=everybody,
             stages=stages,
-            serves=serves,
             placed=placed,
             add_up=add_up,
             rewinds=rewinds,
             leaves_out=leaves_out,
             remakes=remakes,
-            safest=partial(safest, stages=stages) if moves_to_safety else unmoved,
+            safest=safest if moves_to_safety else unmoved,
         )
         self.stages = stages
         self.processes = Counter[int]()
-        placement: Placement = {host: frozenset({host % stages}) for host in beginning}
-        placement = placement | {host: frozenset[int]() for host in everybody[hosts:]}
+        placement = by_stage({host: {host % stages} for host in beginning}, stages)
         first = Generation(1, beginning, (0,) * hosts, 0, 0, placement=placement)
         self.live = {
             host: Process(
                 first_state(host, self.rules, first, 0),
                 entered=first,
-                stages={stage: [] for stage in placement[host]},
+                stages={host % stages: []},
             )
             for host in beginning
         }
@@ -195,8 +205,9 @@ class Simulation:
             case Apply(step, outcome):
                 assert own.has_all
                 assert step == len(own.applied) + 1, "no step twice, and none left out"
-                numbers = {number for _, (number, _) in outcome}
-                assert len(numbers) == 1, "totals of one generation are added up, and no others"
+                assert len({*outcome[1::3]}) == 1, (
+                    "totals of one generation are added up, and no others"
+                )
                 assert all(own.stages[stage] == own.applied for stage in own.served)
                 own.applied = [*own.applied, outcome]
                 own.stages = dict.fromkeys(own.served, own.applied)
@@ -222,14 +233,14 @@ class Simulation:
             self.has_ended = True
             return
         own.entered = generation
-        assert all(generation.placement[member] for member in generation.members), "all serve"
+        members, fresh = frozenset(generation.members), frozenset(generation.fresh)
+        assert members <= {*chain(*generation.placement)}, "all serve"
         before = self.decided[generation.number - 1].placement
         assert is_readable(self.rules, before, generation.placement, generation.apart)
-        members, fresh = frozenset(generation.members), frozenset(generation.fresh)
         assert generation.leader not in generation.apart, "who leads writes"
         assert generation.leader not in fresh or members - fresh <= {*generation.apart}
         self.take_state(host, generation)
-        served = {stage for member in members for stage in generation.placement[member]}
+        served = {stage for member in members for stage in serves(generation.placement, member)}
         assert served.isdisjoint(generation.left_out)
         is_covered = {*served, *generation.left_out} == {*range(self.stages)}
         assert is_covered or generation.is_rewound
@@ -410,11 +421,11 @@ class Simulation:
     def wish(self, host: int, number: int) -> None:
         """A host wants all to go on under some placement; only the wish of a leader counts."""
         wanted = {
-            other: frozenset(s for s in range(self.stages) if (number * 7 + other * 3 + s) % 3 != 0)
-            or frozenset({0})
+            other: {s for s in range(self.stages) if (number * 7 + other * 3 + s) % 3 != 0} or {0}
             for other in self.rules.hosts
         }
-        self.tell(host, PlanRequest(self.live[host].state.number, wanted, f"plan {number}"))
+        placement = by_stage(wanted, self.stages)
+        self.tell(host, PlanRequest(self.live[host].state.number, placement, f"plan {number}"))
 
     def settle(self) -> None:
         """All that live do what is their part, and hear of it, but compute nothing."""

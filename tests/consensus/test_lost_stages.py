@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from skippipe_jax.config import Config, ModelConfig
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, SKIP, RecoveryConfig
-from skippipe_jax.consensus.generations import Generation, RebuiltStage
+from skippipe_jax.consensus.generations import Generation, Placement, RebuiltStage
 from skippipe_jax.training.elastic.lost_stages import describe_rebuilds, rebuild_rule
 from tests.consensus.simulation import (
     KINDS,
-    Placement,
     Simulation,
     last_of,
     lose,
     lose_all,
+    moved,
     require_goes_on,
     run,
+    serves,
     step,
     tell_to_leave,
 )
@@ -38,15 +39,14 @@ def placed(
     stages = [stage for stage in range(STAGES) if stage not in left_out]
     if len(hosts) < len(stages) or hosts <= {*apart}:
         return None
-    found = dict(placement)
     for stage in stages:
-        serving = Counter(min(found[host]) for host in hosts)
+        first = {host: min(serves(placement, host)) for host in hosts}
+        serving = Counter(first.values())
         if not serving[stage]:
-            barred = apart if stage == 0 else ()
-            free = [host for host in hosts if host not in barred]
-            most = max((min(found[host]) for host in free), key=lambda own: (serving[own], own))
-            found[max(host for host in free if min(found[host]) == most)] = frozenset({stage})
-    return found
+            free = hosts.difference(apart if stage == 0 else ())
+            most = max((first[host] for host in free), key=lambda own: (serving[own], own))
+            placement = moved(placement, {max(h for h in free if first[h] == most): {stage}})
+    return placement
 
 
 def config_of(policy: str, *layers: int) -> Config:
@@ -122,7 +122,7 @@ def test_a_stage_between_two_others_is_made_from_them_and_no_step_is_lost():
     assert (second.step, second.is_rewound, second.lost) == (2, False, (1,))
     assert second.remade == (RebuiltStage(1, AVERAGE, 2, (0, 2)),)
     # Three serve stage 0, so one of them goes.
-    assert [min(second.placement[host]) for host in second.members] == [0, 2, 0, 2, 1]
+    assert second.placement == ((0, 3), (1, 4, 6), (2, 5))
     assert describe_rebuilds(second) == "; stage 1 rebuilt as the mean of stages 0 and 2"
     simulation.calm(2)
     assert {len(own.applied) for own in simulation.live.values()} == {3}, "they go on from there"
@@ -188,7 +188,7 @@ def test_a_stage_is_made_again_if_hosts_are_lost_while_it_is_made():
 def test_a_copy_of_a_step_that_does_not_count_is_none():
     remakes = rebuild_rule(config_of(BUDDY, 2, 2, 2), STAGES)
     assert remakes is not None
-    held: Any = {0: {0}, 2: {2}}
+    held = [frozenset({0}), frozenset[int](), frozenset({2})]
     copies = {0: ((1, 9), (1, 4)), 2: ((1, 6), (0, 8))}
     assert remakes(held, copies, 8) == (RebuiltStage(1, BUDDY, 6, (2,)),)
     assert rebuild_rule(config_of("rewind", 2, 2, 2), STAGES) is None
@@ -275,4 +275,4 @@ def test_who_alone_holds_a_stage_hands_it_on_while_another_is_left_out():
     last = last_of(simulation)
     assert last.members == (0, 3, 6)
     assert (last.left_out, last.is_rewound, last.is_last) == ((1,), False, False)
-    assert {min(last.placement[host]) for host in last.members} == {0, 2}
+    assert {stage for host in last.members for stage in serves(last.placement, host)} == {0, 2}

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from skippipe_jax.cluster.inbox import Inbox
 from skippipe_jax.cluster.membership import Group, Membership
 from skippipe_jax.config import ClusterConfig, load_config
@@ -40,7 +42,7 @@ class Network:
         self._thread.start()
 
     def send(self, source: int, target: int, message: Sequence[Any]) -> None:
-        text = json.dumps(message)
+        text = json.dumps(message, default=msgspec.to_builtins)
 
         def deliver() -> None:
             if target in self.members and not self.lost & {source, target}:
@@ -119,9 +121,9 @@ class ThreadMembership(Membership):
         self.depth, self.puts = 0, []
         return group
 
-    def post(self, key: str, value: str) -> None:
+    def post(self, generation: int, key: str, value: str) -> None:
         self.puts.append(key)
-        super().post(key, f"{self.depth + 1} {value}")
+        super().post(generation, key, f"{self.depth + 1} {value}")
 
 
 class CountingInbox(Inbox):
@@ -131,7 +133,7 @@ class CountingInbox(Inbox):
         super().__init__()
         self._own = own
 
-    def take(self, key: str, timeout_s: float, source: int | None, generation: int) -> str:
+    def take(self, key: str, timeout_s: float, source: int, generation: int) -> str:
         value = super().take(key, timeout_s, source, generation)
         if key.startswith("clock/"):
             if isinstance(threading.current_thread(), Host):  # Else nothing waits for it.

@@ -32,7 +32,7 @@ class ThreadHost:
             self._said[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str, timeout_s: float, source: int | None = None) -> str:
+    def get(self, key: str, timeout_s: float, source: int) -> str:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._said, timeout_s):
                 raise TimeoutError(f"{key} of host {source}")

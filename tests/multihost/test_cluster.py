@@ -250,10 +250,10 @@ def test_a_host_alone_talks_with_itself():
         assert (membership.index, membership.count) == (0, 1)
         membership.put("key", "old")
         membership.put("key", "new")
-        assert membership.get("key", 0.0) == "new"
+        assert membership.get("key", 0.0, 0) == "new"
         barrier(membership, "all", 0.0)
         threading.Timer(0.1, membership.put, ("later", "value")).start()
-        assert membership.get("later", 10.0) == "value"
+        assert membership.get("later", 10.0, 0) == "value"
         with pytest.raises(TimeoutError, match=r"timed out after 0.1 s waiting for 'never'"):
             membership.get("never", 0.1, source=0)
         with pytest.raises(ValueError, match="characters exceed"):

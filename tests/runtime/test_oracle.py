@@ -30,6 +30,7 @@ from skippipe_jax.config import (
     TrainConfig,
 )
 from skippipe_jax.config.model import RECOMPUTE
+from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.data.batches import Batch
 from skippipe_jax.models.llama import create_stage
 from skippipe_jax.optim import rounding
@@ -174,8 +175,8 @@ def run(
         runtime.run(iteration, dict(enumerate(own)), record=way.live)
         for iteration, own in enumerate(batches)
     ]
-    for outcome in outcomes:
-        outcome.sums()
+    for step, outcome in enumerate(outcomes, 1):
+        runtime.wait_for(DaemonThreads().submit(outcome.sums), step)
     runtime.close()
     return runtime, outcomes
 

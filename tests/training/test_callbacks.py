@@ -108,7 +108,7 @@ def generation(number: int, step: int, **more: Any) -> Generation:
 
 
 def test_a_recovery_is_written_once_its_first_step_is_known_and_by_the_leader_alone(tmp_path: Path):
-    made = (RebuiltStage(1, "buddy", 14, (3,)),)
+    made = (RebuiltStage(1, "buddy", 14, (0,)),)
     for place, trainer in enumerate((LEADS, FOLLOWS)):
         folder = tmp_path / f"{place}"
         folder.mkdir()
@@ -163,7 +163,7 @@ def test_a_stage_that_is_left_out_or_comes_back_is_as_old_as_what_is_saved_of_it
     recoveries = RecoveryLog(tmp_path)
     recoveries.begin_recovery(generation(2, 19, left_out=(1,)), "skip", 19, 2.5, {1: 10})
     recoveries.on_step_end(LEADS, metrics_of(20, 2.75))
-    made = (RebuiltStage(1, "skip", 20, (2,)),)
+    made = (RebuiltStage(1, "skip", 20, (1,)),)
     recoveries.begin_recovery(generation(3, 24, remade=made), "skip", 24, 2.25, {1: 10})
     recoveries.on_step_end(LEADS, metrics_of(25, 2.5))
     left, back = RunDir(tmp_path).recoveries()

@@ -112,7 +112,7 @@ def test_a_better_plan_is_searched_for_and_proposed(
     # As even as the run's own plan, with the quick one's nodes 0 and 1 for the data. Node 1 of the
     # run is not there, and stays where it was.
     assert wish.placement == ((0, 1, 2), (3,))
-    of_it = replace(SECOND, members=(0,), plan=wish.plan)
+    of_it = replace(SECOND, members=(0,), processes=(7,), plan=wish.plan)
     knows = plan_session(of_it, [GenerationReport(known_plans=leader.plans.names)])
     found = leader.plans.fetch(group_of(of_it), knows)
     assert found is not None
@@ -144,7 +144,7 @@ def test_the_best_plan_is_proposed_by_which_nobody_reads_that_may_lack_the_text(
 
 
 def test_a_plan_that_nobody_knows_is_none():
-    alone = replace(SECOND, members=(0,))
+    alone = replace(SECOND, members=(0,), processes=(7,))
     for generation in (alone, replace(alone, plan="another's")):
         agreed = plan_session(generation, [GenerationReport()])
         assert SharedPlans().fetch(group_of(generation), agreed) is None

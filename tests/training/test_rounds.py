@@ -88,35 +88,25 @@ def network() -> Iterator[Network]:
 
 def test_a_run_goes_on_without_a_lost_host_in_few_round_trips(network: Network, tmp_path: Path):
     hosts = [Host(configured(tmp_path), index, network, []) for index in range(3)]
-    told: dict[int, tuple[int, list[str]]] = {}
+    depths: dict[int, int] = {}
 
     def counts(trainer: Trainer, step: int) -> None:
         own = hosts[trainer.membership.index].membership
         if trainer.group.count == 2:
-            told.setdefault(own.index, (own.depth, [*own.puts]))
+            depths.setdefault(own.index, own.depth)
 
     lost_after(hosts[2], 2, network)
     for host in hosts[:2]:
         host.after_step = counts
     train(hosts, PATIENCE_S)
     assert [host.trainer.step for host in hosts[:2]] == [STEPS, STEPS]
-    assert {depth for depth, _ in told.values()} == {OPENING}, told
+    assert {*depths.values()} == {OPENING}
     assert DECIDING + OPENING <= 2 * MOST_ROUND_TRIPS
 
 
 def test_hosts_decide_on_the_next_generation_in_few_messages():
     first = Generation(1, (0, 1, 2), (7, 7, 7), 0, 4, placement=((0,), (1, 2)))
-
-    def serves(placement: Any, host: int) -> frozenset[int]:
-        return frozenset(stage for stage, hosts in enumerate(placement) if host in hosts)
-
-    rules = Rules(
-        hosts=(0, 1, 2),
-        stages=2,
-        serves=serves,
-        placed=lambda placement, *_: placement,
-        add_up=dict,
-    )
+    rules = Rules(host_of=(0, 1, 2), stages=2, placed=lambda placement, *_: placement, add_up=dict)
     states = {host: first_state(host, rules, first, 0) for host in (0, 1, 2)}
     for host in (0, 1):
         states[host], _ = advance(states[host], Presence(2, is_there=False))
@@ -203,7 +193,7 @@ class Begins(Callback):
 
     def on_train_begin(self, run: RunView) -> None:
         told = (key.rpartition("/")[0] for key in self.host.membership.puts)
-        self.told = [name.removeprefix("1:") for name in told if "clock" not in name]
+        self.told = [name for name in told if "clock" not in name]
         raise Lost
 
 

@@ -115,7 +115,7 @@ class JoinSearch:
             raise TemporaryError("--run-dir", str(self.folder), problem, remedy) from error
         self._ask(FIND_S)
         fetched = self._join_client.fetched
-        keep(self.folder, self._join_client.contents, self._run_addresses)
+        keep(self.folder, self._join_client.contents, self._known_addresses)
         theirs, self.config = configurations(self.folder, self._overrides)
         self.run = Run(identity(theirs), settings(theirs))
         peer = f"host {self.offer.host} of {self.offer.hosts} at {self.asked}"
@@ -200,11 +200,7 @@ class JoinSearch:
     @property
     def addresses(self) -> list[str]:
         """Addresses of the hosts of the run; the one that answered comes first."""
-        return [self.asked, *self._run_addresses]
-
-    @property
-    def _run_addresses(self) -> list[str]:
-        return [*dict.fromkeys(self.offer.addresses.values())]
+        return [self.asked, *self._known_addresses]
 
     def _choice(self) -> tuple[Place | None, str]:
         """Choose the place with the shortest pause, or return None with the reason."""
@@ -267,7 +263,7 @@ class JoinSearch:
                     else:
                         raise
         self.asked, self.offer = asked
-        self._known_addresses = self._run_addresses
+        self._known_addresses = [*dict.fromkeys(self.offer.addresses.values())]
 
     def _load_known(self, folder: Path) -> None:
         contents, addresses = earlier_join(folder)

@@ -7,8 +7,14 @@ from functools import partial
 
 from skippipe_jax.config import Config
 from skippipe_jax.config.cluster import AVERAGE, BUDDY, REWIND, SKIP, STOP
-from skippipe_jax.consensus.generations import Copies, Generation, RebuiltStage, Remakes
-from skippipe_jax.consensus.next_generation import Held
+from skippipe_jax.consensus.generations import (
+    Copies,
+    Generation,
+    HostsOfStages,
+    RebuiltStage,
+    Remakes,
+)
+from skippipe_jax.consensus.next_generation import lost
 from skippipe_jax.errors import RebuildImpossible
 
 
@@ -16,7 +22,7 @@ def rebuild_rule(config: Config, stages: int) -> Remakes | None:
     """Return the function that rebuilds stages that no host holds; None if the policy has none."""
     if config.recovery.lost_stage == AVERAGE:
         return partial(_from_neighbors, config.model.stage_partition(stages))
-    return partial(_from_buddy_checkpoints, stages) if config.recovery.lost_stage == BUDDY else None
+    return _from_buddy_checkpoints if config.recovery.lost_stage == BUDDY else None
 
 
 def describe_rebuilds(generation: Generation) -> str:
@@ -77,18 +83,18 @@ def _describe_rebuild(made: RebuiltStage) -> str:
 
 
 def _from_neighbors(
-    layers: Sequence[int], held: Held, copies: Mapping[int, Copies], step: int
+    layers: Sequence[int], held: HostsOfStages, copies: Mapping[int, Copies], step: int
 ) -> tuple[RebuiltStage, ...]:
     """Rebuild each lost stage as the mean of the stages before and after it."""
     del copies
-    holder = _first_owners(held)
-    lost = [stage for stage in range(len(layers)) if stage not in holder]
-    for stage in lost:
-        why = _mean_problem(stage, layers, lost)
+    gone = lost(held)
+    for stage in gone:
+        why = _mean_problem(stage, layers, gone)
         if why is not None:
             raise RebuildImpossible(f"; stage {stage} cannot be averaged: {why}")
     return tuple(
-        RebuiltStage(stage, AVERAGE, step, (holder[stage - 1], holder[stage + 1])) for stage in lost
+        RebuiltStage(stage, AVERAGE, step, (min(held[stage - 1]), min(held[stage + 1])))
+        for stage in gone
     )
 
 
@@ -106,27 +112,18 @@ def _mean_problem(stage: int, layers: Sequence[int], lost: Collection[int]) -> s
 
 
 def _from_buddy_checkpoints(
-    stages: int, held: Held, copies: Mapping[int, Copies], step: int
+    held: HostsOfStages, copies: Mapping[int, Copies], step: int
 ) -> tuple[RebuiltStage, ...]:
     """Rebuild each lost stage from its newest buddy checkpoint."""
-    lost = set(range(stages)) - _first_owners(held).keys()
     newest: dict[int, tuple[int, int]] = {}
     for host in sorted(copies):
         for stage, of_step in copies[host]:
             if of_step <= step and of_step > newest.get(stage, (-1, 0))[0]:
                 newest[stage] = of_step, host
-    gone = sorted(lost - newest.keys())
-    if gone:
-        raise RebuildImpossible(f"; no copy of stage {gone[0]} is left")
+    gone = lost(held)
+    for stage in gone:
+        if stage not in newest:
+            raise RebuildImpossible(f"; no copy of stage {stage} is left")
     return tuple(
-        RebuiltStage(stage, BUDDY, newest[stage][0], (newest[stage][1],)) for stage in sorted(lost)
+        RebuiltStage(stage, BUDDY, newest[stage][0], (newest[stage][1],)) for stage in gone
     )
-
-
-def _first_owners(held: Held) -> dict[int, int]:
-    """Map each stage that some host holds to the first such host."""
-    holders: dict[int, int] = {}
-    for host in sorted(held):
-        for stage in held[host]:
-            holders.setdefault(stage, host)
-    return holders

@@ -33,7 +33,6 @@ from skippipe_jax.training.setup import HostSetup
 def elastic_rules(config: Config, setup: HostSetup) -> Rules:
     """Return the rules, the same on all hosts, by which consensus decides who can continue."""
     host_of = host_by_node(config, setup.host_of)
-    hosts = tuple(range(max(host_of) + 1))
 
     def placed(
         placement: Placement,
@@ -54,7 +53,7 @@ def elastic_rules(config: Config, setup: HostSetup) -> Rules:
 
     def lacking_text(placement: Placement, apart: Collection[int]) -> set[int]:
         # Diskless hosts outside stage 0 may have no text.
-        lacking = {host for host in apart if 0 not in serves(placement, host)}
+        lacking = {*apart}.difference(host_of[node] for node in placement[0])
         return {node for node, host in enumerate(host_of) if host in lacking}
 
     def without_text(placement: Placement, hosts: Collection[int]) -> Placement:
@@ -66,13 +65,6 @@ def elastic_rules(config: Config, setup: HostSetup) -> Rules:
         without_text = lacking_text(placement, apart)
         return with_second_hosts(setup.plan.stages, placement, host_of, hosts, without_text)
 
-    def serves(placement: Placement, host: int) -> frozenset[int]:
-        return frozenset(
-            stage
-            for stage, nodes in enumerate(placement)
-            if any(host_of[node] == host for node in nodes)
-        )
-
     def fits(placement: Placement) -> bool:
         nodes = [node for own in placement for node in own]
         own, every = range(len(setup.host_of)), range(len(host_of))
@@ -80,9 +72,8 @@ def elastic_rules(config: Config, setup: HostSetup) -> Rules:
         return len(placement) == len(setup.plan.stages) and is_once
 
     return Rules(
-        hosts=hosts,
+        host_of=host_of,
         stages=len(setup.plan.stages),
-        serves=serves,
         placed=placed,
         add_up=add_up,
         fits=fits,
