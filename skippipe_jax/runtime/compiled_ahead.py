@@ -286,8 +286,8 @@ def _sum_zeros(replicas: Replicas, replica: int, dtype: Any) -> None:
     for _ in itertools.islice(part.begin(), ring.shards):
         pass
     for step, chunk, _, like in part.unrequested:
-        # One chunk of each block, as the others call the same programs.
-        if part.starts_block(chunk):
+        # One chunk of each device, as the others call the same programs.
+        if chunk < ring.shards:
             part.arrive(step, chunk, _zeros(like, here))
     replicas.states[replica].gradients = part.result()
 
