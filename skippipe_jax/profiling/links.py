@@ -382,12 +382,12 @@ class _LinkProbe:
             )
 
     def _send(self, array: jax.Array) -> None:
-        hop = Hop(self.other, self.host, self.other)
+        hop = Hop("probe", self.host, self.other)
         self.link.send(hop, FIRST_ITERATION + self.sent, array)
         self.sent += 1
 
     def _receive(self, size: int, dtype: type) -> jax.Array:
-        hop = Hop(self.host, self.other, self.host)
+        hop = Hop("probe", self.other, self.host)
         like = jax.ShapeDtypeStruct((size,), dtype)
         # The first request opens the connection, which waits if the other host has failed.
         self.waiting = "a connection", time.time()

@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, PyTree
 from skippipe_sched.problem.case import Case
 from skippipe_sched.timing.averaging import best_ring
 
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.spread import NodeSharding
 
 # The amount that a server copies at a time: larger chunks would not be faster.
@@ -89,8 +89,7 @@ class Ring:
     """Ring of `nodes` in order, each with a replica, through which chunks pass.
 
     In each of the `steps` a replica sends at most `chunks` chunks of at most `chunk_length`
-    numbers. The replica at each position requests `ahead` chunks in advance. `numbers` are those of
-    all hops.
+    numbers. The replica at each position requests `ahead` chunks in advance.
 
     With several `shards`, each device of a node has shards of the gradients, and the chunks of a
     segment are those of the devices in turn. For messages, `places` are the indices of the replicas
@@ -100,7 +99,6 @@ class Ring:
     stage: int
     nodes: tuple[int, ...]
     steps: int
-    numbers: range
     chunks: int
     chunk_length: int
     ahead: tuple[int, ...]
@@ -113,14 +111,13 @@ class Ring:
         case: Case,
         stage: int,
         nodes: Sequence[int],
-        numbers: HopNumbers,
         length: int,
         *,
         shards: int = 1,
         width: int = 4,
         hop_bytes: float = math.inf,
     ) -> Ring:
-        """Make the all-reduce of gradients of `shards` of `length`, with hops of `numbers`.
+        """Make the all-reduce of gradients of `shards` of `length`.
 
         Its links are those of the `case`, and each number takes `width` bytes on them. If the links
         also carry hops, these have `hop_bytes`.
@@ -132,10 +129,9 @@ class Ring:
         wanted = max(fewest, math.ceil(size / chunk_bytes(case, nodes, hop_bytes)))
         of_shard = math.ceil(wanted / shards)
         chunks, chunk_length = shards * of_shard, math.ceil(segment / of_shard)
-        hops = numbers.take(steps * chunks * len(nodes))
         ahead = chunks_ahead(case, nodes, chunk_length * width)
         ahead = tuple(min(own, steps * chunks) for own in ahead)
-        return cls(stage, tuple(nodes), steps, hops, chunks, chunk_length, ahead, shards)
+        return cls(stage, tuple(nodes), steps, chunks, chunk_length, ahead, shards)
 
     @classmethod
     def of_messages(
@@ -143,7 +139,6 @@ class Ring:
         case: Case,
         stage: int,
         replicas: Sequence[int],
-        numbers: HopNumbers,
         longest: jax.ShapeDtypeStruct,
         *,
         hop_bytes: float = math.inf,
@@ -158,24 +153,22 @@ class Ring:
         size = min(chunk_bytes(case, nodes, hop_bytes), LARGEST_CHUNK_BYTES)
         chunk_length = max(1, math.floor(size / width))
         chunks = math.ceil(longest.size / chunk_length)
-        hops = numbers.take(steps * chunks * len(nodes))
         ahead = chunks_ahead(case, nodes, chunk_length * width)
-        given = stage, nodes, steps, hops, chunks, chunk_length, ahead
+        given = stage, nodes, steps, chunks, chunk_length, ahead
         return cls(*given, places=tuple(map(replicas.index, nodes)))
 
     def hop(self, position: int, step: int, chunk: int) -> Hop:
         """Return the hop by which the replica at `position` sends a chunk in a step."""
-        return self._hop((step * self.chunks + chunk) * len(self.nodes) + position)
+        what = "messages" if self.places else "gradients"
+        following = self.nodes[(position + 1) % len(self.nodes)]
+        name = f"{what} of stage {self.stage}: {position}.{step}.{chunk}"
+        return Hop(name, self.nodes[position], following)
 
     @property
-    def hops(self) -> list[Hop]:
-        """All hops, in the order of their numbers."""
-        return [self._hop(place) for place in range(len(self.numbers))]
-
-    def _hop(self, place: int) -> Hop:
-        position = place % len(self.nodes)
-        following = self.nodes[(position + 1) % len(self.nodes)]
-        return Hop(self.numbers[place], self.nodes[position], following)
+    def hops(self) -> Iterator[Hop]:
+        """All hops."""
+        every = itertools.product(range(len(self.nodes)), range(self.steps), range(self.chunks))
+        return itertools.starmap(self.hop, every)
 
     def segment_sent(self, position: int, step: int) -> int:
         """Return the segment that the replica at `position` sends in a step of an all-reduce."""

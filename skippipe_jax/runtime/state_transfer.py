@@ -25,7 +25,7 @@ from skippipe_jax.cluster.membership import Group
 from skippipe_jax.config import Config
 from skippipe_jax.connections.threads import DaemonThreads
 from skippipe_jax.consensus.generations import RebuiltStage
-from skippipe_jax.program.compiler import Hop, HopNumbers
+from skippipe_jax.program.compiler import Hop
 from skippipe_jax.runtime.spread import NodeSharding, whole
 from skippipe_jax.runtime.stage_functions import functions_of_run
 from skippipe_jax.runtime.stage_rebuild import (
@@ -69,18 +69,19 @@ class StateTransfer:
     def plan(
         cls,
         topology: Topology,
-        numbers: HopNumbers,
         stage: int,
         source: int,
         node: int,
         shapes: PyTree,
-        **more: Any,
+        made: RebuiltStage | None = None,
+        number: int = 0,
     ) -> StateTransfer:
-        """Plan a transfer from a host to the host of a node, with hops of the next `numbers`."""
+        """Plan a transfer from a host to the host of a node."""
         first, target = topology.first_nodes[source], topology.host_of[node]
         count = 0 if source == target else len(jax.tree.leaves(shapes))
-        hops = tuple(Hop(number, first, node) for number in numbers.take(count))
-        return cls(stage, source, target, hops, shapes, **more)
+        what = f"state of stage {stage} for node {node} from source {number}"
+        hops = tuple(Hop(f"{what}: {array}", first, node) for array in range(count))
+        return cls(stage, source, target, hops, shapes, made, number)
 
     def send(self, links: Links, arrays: PyTree, iteration: int = 0) -> None:
         """Offer the arrays; they must not be donated before the transfer."""
@@ -132,10 +133,14 @@ class StateTransfers:
         """
         self.topology, self.group = topology, group
         self.kept, self.remains = kept, remains
-        self.numbers = HopNumbers(topology.first_free_hop)
         self._config = config
         self._with_momentum = config.averaging.is_outer
         self.transfers = (*self._of_states(), *self._of_sources())
+
+    @property
+    def hops(self) -> Iterator[Hop]:
+        """Hops of the arrays of all transfers."""
+        return (hop for transfer in self.transfers for hop in transfer.hops)
 
     @cached_property
     def _shapes(self) -> Sequence[State]:
@@ -159,7 +164,7 @@ class StateTransfers:
             sources = sorted(owners, key=lambda host, serving=serving: host not in serving)
             for place, node in enumerate(targets.values()):
                 own = stage, sources[place % len(sources)], node, dict(self._shapes[stage])
-                yield StateTransfer.plan(self.topology, self.numbers, *own)
+                yield StateTransfer.plan(self.topology, *own)
 
     def _of_sources(self) -> Iterator[StateTransfer]:
         """Plan a transfer of every source of each rebuilt stage to each host that serves it."""
@@ -169,9 +174,8 @@ class StateTransfers:
             shapes = source_shapes(made, self._shapes[made.stage])
             for node in targets.values():
                 for number, source in enumerate(map(place, made.sources)):
-                    own = made.stage, source, node, shapes
-                    more = {"made": made, "number": number}
-                    yield StateTransfer.plan(self.topology, self.numbers, *own, **more)
+                    own = made.stage, source, node, shapes, made, number
+                    yield StateTransfer.plan(self.topology, *own)
 
     def run(self, links: Links, make: Make, others: Origin | None) -> Mapping[int, StageState]:
         """Run all transfers; return the states of the local replicas.
@@ -241,22 +245,22 @@ class DisklessStages:
 
     Attributes:
         source_of: the host that sends each of them.
-        numbers: numbers of the hops of their arrays.
+        hops: hops of their arrays.
     """
 
     def __init__(self, topology: Topology, config: Config, group: Group):
         """Find the stages that only diskless hosts hold."""
         self._topology, self._group = topology, group
-        numbers, leader = HopNumbers(topology.first_free_hop), topology.first_nodes[0]
+        leader = topology.first_nodes[0]
         functions = functions_of_run(config, len(topology.plan.stages))
         self._transfers: list[StateTransfer] = []
         for stage, replicas in enumerate(topology.replicas):
             hosts = [topology.host_of[replica] for replica in replicas]
             if hosts and {*hosts} <= {*group.apart}:
                 own = stage, hosts[0], leader, dict(shapes_of_state(functions[stage]))
-                self._transfers.append(StateTransfer.plan(topology, numbers, *own))
+                self._transfers.append(StateTransfer.plan(topology, *own))
         self.source_of = {own.stage: own.source for own in self._transfers}
-        self.numbers = range(topology.first_free_hop, numbers.free)
+        self.hops = [hop for own in self._transfers for hop in own.hops]
 
     def after(
         self, step: int, states: Mapping[int, StageState], links: Links

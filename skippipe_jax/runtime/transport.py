@@ -11,7 +11,8 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,25 +68,25 @@ class HostLink:
         # Opened at its first use: in elastic runs, most pairs of hosts exchange no arrays.
         self.connection: transfer.TransferConnection | None = None
         self._connecting = threading.Lock()
-        # The last iteration in which each hop was sent, by its number; only one thread sends it.
-        self._sent: dict[int, int] = {}
+        # The last iteration in which each hop was sent, by its name; only one thread sends it.
+        self._sent: dict[str, int] = {}
         self._siblings, self._first, self._max_lag = siblings, first, max_lag
-        self._expected: list[tuple[Collection[int], int | None]] = []
+        self._expected: list[tuple[Collection[str], int | None]] = []
 
-    def expect(self, numbers: Collection[int], *, after: int = 0, once: bool = False) -> None:
-        """Note that the other host may request hops of these numbers, even if none is sent.
+    def expect(self, hops: Collection[str], *, after: int = 0, once: bool = False) -> None:
+        """Note that the other host may request hops of these names, even if none is sent.
 
         It does so in each iteration, offset by `after`; or `once`, in iteration 0.
         """
-        self._expected.append((numbers, None if once else after))
+        self._expected.append((hops, None if once else after))
 
     def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
         """Offer the array of a hop until it is pulled; it must not be donated before that.
 
         An array that is sharded over a mesh is sent by shards, to an equal mesh.
         """
-        self._open_server.await_pull(_name(self.key, hop.number, iteration), parts_of(array))
-        self._sent[hop.number] = iteration
+        self._open_server.await_pull(_name(self.key, hop.name, iteration), parts_of(array))
+        self._sent[hop.name] = iteration
 
     def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Request the array of a hop, of shape and dtype `like`, which may be offered later.
@@ -101,7 +102,7 @@ class HostLink:
             jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
             for device in devices_of(here)
         ]
-        parts = self.connection.pull(_name(self.remote_key, hop.number, iteration), wanted)
+        parts = self.connection.pull(_name(self.remote_key, hop.name, iteration), wanted)
         if len(parts) == 1:
             return parts[0]
         return jax.make_array_from_single_device_arrays(like.shape, here, parts)
@@ -119,28 +120,48 @@ class HostLink:
         # Such a pull keeps the server alive that has received it, with all offered arrays, until
         # an array is offered under its name.
         nothing = jax.device_put(np.zeros(1, np.uint8))
-        for number, iteration in self._names():
-            self.server.await_pull(_name(self.key, number, iteration), [nothing])
+        for hop, iteration in self._pending():
+            self.server.await_pull(_name(self.key, hop, iteration), [nothing])
         self.server = self.connection = None
 
-    def _names(self) -> set[tuple[int, int]]:
-        """Return number and iteration of all transfers that may be offered or requested now."""
+    def _pending(self) -> set[tuple[str, int]]:
+        """Return hop and iteration of all transfers that may be offered or requested now."""
         # The other host may be ahead, and background messages are of earlier iterations.
         back = 0 if self._max_lag == 1 else self._max_lag
         further, sent = range(-back, self._max_lag + 1), [*self._sent.items()]
-        names = {(number, last + more) for number, last in sent for more in further}
+        pending = {(hop, last + more) for hop, last in sent for more in further}
         links = self._siblings.values()
         reached = (of for link in links for of in [*link._sent.values()] if of < AFTER_A_STEP)
         now = max([self._first, *reached])
-        for numbers, after in self._expected:
+        for hops, after in self._expected:
             iterations = [0] if after is None else [after + now + more for more in further]
-            names |= {(number, name) for number in numbers for name in iterations}
-        return {(number, name) for number, name in names if name >= 0}
+            pending |= {(hop, iteration) for hop in hops for iteration in iterations}
+        return {(hop, iteration) for hop, iteration in pending if iteration >= 0}
 
     @property
     def _open_server(self) -> transfer.TransferServer:
         assert self.server is not None, "the link is closed"
         return self.server
+
+
+def expect_hops(
+    links: Mapping[int, HostLink],
+    host_of: Sequence[int],
+    hops: Iterable[Hop],
+    *,
+    after: int = 0,
+    once: bool = False,
+) -> None:
+    """Note for all `links` which of these hops other hosts may request, as `HostLink.expect` does.
+
+    `host_of` has the host of each node. Hops that this host does not send are ignored.
+    """
+    names = defaultdict[int, set[str]](set)
+    for hop in hops:
+        if host_of[hop.source] not in links and host_of[hop.target] in links:
+            names[host_of[hop.target]].add(hop.name)
+    for other, own in names.items():
+        links[other].expect(own, after=after, once=once)
 
 
 def _wait_until_free(host: str, port: int) -> None:
@@ -153,9 +174,9 @@ def _wait_until_free(host: str, port: int) -> None:
             time.sleep(0.01)
 
 
-def _name(key: bytes, number: int, iteration: int) -> int:
+def _name(key: bytes, hop: str, iteration: int) -> int:
     """Return the 64-bit name of a transfer, which cannot be guessed without the key."""
-    what = struct.pack(">QQ", iteration, number)
+    what = struct.pack(">Q", iteration) + hop.encode()
     return int.from_bytes(hashlib.blake2b(what, digest_size=8, key=key).digest())
 
 

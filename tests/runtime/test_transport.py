@@ -26,7 +26,7 @@ HOSTS = 2
 LARGE = 1 << 23
 LARGE_BYTES = 4 * LARGE
 LIKE = jax.ShapeDtypeStruct((8,), jnp.float32)
-HOP = Hop(5, 0, 1)
+HOP = Hop("sent", 0, 1)
 
 
 def open_both(*ports: int, first: int = 0) -> list[tuple[Transfers, HostLink]]:
@@ -109,7 +109,7 @@ def test_a_generation_gives_all_back_whatever_is_under_way():
         np.testing.assert_array_equal(what_came(there.receive(HOP, 3, LIKE)), sent)
         # The host there is an iteration ahead: it has asked for what nobody will offer.
         asked = there.receive(HOP, 4, LIKE)
-        link.send(Hop(6, 0, 1), 3, (offered * generation).block_until_ready())
+        link.send(Hop("offered", 0, 1), 3, (offered * generation).block_until_ready())
         transfers.close()
         with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
             what_came(asked)
@@ -139,9 +139,9 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(
     for generation in range(4):
         (transfers, link), (transfers_there, there) = open_both(free_port(), free_port(), first=8)
         link.expect(range(7, 8), **expected)
-        asked = there.receive(Hop(7, 0, 1), asked_in, LIKE)
+        asked = there.receive(Hop("asked", 0, 1), asked_in, LIKE)
         # A state is offered, and training goes on before it is taken.
-        link.send(Hop(6, 0, 1), 0, (offered * generation).block_until_ready())
+        link.send(Hop("offered", 0, 1), 0, (offered * generation).block_until_ready())
         if asked_in != 8:
             link.send(HOP, 8, jnp.ones(8))
             np.testing.assert_array_equal(what_came(there.receive(HOP, 8, LIKE)), np.ones(8))
