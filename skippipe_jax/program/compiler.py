@@ -35,11 +35,12 @@ class Hop:
 class Compute:
     """Instruction to run an operation, with the hops of its input and of its output.
 
-    `arrives` or `leaves` is None if the neighboring operation runs on the same node, or if there is
-    no such operation.
+    `following` is the next operation of the microbatch. `arrives` or `leaves` is None if the
+    neighboring operation runs on the same node, or if there is no such operation.
     """
 
     operation: Operation
+    following: Operation | None
     arrives: Hop | None
     leaves: Hop | None
 
@@ -56,15 +57,11 @@ Instruction = Compute | SumGradients
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions of one host for an iteration, in order.
-
-    `following[o]` is the next operation of the microbatch of operation o.
-    """
+    """Instructions of one host for an iteration, in order."""
 
     host: int
     nodes: tuple[int, ...]
     instructions: tuple[Instruction, ...]
-    following: Mapping[Operation, Operation]
 
     @property
     def hops(self) -> list[Hop]:
@@ -86,12 +83,6 @@ def _programs(
     order: Sequence[Instruction], stages: Sequence[Sequence[int]], host_of: Sequence[int]
 ) -> tuple[Program, ...]:
     """Split the instructions of an iteration into the programs of all hosts."""
-    following: dict[Operation, Operation] = {}
-    last: dict[int, Operation] = {}
-    for operation in (step.operation for step in order if isinstance(step, Compute)):
-        if operation.microbatch in last:
-            following[last[operation.microbatch]] = operation
-        last[operation.microbatch] = operation
 
     def nodes_of(instruction: Instruction) -> Sequence[int]:
         if isinstance(instruction, Compute):
@@ -105,7 +96,6 @@ def _programs(
             instructions=tuple(
                 step for step in order if any(host_of[node] == host for node in nodes_of(step))
             ),
-            following=following,
         )
         for host in range(max(host_of) + 1)
     )
@@ -118,18 +108,19 @@ def _computes(chain: Sequence[Operation], use: str) -> list[Compute]:
         is_hop = before.node != after.node
         hops.append(Hop(f"{use}: {after}", before.node, after.node) if is_hop else None)
     hops.append(None)
-    return [Compute(*step) for step in zip(chain, hops[:-1], hops[1:], strict=True)]
+    following = (*chain[1:], None)
+    return [Compute(*step) for step in zip(chain, following, hops[:-1], hops[1:], strict=True)]
 
 
 def compile_plans(
-    plans: Mapping[str, Plan], host_of: Sequence[int]
-) -> dict[str, tuple[Program, ...]]:
-    """Compile the programs of all plans of one run, by the plans' names.
+    plans: Mapping[str, Plan], host_of: Sequence[int], host: int
+) -> dict[str, Program]:
+    """Compile the programs of a host for all plans of one run, by the plans' names.
 
     Raises:
         InputError: as `compile_plan` does.
     """
-    return {name: compile_plan(plan, host_of) for name, plan in plans.items()}
+    return {name: compile_plan(plan, host_of)[host] for name, plan in plans.items()}
 
 
 def global_order(plan: Plan) -> tuple[Instruction, ...]:
