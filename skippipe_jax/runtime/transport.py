@@ -7,6 +7,7 @@ copied by `jax.device_put` instead.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 import struct
 import threading
@@ -18,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
 from skippipe_sched.errors import TemporaryError
 
 from skippipe_jax.cluster.agreement import gather
@@ -80,32 +82,38 @@ class HostLink:
         """
         self._expected.append((hops, None if once else after))
 
-    def send(self, hop: Hop, iteration: int, array: jax.Array) -> None:
-        """Offer the array of a hop until it is pulled; it must not be donated before that.
+    def send(self, hop: Hop, iteration: int, arrays: PyTree) -> None:
+        """Offer the arrays of a hop until they are pulled; they must not be donated before that.
 
         An array that is sharded over a mesh is sent by shards, to an equal mesh.
         """
-        self._open_server.await_pull(_name(self.key, hop.name, iteration), parts_of(array))
+        parts = [part for array in jax.tree.leaves(arrays) for part in parts_of(array)]
+        self._open_server.await_pull(_name(self.key, hop.name, iteration), parts)
         self._sent[hop.name] = iteration
 
-    def receive(self, hop: Hop, iteration: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Request the array of a hop, of shape and dtype `like`, which may be offered later.
+    def receive(self, hop: Hop, iteration: int, like: PyTree) -> PyTree:
+        """Request the arrays of a hop, of shapes and dtypes `like`, which may be offered later.
 
-        It has the sharding of `like`, by default on the first device of this host.
+        They have the shardings of `like`, by default on the first device of this host.
         """
         with self._connecting:
             if self.connection is None:
                 self.connection = self._open_server.connect(self.address)
-        here = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
-        shape = here.shard_shape(like.shape)
+        default = SingleDeviceSharding(jax.local_devices()[0])
+        leaves, structure = jax.tree.flatten(like)
+        shardings = [leaf.sharding or default for leaf in leaves]
         wanted = [
-            jax.ShapeDtypeStruct(shape, like.dtype, sharding=SingleDeviceSharding(device))
-            for device in devices_of(here)
+            jax.ShapeDtypeStruct(
+                sharding.shard_shape(leaf.shape), leaf.dtype, sharding=SingleDeviceSharding(device)
+            )
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+            for device in devices_of(sharding)
         ]
-        parts = self.connection.pull(_name(self.remote_key, hop.name, iteration), wanted)
-        if len(parts) == 1:
-            return parts[0]
-        return jax.make_array_from_single_device_arrays(like.shape, here, parts)
+        parts = iter(self.connection.pull(_name(self.remote_key, hop.name, iteration), wanted))
+        return structure.unflatten(
+            _joined(leaf.shape, sharding, [*itertools.islice(parts, len(devices_of(sharding)))])
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        )
 
     def close(self) -> None:
         """Release all offered and requested arrays; pending waits of this host fail.
@@ -142,6 +150,13 @@ class HostLink:
     def _open_server(self) -> transfer.TransferServer:
         assert self.server is not None, "the link is closed"
         return self.server
+
+
+def _joined(shape: Sequence[int], sharding: Sharding, parts: list[jax.Array]) -> jax.Array:
+    """Make an array of its shards; a single one is the array."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
 def expect_hops(

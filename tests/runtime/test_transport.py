@@ -26,6 +26,7 @@ HOSTS = 2
 LARGE = 1 << 23
 LARGE_BYTES = 4 * LARGE
 LIKE = jax.ShapeDtypeStruct((8,), jnp.float32)
+COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 HOP = Hop("sent", 0, 1)
 
 
@@ -104,11 +105,12 @@ def test_a_generation_gives_all_back_whatever_is_under_way():
     offered = jnp.ones(LARGE).block_until_ready()
     for generation in range(4):
         (transfers, link), (transfers_there, there) = open_both(*ports)
-        sent = jnp.full(8, generation, jnp.float32)
+        sent = jnp.full(8, generation, jnp.float32), jnp.int32(generation)
         link.send(HOP, 3, sent)
-        np.testing.assert_array_equal(what_came(there.receive(HOP, 3, LIKE)), sent)
+        both = there.receive(HOP, 3, (LIKE, COUNT))
+        jax.tree.map(np.testing.assert_array_equal, (*map(what_came, both),), sent)
         # The host there is an iteration ahead: it has asked for what nobody will offer.
-        asked = there.receive(HOP, 4, LIKE)
+        asked, _ = there.receive(HOP, 4, (LIKE, COUNT))
         link.send(Hop("offered", 0, 1), 3, (offered * generation).block_until_ready())
         transfers.close()
         with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
@@ -116,7 +118,7 @@ def test_a_generation_gives_all_back_whatever_is_under_way():
         transfers_there.close()
         for port in ports:
             require_free("port", "127.0.0.1", port)
-        del asked, link, there, transfers, transfers_there
+        del asked, both, link, there, transfers, transfers_there
         held.look()
 
 
@@ -138,8 +140,8 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(
     offered, held = jnp.ones(LARGE).block_until_ready(), Held()
     for generation in range(4):
         (transfers, link), (transfers_there, there) = open_both(free_port(), free_port(), first=8)
-        link.expect(range(7, 8), **expected)
-        asked = there.receive(Hop("asked", 0, 1), asked_in, LIKE)
+        link.expect(["asked"], **expected)
+        asked, _ = there.receive(Hop("asked", 0, 1), asked_in, (LIKE, COUNT))
         # A state is offered, and training goes on before it is taken.
         link.send(Hop("offered", 0, 1), 0, (offered * generation).block_until_ready())
         if asked_in != 8:
