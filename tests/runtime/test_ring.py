@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -31,6 +30,7 @@ from skippipe_jax.runtime.ring import (
     SMALLEST_CHUNK_BYTES,
     Gathering,
     Ring,
+    RingMember,
     RingPart,
     chunk_bytes,
 )
@@ -151,25 +151,14 @@ def gradients(shapes: list[tuple[int, ...]], seed: int) -> dict[str, Any]:
     return {f"{i}": jnp.asarray(drawn.normal(size=s), jnp.float32) for i, s in enumerate(shapes)}
 
 
-def average(
-    ring: Ring,
-    own: list[Any],
-    dtype: Any,
-    pick: random.Random,
-    spreads: Sequence[NodeSharding | None] | None = None,
-) -> list[Any]:
-    """What every replica ends with, when hops take any time they like."""
-    spreads = spreads or [None] * len(own)
-    parts = [
-        RingPart(ring, node, tree, jnp.dtype(dtype), here)
-        for node, tree, here in zip(ring.nodes, own, spreads, strict=True)
-    ]
+def pass_round(parts: Sequence[RingMember], pick: random.Random) -> None:
+    """Deliver all chunks of a ring, when hops take any time they like."""
     expected = {
         hop: (part, step, chunk, like)
         for part in parts
         for step, chunk, hop, like in list(part.unrequested)
     }
-    assert expected.keys() == {*ring.hops}
+    assert expected.keys() == {*parts[0].ring.hops}
     underway: dict[Hop, Any] = {}
     for part in parts:
         underway |= dict(part.begin())
@@ -178,11 +167,29 @@ def average(
         array = underway.pop(hop)
         part, step, chunk, like = expected.pop(hop)
         assert (array.shape, array.dtype) == (like.shape, like.dtype)
+        assert hop.target == part.ring.nodes[part.position]
         going_on = part.arrive(step, chunk, jax.device_put(array, like.sharding))
         if going_on is not None:
+            assert going_on[0] not in underway
             underway |= dict([going_on])
     assert not expected
     assert all(part.left == 0 for part in parts)
+
+
+def average(
+    ring: Ring,
+    own: list[Any],
+    dtype: Any,
+    pick: random.Random,
+    spreads: Sequence[NodeSharding | None] | None = None,
+) -> list[Any]:
+    """What every replica ends with."""
+    spreads = spreads or [None] * len(own)
+    parts = [
+        RingPart(ring, node, tree, jnp.dtype(dtype), here)
+        for node, tree, here in zip(ring.nodes, own, spreads, strict=True)
+    ]
+    pass_round(parts, pick)
     return [part.result() for part in parts]
 
 
@@ -288,37 +295,11 @@ def test_every_replica_comes_to_have_all_messages(data: st.DataObject):
     replicas = data.draw(st.permutations(range(1, count + 1)))
     length = data.draw(st.integers(1, 9))
     ring = ring_of([*replicas], length, data.draw(st.integers(1, 4)))
-    chance = random.Random(data.draw(st.integers(0, 99)))
     # By the place of a replica in its stage, which is not that in the ring.
     messages = {place: jnp.arange(length, dtype=jnp.int8) + 20 * place for place in range(count)}
-    parts = {node: Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes}
-    given_by_hop: dict[str, jax.Array] = {}
-    asked = {node: deque(part.unrequested) for node, part in parts.items()}
-    for part in parts.values():
-        for hop, array in part.begin():
-            assert hop.name not in given_by_hop
-            given_by_hop[hop.name] = array
-    while any(asked.values()):
-        ready = [
-            (node, ask)
-            for node, asks in asked.items()
-            for ask in asks
-            if ask[2].name in given_by_hop
-        ]
-        assert ready, "nobody waits in a circle"
-        node, ask = chance.choice(ready)
-        asked[node].remove(ask)
-        step, chunk, hop, like = ask
-        assert hop.target == node
-        array = given_by_hop.pop(hop.name)
-        assert (array.shape, array.dtype) == (like.shape, like.dtype)
-        going_on = parts[node].arrive(step, chunk, array)
-        if going_on is not None:
-            assert going_on[0].name not in given_by_hop
-            given_by_hop[going_on[0].name] = going_on[1]
-    assert not given_by_hop
-    for part in parts.values():
-        assert part.left == 0
+    parts = [Gathering(ring, node, messages[replicas.index(node)]) for node in ring.nodes]
+    pass_round(parts, random.Random(data.draw(st.integers(0, 99))))
+    for part in parts:
         found = part.messages()
         assert found.keys() == messages.keys()
         for place, message in messages.items():
