@@ -44,7 +44,7 @@ from skippipe_jax.runtime.state import Kept, Origin, OwnOrigin, StageState, make
 from skippipe_jax.runtime.state_transfer import DisklessStages, StateTransfers
 from skippipe_jax.runtime.topology import Topology
 from skippipe_jax.runtime.totals import Outcome
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink, Transfers, expect_hops
+from skippipe_jax.runtime.transport import HostLink, Transfers, expect_hops
 from skippipe_jax.storage.checkpoint import CheckpointItems, ReplicaStates
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Runtime:
         loop = EventLoop(config.network.deadline_s, waits=self.waits)
         self.exchange = Exchange(loop, topology, links)
         self.given = DisklessStages(topology, config, group)
-        expect_hops(links, topology.host_of, self.given.hops, after=AFTER_A_STEP)
+        expect_hops(links, topology.host_of, self.given.hops)
         routes = topology.copy_routes if group.is_elastic else ()
         first, every = group.generation.step, config.recovery.buddy_every
         self.buddies = BuddyCheckpoints(self.exchange, self.replicas, routes, every, first, copies)
@@ -305,7 +305,7 @@ def open_runtime(
     transfers_of_states = StateTransfers(topology, config, group, kept or {}, remains)
     make = partial(make_states, config, topology)
     if transfers_of_states.transfers:
-        expect_hops(links, host_of, transfers_of_states.hops, once=True)
+        expect_hops(links, host_of, transfers_of_states.hops)
         states = transfers_of_states.run(links, make, origin)
     else:
         states = make(origin, kept, own_origin=own_origin, step=step)

@@ -36,7 +36,7 @@ from skippipe_jax.runtime.stage_rebuild import (
 )
 from skippipe_jax.runtime.state import Kept, Origin, StageState, State, shapes_of_state
 from skippipe_jax.runtime.topology import Topology
-from skippipe_jax.runtime.transport import AFTER_A_STEP, HostLink
+from skippipe_jax.runtime.transport import HostLink
 
 # Interval at which a waiting host checks whether its group still exists.
 CHECK_INTERVAL_S = 0.5
@@ -69,6 +69,7 @@ class StateTransfer:
     def plan(
         cls,
         topology: Topology,
+        use: str,
         stage: int,
         source: int,
         node: int,
@@ -76,14 +77,14 @@ class StateTransfer:
         made: RebuiltStage | None = None,
         number: int = 0,
     ) -> StateTransfer:
-        """Plan a transfer from a host to the host of a node."""
+        """Plan a transfer from a host to the host of a node, for a `use`."""
         first, target = topology.first_nodes[source], topology.host_of[node]
         count = 0 if source == target else len(jax.tree.leaves(shapes))
-        what = f"state of stage {stage} for node {node} from source {number}"
+        what = f"{use}: stage {stage} for node {node} from source {number}"
         hops = tuple(Hop(f"{what}: {array}", first, node) for array in range(count))
         return cls(stage, source, target, hops, shapes, made, number)
 
-    def send(self, links: Links, arrays: PyTree, iteration: int = 0) -> None:
+    def send(self, links: Links, arrays: PyTree, iteration: int) -> None:
         """Offer the arrays; they must not be donated before the transfer."""
         for hop, array in zip(self.hops, jax.tree.leaves(arrays), strict=True):
             links[self.target].send(hop, iteration, whole(array))
@@ -92,8 +93,8 @@ class StateTransfer:
         self,
         links: Links,
         group: Group,
+        iteration: int,
         here: NodeSharding | None = None,
-        iteration: int = 0,
         *,
         store: Callable[[jax.Array], Any] = np.asarray,
         one_by_one: bool = False,
@@ -133,7 +134,7 @@ class StateTransfers:
         """
         self.topology, self.group = topology, group
         self.kept, self.remains = kept, remains
-        self._config = config
+        self._config, self._first = config, group.generation.step
         self._with_momentum = config.averaging.is_outer
         self.transfers = (*self._of_states(), *self._of_sources())
 
@@ -164,7 +165,7 @@ class StateTransfers:
             sources = sorted(owners, key=lambda host, serving=serving: host not in serving)
             for place, node in enumerate(targets.values()):
                 own = stage, sources[place % len(sources)], node, dict(self._shapes[stage])
-                yield StateTransfer.plan(self.topology, *own)
+                yield StateTransfer.plan(self.topology, "start", *own)
 
     def _of_sources(self) -> Iterator[StateTransfer]:
         """Plan a transfer of every source of each rebuilt stage to each host that serves it."""
@@ -175,7 +176,7 @@ class StateTransfers:
             for node in targets.values():
                 for number, source in enumerate(map(place, made.sources)):
                     own = made.stage, source, node, shapes, made, number
-                    yield StateTransfer.plan(self.topology, *own)
+                    yield StateTransfer.plan(self.topology, "start", *own)
 
     def run(self, links: Links, make: Make, others: Origin | None) -> Mapping[int, StageState]:
         """Run all transfers; return the states of the local replicas.
@@ -194,7 +195,7 @@ class StateTransfers:
         for transfer in sent:
             if transfer.made is not None and transfer.hops:
                 here = topology.spread(transfer.hops[0].source).first
-                transfer.send(links, jax.device_put(self._source(transfer), here))
+                transfer.send(links, jax.device_put(self._source(transfer), here), self._first)
         # An earlier group, ended during its start, may have rebuilt a stage from other sources.
         anew = {made.stage for made in self.group.generation.remade}
         kept = {of: state for of, state in self.kept.items() if of[0] not in anew}
@@ -205,7 +206,7 @@ class StateTransfers:
         for transfer in sent:
             if transfer.made is None:
                 given = of_stages[transfer.stage].to_give(with_momentum=self._with_momentum)
-                transfer.send(links, given)
+                transfer.send(links, given, self._first)
         own |= make(origin, {}, received)
         return {replica: own[replica] for replica in topology.local_replicas}
 
@@ -222,7 +223,10 @@ class StateTransfers:
                 self._source(transfer)
                 if transfer.source == transfer.target
                 else transfer.receive(
-                    links, self.group, self.topology.spread(transfer.hops[0].target)
+                    links,
+                    self.group,
+                    self._first,
+                    self.topology.spread(transfer.hops[0].target),
                 )
                 for transfer in own
             ]
@@ -258,7 +262,7 @@ class DisklessStages:
             hosts = [topology.host_of[replica] for replica in replicas]
             if hosts and {*hosts} <= {*group.apart}:
                 own = stage, hosts[0], leader, dict(shapes_of_state(functions[stage]))
-                self._transfers.append(StateTransfer.plan(topology, *own))
+                self._transfers.append(StateTransfer.plan(topology, "checkpoint", *own))
         self.source_of = {own.stage: own.source for own in self._transfers}
         self.hops = [hop for own in self._transfers for hop in own.hops]
 
@@ -274,14 +278,14 @@ class DisklessStages:
         """
         if not self._transfers:
             return {}
-        iteration, received = AFTER_A_STEP + step, {}
+        received = {}
         for own in self._transfers:
             if own.source == self._topology.host:
                 state = states[self._topology.replicas[own.stage][0]].to_save()
-                own.send(links, state, iteration)
+                own.send(links, state, step)
             elif own.target == self._topology.host:
                 received[own.stage] = own.receive(
-                    links, self._group, iteration=iteration, store=beside, one_by_one=True
+                    links, self._group, step, store=beside, one_by_one=True
                 )
         # No host may update a state that the leader still receives.
         barrier(self._group, f"given/{step}", self._group.timeout_s)

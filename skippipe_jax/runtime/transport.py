@@ -12,8 +12,7 @@ import secrets
 import struct
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,10 +35,6 @@ PARALLEL_COPIES = 2
 
 # Longest wait for the end of a server.
 CLOSING_S = 5.0
-
-
-# Offset of the iteration number of transfers after a step; training never has so many iterations.
-AFTER_A_STEP = 1 << 48
 
 
 class HostLink:
@@ -73,14 +68,11 @@ class HostLink:
         # The last iteration in which each hop was sent, by its name; only one thread sends it.
         self._sent: dict[str, int] = {}
         self._siblings, self._first, self._max_lag = siblings, first, max_lag
-        self._expected: list[tuple[Collection[str], int | None]] = []
+        self._expected: set[str] = set()
 
-    def expect(self, hops: Collection[str], *, after: int = 0, once: bool = False) -> None:
-        """Note that the other host may request hops of these names, even if none is sent.
-
-        It does so in each iteration, offset by `after`; or `once`, in iteration 0.
-        """
-        self._expected.append((hops, None if once else after))
+    def expect(self, hops: Iterable[str]) -> None:
+        """Note that the other host may request hops of these names, even if none is sent."""
+        self._expected.update(hops)
 
     def send(self, hop: Hop, iteration: int, arrays: PyTree) -> None:
         """Offer the arrays of a hop until they are pulled; they must not be donated before that.
@@ -139,11 +131,8 @@ class HostLink:
         further, sent = range(-back, self._max_lag + 1), [*self._sent.items()]
         pending = {(hop, last + more) for hop, last in sent for more in further}
         links = self._siblings.values()
-        reached = (of for link in links for of in [*link._sent.values()] if of < AFTER_A_STEP)
-        now = max([self._first, *reached])
-        for hops, after in self._expected:
-            iterations = [0] if after is None else [after + now + more for more in further]
-            pending |= {(hop, iteration) for hop in hops for iteration in iterations}
+        now = max([self._first, *(of for link in links for of in [*link._sent.values()])])
+        pending |= {(hop, now + more) for hop in self._expected for more in further}
         return {(hop, iteration) for hop, iteration in pending if iteration >= 0}
 
     @property
@@ -159,24 +148,14 @@ def _joined(shape: Sequence[int], sharding: Sharding, parts: list[jax.Array]) ->
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
-def expect_hops(
-    links: Mapping[int, HostLink],
-    host_of: Sequence[int],
-    hops: Iterable[Hop],
-    *,
-    after: int = 0,
-    once: bool = False,
-) -> None:
+def expect_hops(links: Mapping[int, HostLink], host_of: Sequence[int], hops: Iterable[Hop]) -> None:
     """Note for all `links` which of these hops other hosts may request, as `HostLink.expect` does.
 
     `host_of` has the host of each node. Hops that this host does not send are ignored.
     """
-    names = defaultdict[int, set[str]](set)
     for hop in hops:
         if host_of[hop.source] not in links and host_of[hop.target] in links:
-            names[host_of[hop.target]].add(hop.name)
-    for other, own in names.items():
-        links[other].expect(own, after=after, once=once)
+            links[host_of[hop.target]].expect([hop.name])
 
 
 def _wait_until_free(host: str, port: int) -> None:
