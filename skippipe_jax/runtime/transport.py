@@ -70,9 +70,9 @@ class HostLink:
         self._siblings, self._first, self._max_lag = siblings, first, max_lag
         self._expected: set[str] = set()
 
-    def expect(self, hops: Iterable[str]) -> None:
-        """Note that the other host may request hops of these names, even if none is sent."""
-        self._expected.update(hops)
+    def expect(self, hop: Hop) -> None:
+        """Note that the other host may request a hop in any iteration, even if it is not sent."""
+        self._expected.add(hop.name)
 
     def send(self, hop: Hop, iteration: int, arrays: PyTree) -> None:
         """Offer the arrays of a hop until they are pulled; they must not be donated before that.
@@ -155,7 +155,7 @@ def expect_hops(links: Mapping[int, HostLink], host_of: Sequence[int], hops: Ite
     """
     for hop in hops:
         if host_of[hop.source] not in links and host_of[hop.target] in links:
-            links[host_of[hop.target]].expect([hop.name])
+            links[host_of[hop.target]].expect(hop)
 
 
 def _wait_until_free(host: str, port: int) -> None:

@@ -128,8 +128,9 @@ def test_nothing_stays_pinned_by_what_was_asked_for_and_never_offered(asked_in: 
     offered, held = jnp.ones(LARGE).block_until_ready(), Held()
     for generation in range(4):
         (transfers, link), (transfers_there, there) = open_both(free_port(), free_port(), first=8)
-        link.expect(["asked"])
-        asked, _ = there.receive(Hop("asked", 0, 1), asked_in, (LIKE, COUNT))
+        hop = Hop("asked", 0, 1)
+        link.expect(hop)
+        asked, _ = there.receive(hop, asked_in, (LIKE, COUNT))
         # A state is offered, and training goes on before it is taken.
         link.send(Hop("offered", 0, 1), 0, (offered * generation).block_until_ready())
         if asked_in != 8:
